@@ -56,7 +56,14 @@ deepspeed --log_level critical --num_gpus "$PROCESSES" --master_port "$MASTER_PO
     --save "$OUT/checkpoints" --metrics-file "$OUT/metrics.jsonl" --tensorboard-dir "$OUT/tensorboard"
 
 step "loss compared with the unigram entropy of the corpus"
-ENTROPY=$(python tools/unigram_entropy.py --data-path "$OUT/corpus_text_document")
+# The loss of a model that knows how often each token occurs, and nothing else.
+ENTROPY=$(python - "$OUT/corpus_text_document.bin" <<'PYTHON'
+import sys, numpy
+counts = numpy.bincount(numpy.fromfile(sys.argv[1], numpy.uint16))
+shares = counts[counts > 0] / counts.sum()
+print(f"{-(shares * numpy.log(shares)).sum():.4f}")
+PYTHON
+)
 python tools/plot_metrics.py "$OUT/metrics.jsonl" --output "$OUT/loss.png" --baseline "unigram entropy=$ENTROPY"
 python - "$OUT/metrics.jsonl" "$ENTROPY" <<'PYTHON'
 import json, sys

@@ -20,17 +20,16 @@ from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.common.errors import ConfigError, LaunchError, counted
 from megatron.tools.cluster.doctor import (
-    Examination,
     all_reduce_lines,
     as_json,
     examine_hosts,
     is_ready,
     problem_count,
-    run_all_reduce,
     table,
 )
 from megatron.tools.cluster.hostfile import LOCALHOST, Host, name_problem
 from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
+from megatron.tools.cluster.probe_hosts import Examination, all_reduce
 from megatron.tools.cluster.remote import device_kind, variable_problems
 from megatron.tools.command_line import ToolParser, run_tool
 
@@ -44,15 +43,15 @@ def main() -> None:
     if not args.json:
         print(table(results, color=color), flush=True)
     ranks = sum(len(host.slots) for host in examination.hosts)
-    all_reduce = None if args.quick or count else run_all_reduce(examination, reports)
+    bandwidth = None if args.quick or count else all_reduce(examination, reports)
     if args.json:
-        print(as_json(results, all_reduce))
+        print(as_json(results, bandwidth))
     else:
-        if all_reduce is not None:
-            print(all_reduce_lines(all_reduce, ranks, color=color))
+        if bandwidth is not None:
+            print(all_reduce_lines(bandwidth, ranks, color=color))
         state = f"{counted(count, 'check')} failed" if count else "ready"
         print(f"{counted(len(results), 'host')}, {counted(ranks, 'rank')}: {state}")
-    if not is_ready(results, all_reduce):
+    if not is_ready(results, bandwidth):
         sys.exit(LaunchError.exit_code)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.common.screen import ignore_lost_output
-from megatron.tools.cluster.elastic import Parts, Policy, TooFewHostsError, announce, run_elastic
-from megatron.tools.cluster.elastic_parts import ElasticRun
+from megatron.tools.cluster.elastic import Policy, TooFewHostsError, announce, run_elastic
+from megatron.tools.cluster.elastic_run import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, run_with_restarts, supervise
@@ -42,7 +42,6 @@ def main() -> None:
 
 def _run_elastic(launch: Namespace) -> int:
     """The exit code of the last start."""
-    checkpoint_watch(launch.arguments, elastic=True)
     run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
     policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts, run.takes_snapshots)
     for number in FORWARDED:
@@ -55,9 +54,9 @@ def _run_elastic(launch: Namespace) -> int:
         if not launch.standby:
             run.lock.take()
         elif not run.lock.take_over():
-            announce("the other supervisor has ended the run")
+            announce("the other agent has ended the run")
             return 0
-        return run_elastic(Parts(run.census, run.choose, run.start, run.progress), policy)
+        return run_elastic(run, policy)
     except TooFewHostsError:  # can be reached from here: this host may be cut off, and a standby takes over
         is_over = False
         raise

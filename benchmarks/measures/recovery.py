@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.comparing import Quantity
 from benchmarks.measures.faults import ROOT, START_LIMIT, TINY, _data
 from megatron.common.errors import ConfigError, LaunchError
-from megatron.tools.cluster.recovery import SHARES
+from megatron.tools.cluster.elastic import PHASES
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -54,7 +54,7 @@ def _told(fault: str, found: list[dict[str, float]]) -> Iterator[Quantity]:
     limit = [OWN_LIMIT] * len(found)
     yield Quantity(f"{fault}: without the ranks' start-up", f"{OWN_LIMIT:g} s", own, limit, "s", most=1.0)
     yield Quantity(f"{fault}: until an iteration is trained again", "without the ranks' start-up", whole, own, "s")
-    for name, what in {"noticed": "until it is noticed", **SHARES}.items():
+    for name, what in {"noticed": "until it is noticed", **PHASES}.items():
         yield Quantity(f"{fault}: {what}", "the whole", [shares.get(name, 0.0) for shares in found], whole, "s")
 
 
@@ -89,7 +89,7 @@ class _Run:
             self._check(begin)
         whole = time.monotonic() - begin
         seconds = [float(text) for text in re.findall(r"([\d.]+) s (?!after)", self._told()[-1])]
-        shares = dict(zip(SHARES, seconds, strict=True))
+        shares = dict(zip(PHASES, seconds, strict=True))
         return {"noticed": max(whole - sum(seconds), 0.0), **shares}
 
     def await_iterations(self, more: int) -> None:

@@ -3,7 +3,7 @@
 Each entry states where the part is in DeepSpeed ``TESTED_VERSION``, what it does there, the test that fails without
 the entry, and when the entry can be removed. Nothing outside of this package replaces attributes of DeepSpeed's
 objects, except for its launcher, which imports neither torch nor this package: ``megatron/tools/cluster/`` has
-``deepspeed_launcher.py`` and ``host_launch.py`` for it, in the same form.
+``deepspeed_launcher.py`` for it, in the same form.
 """
 
 import importlib

@@ -35,7 +35,7 @@ from megatron.checkpoint.snapshots import MemoryFile
 from megatron.checkpoint.tensor_files import read_checked_file, write_archive
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, ConfigError, ResourceError
-from megatron.tools.cluster.idle_memory import moving
+from megatron.tools.cluster.elastic_run import moving
 from megatron.training.preflight import check
 
 

@@ -76,7 +76,7 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     assert set(resumed) <= {int(iteration) + 1 for iteration in recovered} <= set(trained)
     assert len(trained) <= ITERATIONS + 2 * 2, "one was not yet complete in memory, and one was trained meanwhile"
     shares = re.findall("launch.py: elastic: training again .* s after the failure was noticed: .*", log.read_text())
-    assert len(shares) == 2 and all("s first iteration" in line for line in shares)
+    assert len(shares) == 2 and all("train an iteration" in line for line in shares)
     expected, found = losses(tmp_path / "whole"), losses(metrics)
     assert found == pytest.approx(expected, abs=1e-4) and len(found) == ITERATIONS
     proof = programs.python("tools/audit_data.py", "proof", "--load", save, "--metrics-file", metrics).ok()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.bare_ranks import await_processes
 
-from megatron.tools.cluster.host_launch import wait_for_end
+from megatron.tools.cluster.deepspeed_launcher import wait_for_end
 from megatron.tools.cluster.supervise import FORWARDED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +128,7 @@ def test_a_run_that_exits_with_75_is_no_error_of_the_launcher(monkeypatch) -> No
     monkeypatch.setattr(logging.getLogger("DeepSpeed"), "level", logging.INFO)
     start = ["pdsh", "-w", "a", "cd x;", sys.executable, "-u", "-m", "deepspeed.launcher.launch", "a"]
     end = ["pdsh", "-w", "a", "pkill -f ", "-u\\ -m\\ deepspeed.launcher.launc"]
-    own = "megatron.tools.cluster.host_launch"
+    own = "megatron.tools.cluster.deepspeed_launcher"
     assert with_own_launch(start, ROOT) == [*start[:7], own, "--log_level=info", "a"], "on other hosts"
     assert with_own_launch(end, ROOT)[-1] == f"-u\\ -m\\ {own[:-1]}", "it is found when it is to be ended"
     assert with_own_launch(start, ROOT / "docs") == start

@@ -48,7 +48,7 @@ def check_ssh(host: HostContext) -> Iterator[CheckResult]:
     if report.without_ssh is not None:
         failure = f"{report.without_ssh}; all that follows was checked without ssh"
     fix = next((fix for text, fix in _SSH_FIXES.items() if text in failure), _OTHER_FIX)
-    port = f"-p {host.ssh_port} " if host.ssh_port else ""
+    port = f"-p {host.examination.ssh_port} " if host.examination.ssh_port else ""
     yield CheckResult(False, failure, fix.format(host=report.host.name, port=port))
 
 
@@ -71,20 +71,18 @@ def check_port(host: HostContext) -> Iterator[CheckResult]:
     """The master port is free on the first host."""
     if host.report.host != host.all_reports[0].host:
         return
+    port = host.examination.master_port
     if owner := host.fact("port"):
-        yield CheckResult(
-            False,
-            f"{host.port}: {owner}",
-            f"{host.fix('ss', '-ltnp')} | grep :{host.port}  # or start with another --master_port",
-        )
+        fix = f"{host.fix('ss', '-ltnp')} | grep :{port}  # or start with another --master_port"
+        yield CheckResult(False, f"{port}: {owner}", fix)
     else:
-        yield CheckResult(True, f"{host.port} is free")
+        yield CheckResult(True, f"{port} is free")
 
 
 def check_interface(host: HostContext) -> Iterator[CheckResult]:
     """The interface that gloo or NCCL is set to use exists; without one, gloo finds one that other hosts reach."""
-    network = host.fact("network")
-    variable = "GLOO_SOCKET_IFNAME" if host.device == "cpu" else "NCCL_SOCKET_IFNAME"
+    network, on_cpu = host.fact("network"), host.examination.device == "cpu"
+    variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME"
     setting = host.forwarded.get(variable)
     show = f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env"
     if setting:
@@ -94,7 +92,7 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
             yield CheckResult(False, f"{variable}={setting}: no {', '.join(missing)}, only {known}", show)
         else:
             yield CheckResult(True, f"{variable}={setting}")
-    elif host.device == "cpu" and len(host.all_reports) > 1 and _only_here(network["own_addresses"]):
+    elif on_cpu and len(host.all_reports) > 1 and _only_here(network["own_addresses"]):
         own = ", ".join(network["own_addresses"]) or "no address"
         yield CheckResult(
             False,
@@ -146,30 +144,29 @@ def check_versions(host: HostContext) -> Iterator[CheckResult]:
 def check_project(host: HostContext) -> Iterator[CheckResult]:
     """The same sources, in the same folder."""
     local, remote = host.local.fact("project"), host.fact("project")
-    sources = [f"{host.project}/megatron", f"{host.project}/pretrain_gpt2.py"]
+    project = host.request["project"]
+    sources = [f"{project}/megatron", f"{project}/pretrain_gpt2.py"]
     if remote is None:
         yield CheckResult(
             False,
-            f"no pretrain_gpt2.py in {host.project}",
-            f"{host.fix('mkdir', '-p', host.project)} && {host.copy_command(*sources, folder=host.project)}",
+            f"no pretrain_gpt2.py in {project}",
+            f"{host.fix('mkdir', '-p', project)} && {host.copy_command(*sources, folder=project)}",
         )
     elif remote["sources"] != local["sources"]:
         commits = f"commit {remote['commit']}, here {local['commit']}"
         changed = "other sources" + (f" ({commits})" if remote["commit"] != local["commit"] else ", of the same commit")
-        yield CheckResult(False, changed, host.copy_command(*sources, folder=host.project, flags=["--delete"]))
+        yield CheckResult(False, changed, host.copy_command(*sources, folder=project, flags=["--delete"]))
     else:
         yield CheckResult(True, f"commit {remote['commit']}" if remote["commit"] else remote["sources"][:SHORT])
 
 
 def check_devices(host: HostContext) -> Iterator[CheckResult]:
     """A device for each slot. On the CPU any number of ranks share the cores."""
-    devices, slots = host.fact("devices"), host.report.host.slots
-    if host.device == "cpu":
+    devices, slots, kind = host.fact("devices"), host.report.host.slots, host.examination.device
+    if kind == "cpu":
         yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cpu'], 'CPU core')}")
-    elif host.device != "cuda":
-        yield CheckResult(
-            True, f"{counted(len(slots), 'rank')}; devices of kind {host.device} cannot be counted from here"
-        )
+    elif kind != "cuda":
+        yield CheckResult(True, f"{counted(len(slots), 'rank')}; devices of kind {kind} cannot be counted from here")
     elif max(slots) >= devices["cuda"]:
         count = devices["cuda"]
         yield CheckResult(

@@ -1,25 +1,61 @@
-"""DeepSpeed's launcher without torch, which it does not need: ranks start two seconds earlier, on every host.
+"""DeepSpeed's launcher of one host, started on every host, with three workarounds for DeepSpeed 0.19.8.
 
-Works around DeepSpeed 0.19.8: ``deepspeed.launcher`` is plain Python, but to import it is to import all of DeepSpeed,
-and torch, for a logger and the name of an environment variable. Here it finds stand-ins for these. It can go when
-``python -X importtime -m deepspeed.launcher.launch`` shows no torch; tests/launch/test_supervise.py compares the two.
+- ``deepspeed.launcher`` is plain Python, but importing it imports all of DeepSpeed and torch, for a logger and the name
+  of an environment variable. Stand-ins for these make each start of a run four seconds faster: two in the runner, two
+  here. They can go when ``python -X importtime -m deepspeed.launcher.launch`` shows no torch.
+- It polls its ranks once a second. That can go when it waits for the first one to end.
+- After a signal it waits 30 s for children of its ranks that have ended, if no process has reaped them. That can go
+  when it ends ranks by their process group.
+
+Tests: tests/launch/test_supervise.py.
 """
 
 import glob
 import logging
+import os
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+import psutil
 
 from megatron.tools.cluster.supervise import PREEMPTED
 
 MODULE = "deepspeed.launcher.launch"
-OWN_MODULE = "megatron.tools.cluster.host_launch"
+OWN_MODULE = "megatron.tools.cluster.deepspeed_launcher"
 """Starts the ranks of a host in place of ``MODULE``."""
+_POLL_SECONDS = 0.1
 _EXPORTED = {"cpu": [], "cuda": ["NCCL"]}
 """By accelerator: beginnings of the names of variables that are sent to other hosts."""
+
+
+def main() -> None:
+    """Start the ranks of this host, and wait for them: ``deepspeed.launcher.launch``, with its arguments."""
+    without_torch(os.environ)
+    from deepspeed.launcher import launch
+
+    logging.getLogger("DeepSpeed").addFilter(is_news)
+    launch.time = SimpleNamespace(**{**vars(time), "sleep": lambda _: time.sleep(_POLL_SECONDS)})
+    launch.psutil = SimpleNamespace(**{**vars(psutil), "wait_procs": wait_for_end})
+    launch.main()
+
+
+def wait_for_end(processes: Sequence[psutil.Process], timeout: float) -> tuple[list, list[psutil.Process]]:
+    """``psutil.wait_procs``, for which a process that is not reaped, such as a data worker's, has ended, too."""
+    deadline = time.monotonic() + timeout
+    while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return [process for process in processes if process not in left], left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -92,3 +128,7 @@ def _set_level(name: str, logger: logging.Logger | None = None) -> None:
     logger.setLevel(name.upper())
     for handler in logger.handlers:
         handler.setLevel(name.upper())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,7 @@
-"""The cluster doctor: probes all hosts at once, runs the same checks on each, and prints what to fix."""
+"""The health check: probes all hosts at once, runs the same checks on each, and prints what to fix.
+
+``tools/doctor.py`` prints the results; an elastic run starts on the hosts that can take part.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,16 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.checkpoint.folder_lock import Owner
 from megatron.common.errors import counted
-from megatron.config import RunConfig
 from megatron.tools.cluster.checks import check_host
-from megatron.tools.cluster.hostfile import Host, runs_here_alone
+from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.probe_hosts import (
     AllReduceResult,
     CheckResult,
+    Examination,
     HostContext,
     HostReport,
-    all_reduce,
+    Unknown,
     probe_hosts,
     probe_local_host,
 )
@@ -24,30 +28,12 @@ from megatron.tools.cluster.remote import forwarded_variables, unforwarded_varia
 PROJECT = Path(__file__).resolve().parents[3]
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
+_REQUIRED = ("name", "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders")
+"""The checks that a host must pass to take part in an elastic run. The others are about all hosts, or only warn."""
+_END_SECONDS = 5.0
+
 Results = Mapping[str, Mapping[str, Sequence[CheckResult]]]
 """By host and check."""
-
-
-class Examination(NamedTuple):
-    """What to check."""
-
-    hosts: Sequence[Host]
-    run: RunConfig | None
-    """What is to be trained; None to check the hosts alone."""
-    config_file: str | None
-    """DeepSpeed's JSON, if there is one."""
-    device: str
-    environ: Mapping[str, str]
-    uses_ssh: bool
-    """False: the one host is this machine, which no hostfile names."""
-    master_address: str
-    """Empty: the first host's own."""
-    master_port: int
-    ssh_port: int | None
-    seconds: float
-    """Time limit for each host's report, and for the rendezvous of the all-reduce."""
-    leftovers: Mapping[str, Any] | None = None
-    """What is ended on the hosts first, see ``leftovers.end_leftovers``."""
 
 
 def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
@@ -70,42 +56,11 @@ def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
     unforwarded = unforwarded_variables(environ, device, Path.cwd()) if len(examination.hosts) > 1 else []
     results = {
         report.host.name: check_host(
-            HostContext(
-                report=report,
-                local=local,
-                all_reports=reports,
-                run=examination.run,
-                device=device,
-                port=examination.master_port,
-                ssh_port=examination.ssh_port,
-                forwarded=sent,
-                unforwarded=unforwarded,
-                files=request["files"],
-                folders=request["folders"],
-                project=str(PROJECT),
-                data=request["data"],
-            )
+            HostContext(report, local, reports, examination, request, forwarded=sent, unforwarded=unforwarded)
         )
         for report in reports
     }
     return results, reports
-
-
-def run_all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllReduceResult:
-    """The all-reduce over all ranks, of hosts that have all reported."""
-    first = reports[0]
-    # DeepSpeed takes the first address that the host lists for the rendezvous.
-    listed = None if runs_here_alone(examination.hosts) else first.facts["network"].get("value", {}).get("address")
-    own_address = listed or first.address or first.host.name
-    return all_reduce(
-        reports,
-        address=examination.master_address or own_address,
-        port=examination.master_port,
-        ssh_port=examination.ssh_port,
-        device=examination.device,
-        environ=forwarded_variables(examination.environ, examination.device, Path.cwd()),
-        seconds=examination.seconds,
-    )
 
 
 def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[str, Any]:
@@ -132,6 +87,64 @@ def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[st
 def _absolute(paths: Mapping[str, str | None]) -> dict[str, str]:
     """The paths that are set. A rank starts in the folder that the launcher was started in."""
     return {flag: str(Path(path).absolute()) for flag, path in paths.items() if path is not None}
+
+
+class HostState(NamedTuple):
+    """Whether a host can take part in an elastic run."""
+
+    host: Host
+    problem: str | None
+    """Why it cannot; None if it can."""
+    address: str = ""
+    """The first address that the host lists, where DeepSpeed has the ranks of other hosts find rank 0."""
+
+
+def host_states(examination: Examination) -> list[HostState]:
+    """The state of each host of ``examination``. No process is ended there."""
+    return _states(examination)[0]
+
+
+def clean_host_states(examination: Examination, variable: str, owner: Owner | None) -> tuple[list[HostState], bool]:
+    """The state of each host after the processes that are left there were ended, and whether ``owner`` has ended.
+
+    Args:
+        examination: the hosts, and what is checked on them.
+        variable: NAME=VALUE in the environment of all processes of the run.
+        owner: the process that holds the lock of the checkpoints.
+    """
+    owner_process = owner and [owner.machine, owner.pid, owner.started]
+    request = {"variable": variable, "seconds": _END_SECONDS, "owner": owner_process}
+    states, reports = _states(examination._replace(leftovers=request))
+    owner_has_ended = False
+    for number, report in enumerate(reports):
+        try:
+            answer = report.fact("leftovers")
+            left = answer["left"]
+            problem = f"{counted(left, 'process')} of the earlier start cannot be ended" if left else None
+            owner_has_ended |= answer["owner_has_ended"]
+        except Unknown as error:
+            problem = f"ssh: {error}"
+        states[number] = states[number]._replace(problem=states[number].problem or problem)
+    return states, owner_has_ended
+
+
+def _states(examination: Examination) -> tuple[list[HostState], list[HostReport]]:
+    if not examination.hosts:
+        return [], []
+    results, reports = examine_hosts(examination)
+    return [HostState(r.host, _first_problem(results[r.host.name]), _address(r)) for r in reports], reports
+
+
+def _address(report: HostReport) -> str:
+    try:
+        return report.fact("network")["address"]
+    except Unknown:
+        return ""
+
+
+def _first_problem(checks: Mapping[str, Sequence[CheckResult]]) -> str | None:
+    failed = ((name, result) for name in _REQUIRED for result in checks.get(name, ()) if not result.ok)
+    return next((f"{name}: {result.found.removeprefix('ssh: ')}" for name, result in failed), None)
 
 
 def table(results: Results, *, color: bool) -> str:

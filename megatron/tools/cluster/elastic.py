@@ -1,22 +1,28 @@
-"""Restart a run on the hosts that are left, or on spare ones: what ``tools/launch.py --elastic`` does.
+"""The decisions of the elastic agent, ``tools/launch.py --elastic``: on which hosts a run starts, and starts again.
 
-Each start begins with a census of all hosts. Lost hosts are replaced by spare ones; if there are not enough, the
-planner chooses the layout for those that are left. The new ranks resume from the newest whole checkpoint.
+Each start begins with a health check of all hosts. Spare hosts replace lost ones; if there are not enough, the planner
+chooses the layout for the remaining hosts. The new ranks resume from the newest complete checkpoint.
 """
 
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.common.errors import LaunchError, counted
 from megatron.launch.rank import print_error
-from megatron.tools.cluster.census import HostState
+from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.supervise import CRASH_LOOP, FINAL
 
+if TYPE_CHECKING:
+    from megatron.tools.cluster.elastic_run import ElasticRun
+
 
 class TooFewHostsError(LaunchError):
-    """Fewer hosts than ``--min-hosts`` can be reached; another supervisor may reach more."""
+    """Fewer hosts than ``--min-hosts`` can be reached; another agent may reach more."""
 
 
 class Policy(NamedTuple):
@@ -39,6 +45,21 @@ class Start(NamedTuple):
     layout: str
     """For the user."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the hosts."""
+        return frozenset(host.name for host in self.hosts)
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    def ranks_on(self, names: Collection[str]) -> list[int]:
+        """The ranks on the hosts with these names."""
+        hosts = [host.name for host in self.hosts for _ in host.slots]
+        return [rank for rank, name in enumerate(hosts) if name in names]
+
 
 class Ended(NamedTuple):
     """How a start has ended."""
@@ -49,19 +70,6 @@ class Ended(NamedTuple):
     """Hosts with ranks that ended by themselves, not because of others."""
     to_rejoin: bool = False
     """Whether it was ended after a checkpoint because hosts have come back."""
-
-
-class Parts(NamedTuple):
-    """What the loop calls."""
-
-    census: Callable[[Mapping[str, str]], list[HostState]]
-    """The state of all hosts but the excluded ones, after what is left of earlier starts has been ended."""
-    choose: Callable[[Sequence[HostState]], Start | None]
-    """What to start; None if no layout fits."""
-    run: Callable[[Start], Ended]
-    """Start it, and wait for its end."""
-    progress: Callable[[], str | None]
-    """The newest checkpoint; None while there is none."""
 
 
 def pick_hosts(regular: Sequence[Host], states: Sequence[HostState]) -> list[Host]:
@@ -87,32 +95,65 @@ def is_complete(regular: Sequence[Host], hosts: Sequence[Host]) -> bool:
     return [len(host.slots) for host in hosts] == [len(host.slots) for host in regular]
 
 
-def failed_first(hosts: Sequence[Host], codes: Mapping[int, str]) -> frozenset[str]:
-    """The hosts whose ranks failed by themselves, from the exit code that each rank of ``hosts`` has left.
+def failed_first(start: Start, codes: Mapping[int, str]) -> frozenset[str]:
+    """The hosts whose ranks failed by themselves, from the exit code that each rank of ``start`` has left.
 
-    The code is empty for a rank that was killed, was lost with its host, or hung. With 6 a rank exits because of
-    another. If that is true of all hosts or of none, no host is to blame: the result is empty.
+    The code is empty for a rank that was killed, was lost with its host, or hung. A rank that exits because of another
+    one has code 6. If that is true on all hosts or on none, no host is to blame: the result is empty.
     """
-    found, first = set(), 0
-    for host in hosts:
-        ranks = range(first, first + len(host.slots))
-        first = ranks.stop
-        if any(codes.get(rank, "") not in ("0", str(LaunchError.exit_code)) for rank in ranks):
-            found.add(host.name)
-    return frozenset(found if len(found) < len(hosts) or len(hosts) == 1 else ())
+    fine = ("0", str(LaunchError.exit_code))
+    found = {
+        host.name
+        for host in start.hosts
+        if any(codes.get(rank, "") not in fine for rank in start.ranks_on({host.name}))
+    }
+    return frozenset(found if len(found) < len(start.hosts) or len(start.hosts) == 1 else ())
 
 
-def run_elastic(parts: Parts, policy: Policy) -> int:
+def with_ended(codes: Mapping[int, str], start: Start, gone: set[str]) -> dict[int, str]:
+    """``codes``, with 6 for the ranks that were still running when the start was ended because of the hosts ``gone``.
+
+    If the ranks on ``gone`` have ended because of others, a running rank hung: the codes stay as they are.
+    """
+    others = str(LaunchError.exit_code)
+    if all(codes.get(rank, "") == others for rank in start.ranks_on(gone)):
+        return dict(codes)
+    ran = start.ranks_on(start.names - gone)
+    return {**codes, **{rank: codes.get(rank) or others for rank in ran}}
+
+
+def slow_hosts(file: Path, hosts: Sequence[Host]) -> set[str]:
+    """The names in the hostfile of the hosts with the ranks that ``--straggler-report`` has named in ``file``."""
+    try:
+        ranks = json.loads(file.read_text())["ranks"]
+    except (OSError, ValueError, KeyError):
+        return set()
+    names = [host.name for host in hosts for _ in host.slots]
+    return {names[rank] for rank in ranks if rank < len(names)}
+
+
+def without_slow(states: Sequence[HostState], slow: Collection[str], least: int) -> list[HostState]:
+    """``states`` with a problem for each slow host, as long as ``least`` hosts have none."""
+    healthy = sum(state.problem is None for state in states)
+    found = []
+    for state in states:
+        is_dropped = state.problem is None and state.host.name in slow and healthy > least
+        healthy -= is_dropped
+        found.append(state._replace(problem="slower than others: --exclude-stragglers") if is_dropped else state)
+    return found
+
+
+def run_elastic(run: "ElasticRun", policy: Policy) -> int:
     """Start the run, and again after each failure, on the hosts that are healthy then. Returns the exit code.
 
     Raises TooFewHostsError if fewer than the least number are healthy, LaunchError if no layout fits on them.
     """
     excluded: dict[str, str] = {}
     failures: list[frozenset[str]] = []
-    started: set[str] = set()
-    failed, code, reached = 0, 0, parts.progress()
+    started: frozenset[str] = frozenset()
+    failed, code, reached = 0, 0, run.progress()
     while True:
-        states = parts.census(excluded)
+        states = run.check_hosts(excluded)
         lost = {state.host.name for state in states if state.problem is not None}
         if started & lost:  # the loss of a host is no crash loop
             failures = failures[:-1]
@@ -128,10 +169,10 @@ def run_elastic(parts: Parts, policy: Policy) -> int:
             return code
         if code:
             print_error(f"the run failed with exit code {code}: restart {failed} of {policy.max_restarts}")
-        start = _next_start(parts, policy, states, excluded, reached)
-        started = {host.name for host in start.hosts}
-        code, by_signal, hosts, to_rejoin = parts.run(start)
-        before, reached = reached, parts.progress()
+        start = _next_start(run, policy, states, excluded, reached)
+        started = start.names
+        code, by_signal, hosts, to_rejoin = run.start(start)
+        before, reached = reached, run.progress()
         if by_signal or (code in FINAL and not to_rejoin):
             return code
         if to_rejoin:  # there is a new checkpoint
@@ -156,7 +197,7 @@ def _is_crash_loop(suspects: frozenset[str], others: Sequence[HostState], policy
 
 
 def _next_start(
-    parts: Parts, policy: Policy, states: Sequence[HostState], excluded: Mapping[str, str], reached: str | None
+    run: "ElasticRun", policy: Policy, states: Sequence[HostState], excluded: Mapping[str, str], reached: str | None
 ) -> Start:
     problems = {**excluded, **{state.host.name: state.problem for state in states if state.problem is not None}}
     lost = "; ".join(f"without {host} ({problem})" for host, problem in problems.items())
@@ -167,17 +208,44 @@ def _next_start(
             f"{counted(healthy, 'host')} can take part, fewer than --min-hosts {policy.least_hosts}: {lost}; "
             f"{unchanged}"
         )
-    start = parts.choose(states)
+    start = run.choose(states)
     if start is None:
         raise LaunchError(f"no layout fits ({lost}): see tools/plan.py with the same arguments; {unchanged}")
-    ranks = sum(len(host.slots) for host in start.hosts)
     names = " ".join(host.name for host in start.hosts)
     after = f"resuming from {reached}" if reached else "from the beginning"
     after += ", unless the hosts have a newer snapshot" if policy.takes_snapshots else ""
-    announce(f"{counted(ranks, 'rank')} on {names}{f', {lost}' if lost else ''}: {start.layout}; {after}")
+    announce(f"{counted(start.rank_count, 'rank')} on {names}{f', {lost}' if lost else ''}: {start.layout}; {after}")
     return start
 
 
 def announce(line: str) -> None:
-    """Print what the supervisor does, on one line."""
+    """Print what the agent does, on one line."""
     print(f"launch.py: elastic: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+TRAINED = "trained"
+"""File in the folder of the exit codes, by which rank 0 says that it has trained an iteration."""
+PHASES = {
+    "ended": "to end all ranks",
+    "examined": "health check",
+    "chosen": "layout",
+    "trained": "to start the ranks and train an iteration",
+}
+"""What ends with each event of a recovery, in order; the recovery begins when the failure is noticed."""
+
+
+class Recovery(dict[str, float]):
+    """When each event of a recovery happened, from "noticed" to "trained", in seconds since 1970.
+
+    The first start has no failure.
+    """
+
+    def note(self, name: str) -> None:
+        """It happens now, unless it has happened before."""
+        self.setdefault(name, time.time())
+
+    def __str__(self) -> str:
+        known = [name for name in ("noticed", *PHASES) if name in self]
+        seconds = [max(self[name] - self[before], 0.0) for before, name in zip(known, known[1:], strict=False)]
+        phases = ", ".join(f"{part:.1f} s {PHASES[name]}" for part, name in zip(seconds, known[1:], strict=True))
+        return f"training again {sum(seconds):.1f} s after the failure was noticed: {phases}"

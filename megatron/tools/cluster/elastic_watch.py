@@ -1,6 +1,5 @@
-"""What the supervisor of an elastic run watches while a start trains: lost hosts, hosts that come back, its lock."""
+"""What the elastic agent watches while a start trains: lost hosts, hosts that come back, its lock."""
 
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -11,14 +10,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron.checkpoint.folder_lock import last_renewal
-from megatron.tools.cluster.elastic import Start, announce, is_complete
-from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.recovery import Events, read_started
-from megatron.tools.cluster.remote import ssh_command
+from megatron.tools.cluster.elastic import TRAINED, Recovery, Start, announce, is_complete
 from megatron.tools.cluster.supervise import FINAL, read_exit_codes
 
 if TYPE_CHECKING:
-    from megatron.tools.cluster.elastic_parts import ElasticRun
+    from megatron.tools.cluster.elastic_run import ElasticRun
 
 ALIVE_SECONDS = 3
 """ssh gives up a host that has been silent for three times that long."""
@@ -43,13 +39,12 @@ class Watch:
         self.hosts_rejoin = False
         self.gone: set[str] = set()
         """The hosts whose connection has ended."""
-        self.failure = Events()
+        self.failure = Recovery()
         """Of the recovery that begins with the end of this start."""
-        self._run, self._start, self._exit_codes = run, start, exit_codes
+        self.start, self._run, self._exit_codes = start, run, exit_codes
         self._connections: dict[str, psutil.Process] = {}
         self._connected_at: float | None = None
         self._gone_since = 0.0
-        self._asking: list[threading.Thread] = []
         self._renewal: str | None = None
         self._without_renewal = 0.0
         self._next, self._came_back_at = 0.0, ""
@@ -59,7 +54,7 @@ class Watch:
             threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
 
     def __call__(self, launcher: psutil.Process, ends_by_signal: bool) -> bool:
-        """Whether to end the start, whose launcher is given. Raises CheckpointError if another supervisor took over."""
+        """Whether to end the start, whose launcher is given. Raises CheckpointError if another agent took over."""
         if not ends_by_signal and self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
             announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
             self.hosts_rejoin = True
@@ -71,8 +66,8 @@ class Watch:
         if now >= self._next:
             self._next = now + _LOOK_SECONDS
             self._run.lock.check(is_repeated=True)
-            if len(self._connections) < len(self._start.hosts):
-                self._connections |= connections(launcher, [host.name for host in self._start.hosts])
+            if len(self._connections) < len(self.start.hosts):
+                self._connections |= connections(launcher, [host.name for host in self.start.hosts])
             if self._connections and self._connected_at is None:
                 self._connected_at = now
             if self._is_stopped():
@@ -82,36 +77,29 @@ class Watch:
         return self._has_lost_hosts(now, ends_by_signal)
 
     def _note_training(self) -> None:
-        events = self._run.events
-        if "trained" not in events and (ages := read_started(self._exit_codes)) is not None:
-            events.note_training(ages)
-            if "noticed" in events:
-                announce(str(events))
-
-    def close(self) -> None:
-        """Wait until it is known which of the hosts that have gone answer."""
-        self.is_over.set()
-        for thread in self._asking:
-            thread.join()
+        recovery = self._run.recovery
+        if "trained" not in recovery and (self._exit_codes / TRAINED).exists():
+            recovery.note("trained")
+            if "noticed" in recovery:
+                announce(str(recovery))
 
     def _has_lost_hosts(self, now: float, ends_by_signal: bool) -> bool:
-        """Whether ranks have ended with their host, or alone, so that those of other hosts are to be ended."""
+        """Whether ranks or a host of theirs have ended, so that the ranks of other hosts are to be ended."""
         gone = {host for host, ssh in self._connections.items() if not _runs(ssh)}
         if self._connected_at is not None and now - self._connected_at > _CONNECT_SECONDS:
-            gone |= names_of(self._start) - self._connections.keys()  # ended at once, and was never seen
+            gone |= self.start.names - self._connections.keys()  # ended at once, and was never seen
         if not gone:
             return False
         ends_well = ends_by_signal or self._ends_without_restart(gone)
-        if new := gone - self.gone:
+        if gone - self.gone:
             if not self.gone or ends_well:
                 self._gone_since = now
             if not ends_well:
                 self.failure.note("noticed")
-                self._ask(new | (self._run.lost - names_of(self._start)))
             self.gone = gone
         if now - self._gone_since < (END_SECONDS if ends_well else _NOTICE_SECONDS):
             return False
-        announce(f"the ranks of {' '.join(sorted(gone))} have ended, or are lost: those of other hosts are ended")
+        announce(f"the ranks of {' '.join(sorted(gone))} have ended, or are lost: the ranks of other hosts are ended")
         return True
 
     def _is_stopped(self) -> bool:
@@ -124,19 +112,8 @@ class Watch:
     def _ends_without_restart(self, gone: set[str]) -> bool:
         """Whether all hosts are gone, or the ranks of the gone ones have left codes that end the run."""
         codes = read_exit_codes(self._exit_codes)
-        left = [codes.get(rank, "") for rank in ranks_of(self._start.hosts, gone)]
-        return len(gone) == len(self._start.hosts) or all(code and int(code) in FINAL for code in left)
-
-    def _ask(self, hosts: set[str]) -> None:
-        """Find out, while the ranks of others end, which hosts do not answer: the census need not wait for them."""
-
-        def ask(host: str) -> None:
-            if (problem := silence(host, self._run.launch.ssh_port)) is not None:
-                self._run.silent[host] = time.monotonic(), problem
-
-        for host in hosts:
-            self._asking.append(threading.Thread(target=ask, args=(host,), daemon=True))
-            self._asking[-1].start()
+        left = [codes.get(rank, "") for rank in self.start.ranks_on(gone)]
+        return len(gone) == len(self.start.hosts) or all(code and int(code) in FINAL for code in left)
 
     def _await_hosts(self) -> None:
         """Wait until a better start is possible, with hosts that were lost."""
@@ -147,8 +124,8 @@ class Watch:
                     return
                 if start is not None and self._is_better(start):
                     self._came_back_at = self._run.progress() or ""
-                    self._awaited = names_of(start), ranks_in(self._start)
-                    names = sorted(names_of(start) - names_of(self._start))
+                    self._awaited = start.names, self.start.rank_count
+                    names = sorted(start.names - self.start.names)
                     announce(f"{' '.join(names)} can take part again, from the next checkpoint on")
                     self._came_back.set()
                     return
@@ -157,23 +134,7 @@ class Watch:
 
     def _is_better(self, start: Start) -> bool:
         """Whether ``start`` has more ranks than the present one, and was not tried in vain."""
-        return ranks_in(start) > ranks_in(self._start) and names_of(start) not in self._run.in_vain
-
-
-def names_of(start: Start) -> frozenset[str]:
-    """The hosts of ``start``."""
-    return frozenset(host.name for host in start.hosts)
-
-
-def ranks_in(start: Start) -> int:
-    """The number of its ranks."""
-    return sum(len(host.slots) for host in start.hosts)
-
-
-def ranks_of(hosts: Sequence[Host], names: set[str]) -> list[int]:
-    """The ranks on the hosts with these ``names``, of a start on all ``hosts``."""
-    places = [host.name for host in hosts for _ in host.slots]
-    return [rank for rank, name in enumerate(places) if name in names]
+        return start.rank_count > self.start.rank_count and start.names not in self._run.in_vain
 
 
 def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psutil.Process]:
@@ -206,13 +167,3 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def silence(host: str, port: int | None) -> str | None:
-    """Why ssh does not reach ``host``; None if it does."""
-    try:
-        done = subprocess.run(ssh_command(host, ["true"], port), capture_output=True, text=True, timeout=15)
-    except (OSError, subprocess.TimeoutExpired):
-        return "ssh: no answer"
-    said = " ".join(done.stderr.split()[-20:]).removeprefix("ssh: ") or "no answer"
-    return f"ssh: {said}" if done.returncode else None

@@ -19,21 +19,21 @@ _SHARED = ("--save", "--load")
 
 def check_arguments(host: HostContext) -> Iterator[CheckResult]:
     """Files named by the arguments have the same content there."""
-    if host.run is None:
+    if (run := host.examination.run) is None:
         return
     local, remote = host.local.fact("files"), host.fact("files")
-    for flag, path in host.files.items():
+    for flag, path in host.request["files"].items():
         if remote[flag] != local[flag]:
             wrong = remote[flag].get("error", "differs from here")
             yield CheckResult(False, f"{flag} {path}: {wrong}", _copy(host, path))
     if remote == local:
-        digest = hashlib.sha256(json.dumps([host.run.ds_config, remote], sort_keys=True, default=str).encode())
+        digest = hashlib.sha256(json.dumps([run.ds_config, remote], sort_keys=True, default=str).encode())
         yield CheckResult(True, f"hash {digest.hexdigest()[:SHORT]}")
 
 
 def check_data(host: HostContext) -> Iterator[CheckResult]:
     """The data sets exist, with the same tokens."""
-    for prefix in host.data:
+    for prefix in host.request["data"]:
         problem, digest = _data_problem(host, prefix)
         if problem:
             yield CheckResult(False, f"{prefix}{problem}", _copy(host, f"{prefix}.bin", f"{prefix}.idx"))
@@ -59,7 +59,7 @@ def _data_problem(host: HostContext, prefix: str) -> tuple[str | None, str]:
 
 def check_folders(host: HostContext) -> Iterator[CheckResult]:
     """Folders are writable, and those of checkpoints are shared by all hosts."""
-    for flag, path in host.folders.items():
+    for flag, path in host.request["folders"].items():
         folder = host.fact("folders")[flag]
         if not folder["is_folder"]:
             yield CheckResult(False, f"{flag} {path}: {folder['place']} is not a folder", host.fix("ls", "-l", path))
@@ -82,7 +82,7 @@ def check_folders(host: HostContext) -> Iterator[CheckResult]:
 
 def check_disk(host: HostContext) -> Iterator[CheckResult]:
     """Enough disk space is free to begin with."""
-    for flag, path in host.folders.items():
+    for flag, path in host.request["folders"].items():
         folder = host.fact("folders")[flag]
         free, least = folder["free"], _least_free(host, flag)
         text = f"{flag} {path}: {free / (1 << 30):.1f} GiB free"
@@ -92,9 +92,10 @@ def check_disk(host: HostContext) -> Iterator[CheckResult]:
 
 def _least_free(host: HostContext, flag: str) -> int:
     """Bytes: for snapshots what they need; the vocabulary is not counted, unless it is known without its files."""
-    if flag != "--snapshot-dir" or host.run is None or architecture_of(host.run.model).provider is not None:
+    run = host.examination.run
+    if flag != "--snapshot-dir" or run is None or architecture_of(run.model).provider is not None:
         return _LEAST_FREE
-    return planned_host_bytes(host.run, len(host.report.host.slots))
+    return planned_host_bytes(run, len(host.report.host.slots))
 
 
 def _is_shared(host: HostContext, flag: str) -> bool:

@@ -89,38 +89,25 @@ def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
 
 
 def _add_elastic_flags(parser: ToolParser) -> None:
-    parser.add_argument(
-        "--elastic", action="store_true", help="restart on the hosts that are left, with the layout that suits them"
-    )
-    parser.add_argument(
-        "--min-hosts", type=count, default=1, metavar="N", help="with --elastic: do not restart on fewer hosts"
-    )
-    parser.add_argument(
+    group = parser.add_argument_group("with --elastic")
+    switches = {
+        "--elastic": "restart on the remaining hosts, with the layout that suits them",
+        "--exclude-stragglers": "leave out the hosts that --straggler-report has named, at the next restart",
+        "--rejoin": "hosts that come back join at the next checkpoint",
+        "--standby": "wait until another agent ends the run; take over if its host is lost",
+    }
+    for flag, text in switches.items():
+        group.add_argument(flag, action="store_true", help=text)
+    group.add_argument("--min-hosts", type=count, default=1, metavar="N", help="do not restart on fewer hosts")
+    group.add_argument(
         "--exclude-after",
         type=count,
         metavar="N",
-        help="with --elastic: failures in a row without a new checkpoint after which the host in all of them is left "
-        f"out (default: {MOST_FAILURES})",
+        help="leave out the host that fails in this many failures in a row without a new checkpoint "
+        f"(default: {MOST_FAILURES})",
     )
-    parser.add_argument(
-        "--exclude-stragglers",
-        action="store_true",
-        help="with --elastic: leave out the hosts that --straggler-report has named, at the next restart",
-    )
-    parser.add_argument(
-        "--rejoin", action="store_true", help="with --elastic: hosts that come back join at the next checkpoint"
-    )
-    parser.add_argument(
-        "--standby",
-        action="store_true",
-        help="with --elastic: wait for the end of another supervisor of the run, and take over if its host is lost",
-    )
-    parser.add_argument(
-        "--device", default="", metavar="NAME", help="with --elastic: what tools/plan.py --device takes"
-    )
-    parser.add_argument(
-        "--device-memory", default="", metavar="SIZE", help="with --elastic: memory of a device, such as 80GB"
-    )
+    group.add_argument("--device", default="", metavar="NAME", help="see tools/plan.py --device")
+    group.add_argument("--device-memory", default="", metavar="SIZE", help="memory of a device, such as 80GB")
 
 
 def _check_elastic_flags(launch: Namespace) -> None:

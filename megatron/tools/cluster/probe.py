@@ -1,7 +1,7 @@
 """The facts of a host: a program that is sent to hosts, which may not have this project, and run there by python.
 
-Standard library alone. It prints facts, as one line of JSON, and changes nothing, except that for an elastic run it
-ends what an earlier start has left. Its source is sent after that of what it uses.
+It uses only the standard library, prints the facts as one line of JSON and changes nothing, except that for an elastic
+run it first kills the processes that an earlier start has left. Its source is sent after the source of what it uses.
 """
 
 import contextlib
@@ -13,14 +13,15 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 
 from megatron.checkpoint.fingerprint import data_hash
+from megatron.checkpoint.folder_lock import machine_id, start_time
 from megatron.launch.environment import extensions_folder
-from megatron.tools.cluster.leftovers import end_leftovers
 
 MARK = "megatron-probe "
 """Begins each of its two lines of output: shells may print others before."""
@@ -32,7 +33,7 @@ def answer(request: dict) -> None:
     Args:
         request: ``project``, ``files`` (flag to path), ``data`` (prefixes), ``folders`` (flag to path),
             ``port`` (to listen on, or None), ``environ``, which the launcher will set here, and ``leftovers``: None,
-            or those that are ended first.
+            or the arguments of ``end_leftovers``.
     """
     print(MARK + json.dumps({"time": time.time()}), flush=True)
     os.environ.update(request["environ"])
@@ -48,7 +49,38 @@ def _attempt(collect, request):
 
 
 def _leftovers(request):
-    return request["leftovers"] and end_leftovers(request["leftovers"])
+    return request["leftovers"] and end_leftovers(**request["leftovers"])
+
+
+def end_leftovers(variable, seconds, owner):
+    """Kill every process of the run. Returns how many are left, and whether the owner of its lock has ended.
+
+    Args:
+        variable: NAME=VALUE in the environment of all processes of the run. All of them belong to this user, since the
+            environments of others cannot be read.
+        seconds: how long to wait for their end.
+        owner: machine, process id and start time of the process that holds the lock of the checkpoints, or None.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := _processes(variable)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    has_ended = owner is not None and owner[0] == machine_id() and start_time(owner[1]) != owner[2]
+    return {"left": len(left), "owner_has_ended": has_ended}
+
+
+def _processes(variable):
+    """Processes that have ``variable`` in their environment and have not ended."""
+    word, found = variable.encode(), []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and int(name) != os.getpid() and start_time(int(name)):
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if word in file.read().split(b"\0"):
+                        found.append(int(name))
+    return found
 
 
 def _software(request):

@@ -10,15 +10,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint import fingerprint, folder_lock
 from megatron.common import reading
 from megatron.config import RunConfig
 from megatron.launch.environment import extensions_folder
-from megatron.tools.cluster import allreduce, leftovers, probe
-from megatron.tools.cluster.hostfile import Host, is_this_host
-from megatron.tools.cluster.remote import ssh_command
+from megatron.tools.cluster import allreduce, probe
+from megatron.tools.cluster.hostfile import Host, is_this_host, runs_here_alone
+from megatron.tools.cluster.remote import forwarded_variables, ssh_command
 
 _AT_ONCE = 64
 _RESOLVE_SECONDS = 15.0
@@ -65,32 +66,43 @@ class CheckResult(NamedTuple):
     """A command that fixes it, or shows what to fix."""
 
 
+class Examination(NamedTuple):
+    """What to check."""
+
+    hosts: Sequence[Host]
+    run: RunConfig | None
+    """What is to be trained; None to check the hosts without a run."""
+    config_file: str | None
+    """DeepSpeed's JSON, if there is one."""
+    device: str
+    environ: Mapping[str, str]
+    uses_ssh: bool
+    """False: the one host is this machine, which no hostfile names."""
+    master_address: str
+    """Empty: the address of the first host."""
+    master_port: int
+    ssh_port: int | None
+    seconds: float
+    """Time limit for the report of each host, and for the rendezvous of the all-reduce."""
+    leftovers: Mapping[str, Any] | None = None
+    """Arguments of ``probe.end_leftovers``, which is called on each host first."""
+
+
 class HostContext(NamedTuple):
-    """A host and all that it is compared with. Checks read it and nothing else."""
+    """A host and everything that it is compared with: the argument of a check."""
 
     report: HostReport
     local: HostReport
     """Of the host that the run is started on, whose Python, project and data count."""
     all_reports: Sequence[HostReport]
-    """All hosts of the run, this one among them, in the order of the hostfile."""
-    run: RunConfig | None
-    """None without training arguments."""
-    device: str
-    port: int
-    """The master port."""
-    ssh_port: int | None
+    """All hosts of the run, including this one, in the order of the hostfile."""
+    examination: Examination
+    request: Mapping[str, Any]
+    """The arguments of ``probe.answer``."""
     forwarded: Mapping[str, str]
     """What the launcher sets in the environment of the ranks there."""
     unforwarded: Sequence[str]
-    """What is set here, has an effect, and is not sent."""
-    files: Mapping[str, str]
-    """Files that the training arguments name: flag to path."""
-    folders: Mapping[str, str]
-    """Folders that they name to be written in: flag to path."""
-    data: Sequence[str]
-    """The prefixes of the data sets."""
-    project: str
-    """The folder of this checkout."""
+    """Variables that are set here and affect the ranks, but are not sent."""
 
     def fact(self, name: str) -> Any:
         """The fact ``name`` of this host. Raises Unknown if the host could not collect it."""
@@ -100,12 +112,14 @@ class HostContext(NamedTuple):
         """The command for the user to type that runs ``words`` on this host."""
         if self.report.without_ssh is not None:
             return shlex.join(words)
-        port = ["-p", str(self.ssh_port)] if self.ssh_port else []
-        return " ".join(["ssh", *port, self.report.host.name, shlex.quote(shlex.join(words))])
+        port = self.examination.ssh_port
+        flags = ["-p", str(port)] if port else []
+        return " ".join(["ssh", *flags, self.report.host.name, shlex.quote(shlex.join(words))])
 
     def copy_command(self, *paths: str, folder: str, flags: Sequence[str] = ()) -> str:
         """The command that copies ``paths`` of the local host into a folder of this one."""
-        shell = ["-e", f"ssh -p {self.ssh_port}"] if self.ssh_port else []
+        port = self.examination.ssh_port
+        shell = ["-e", f"ssh -p {port}"] if port else []
         name = self.report.host.name
         target = f"[{name}]:{folder}/" if ":" in name else f"{name}:{folder}/"
         return shlex.join(["rsync", "-a", *flags, *shell, *paths, target])
@@ -199,7 +213,7 @@ def _exchange(report: HostReport, process: subprocess.Popen, program: str, start
 
 
 def _sources() -> str:
-    parts = (reading, fingerprint, extensions_folder, folder_lock.machine_id, folder_lock.start_time, leftovers, probe)
+    parts = (reading, fingerprint, extensions_folder, folder_lock.machine_id, folder_lock.start_time, probe)
     lines = "\n".join(inspect.getsource(part) for part in parts).split("\n")
     own = "\n".join(line for line in lines if not line.startswith("from megatron."))
     return f"from __future__ import annotations\n{own}"
@@ -223,29 +237,27 @@ class AllReduceResult(NamedTuple):
     """The last line of output of each host that failed."""
 
 
-def all_reduce(
-    reports: Sequence[HostReport],
-    *,
-    address: str,
-    port: int,
-    ssh_port: int | None,
-    device: str,
-    environ: Mapping[str, str],
-    seconds: float,
-) -> AllReduceResult:
-    """Run an all-reduce over all slots of all hosts, with rendezvous at ``address`` within ``seconds``."""
-    world_size = sum(len(report.host.slots) for report in reports)
-    common = {"address": address, "port": port, "device": device, "environ": dict(environ), "seconds": seconds}
+def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllReduceResult:
+    """Run an all-reduce over all slots of all hosts, which have all reported."""
+    seconds = examination.seconds
+    common = {
+        "address": examination.master_address or _own_address(reports[0], examination),
+        "port": examination.master_port,
+        "device": examination.device,
+        "environ": forwarded_variables(examination.environ, examination.device, Path.cwd()),
+        "seconds": seconds,
+        "world_size": sum(len(report.host.slots) for report in reports),
+    }
     first_rank, programs = 0, []
     for report in reports:
-        slots = report.host.slots
-        place = {"world_size": world_size, "first_rank": first_rank, "slots": slots}
-        programs.append(_allreduce_program({**common, **place}))
-        first_rank += len(slots)
+        programs.append(_allreduce_program({**common, "first_rank": first_rank, "slots": report.host.slots}))
+        first_rank += len(report.host.slots)
 
     def start(report: HostReport, program: str) -> subprocess.CompletedProcess:
         words = [sys.executable, "-"]
-        command = words if report.without_ssh is not None else ssh_command(report.host.name, words, ssh_port)
+        command = (
+            words if report.without_ssh is not None else ssh_command(report.host.name, words, examination.ssh_port)
+        )
         try:
             return subprocess.run(
                 command, input=program, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 10
@@ -263,6 +275,12 @@ def all_reduce(
     found = [line for line in ended[0].stdout.splitlines() if line.startswith(allreduce.MARK)]
     speed = json.loads(found[0].removeprefix(allreduce.MARK))["bytes_per_second"] if found and not failures else None
     return AllReduceResult(speed, failures)
+
+
+def _own_address(first: HostReport, examination: Examination) -> str:
+    """The address for the rendezvous: DeepSpeed takes the first one that the first host lists."""
+    listed = None if runs_here_alone(examination.hosts) else first.facts["network"].get("value", {}).get("address")
+    return listed or first.address or first.host.name
 
 
 def _allreduce_program(request: Mapping) -> str:

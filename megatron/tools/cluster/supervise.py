@@ -27,9 +27,18 @@ from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
 HELPER = "MEGATRON_SUPERVISOR_HELPER"
 """Environment variable of processes below this one that do not belong to the run, and are not ended with it."""
+CRASH_LOOP = 93
+"""Exit code of a run that fails again and again at the same place, which a restart does not change."""
+
+MOST_FAILURES = 3
+PREEMPTED = 75
+"""Exit code of a run that has saved after a signal."""
+_MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
+FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
+"""Exit codes that a restart would not change, or that leave it to the scheduler."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOKS = 0.2
+_POLL_SECONDS = 0.2
 """Seconds between two calls of a ``Watch``."""
 _GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the processes that are left."""
@@ -103,6 +112,19 @@ def read_exit_codes(folder: Path) -> dict[int, str]:
     return dict(sorted(codes.items()))
 
 
+def code_after_signal(folder: Path, code: int, patience: float) -> int:
+    """The code that all ranks have left in ``folder`` after a signal, 75 if they have saved; else ``code``.
+
+    For several hosts DeepSpeed's launcher ends with ``code`` a second after the signal: ranks that have begun have
+    ``patience`` seconds to end. If none has, there was nothing to save.
+    """
+    deadline = time.monotonic() + patience
+    while "" in (codes := read_exit_codes(folder)).values() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    left = set(codes.values()) or {str(PREEMPTED)}
+    return int(left.pop()) if len(left) == 1 and "" not in left else code
+
+
 def _wait(launcher: subprocess.Popen, watch: Watch | None, forwarded: Sequence[int]) -> tuple[int, bool]:
     """The launcher's exit code, and whether it was killed because ``watch`` asked for it."""
     if watch is None:
@@ -110,7 +132,7 @@ def _wait(launcher: subprocess.Popen, watch: Watch | None, forwarded: Sequence[i
     process = psutil.Process(launcher.pid)
     while True:
         try:
-            return launcher.wait(timeout=_LOOKS), False
+            return launcher.wait(timeout=_POLL_SECONDS), False
         except subprocess.TimeoutExpired:
             if watch(process, bool(forwarded)):
                 launcher.kill()
@@ -176,17 +198,6 @@ def _signal(process: psutil.Process, number: int) -> None:
         os.kill(process.pid, number)
     except ProcessLookupError:
         pass
-
-
-CRASH_LOOP = 93
-"""Exit code of a run that fails again and again at the same place, which a restart does not change."""
-
-MOST_FAILURES = 3
-PREEMPTED = 75
-"""Exit code of a run that has saved after a signal."""
-_MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
-FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
-"""Exit codes that a restart would not change, or that leave it to the scheduler."""
 
 
 def run_with_restarts(start: Callable[[], LauncherExit], progress: Callable[[], object], most: int) -> int:

@@ -9,7 +9,7 @@ from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.timing import GB
-from megatron.tools.reporting.schedule_picture import box, text
+from megatron.tools.reporting.pictures import box, text
 
 _MOST_LINES = 16
 _KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}

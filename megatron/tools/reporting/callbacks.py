@@ -1,12 +1,11 @@
-"""Training callbacks that need the planner, the report or the supervisor: advice on memory, run.json, start times."""
+"""Training callbacks that need the planner, the report or the elastic agent."""
 
 import os
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
-from megatron.checkpoint.folder_lock import start_time
 from megatron.config import RunConfig
 from megatron.launch.rank import EXIT_CODE_FOLDER
 from megatron.model.spec import architecture_of
@@ -16,7 +15,7 @@ from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
 
 def default_callbacks() -> list[Callback]:
     """What the entry scripts register. They import the planner and the report only when they are called."""
-    return [RunRecord(), MemoryAdvice(), *([StartTimes()] if EXIT_CODE_FOLDER in os.environ else [])]
+    return [RunRecord(), MemoryAdvice(), *([FirstIteration()] if EXIT_CODE_FOLDER in os.environ else [])]
 
 
 class RunRecord(Callback):
@@ -31,35 +30,26 @@ class RunRecord(Callback):
                 write_record(run, device)
 
 
-class StartTimes(Callback):
-    """Reports to a supervisor how long rank 0 has taken to its first iteration, and for what."""
+class FirstIteration(Callback):
+    """Tells the elastic agent that rank 0 has trained the first iteration of a start."""
 
     def __init__(self) -> None:
-        self._joined: float | None = None
+        self._file: Path | None = None
 
     def on_run_start(self, run: RunConfig, device: str) -> None:
-        """All ranks are connected."""
-        self._joined = _age()
+        """Rank 0 only."""
+        from megatron.tools.cluster.elastic import TRAINED
 
-    def around_iteration(self, iteration: int) -> AbstractContextManager[Sequence[InstructionHook]]:
-        """The first time on rank 0: the engine is there, and at the end an iteration is trained."""
-        joined, self._joined = self._joined, None
-        return nullcontext(()) if joined is None else self._first_iteration(joined)
+        self._file = Path(os.environ[EXIT_CODE_FOLDER], TRAINED)
 
     @contextmanager
-    def _first_iteration(self, joined: float) -> Iterator[Sequence[InstructionHook]]:
-        from megatron.tools.cluster.recovery import Ages, write_started
-
-        loaded = _age()
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """Leave the file after the first iteration."""
         yield ()
-        with suppress(OSError):
-            write_started(Ages(joined, loaded, _age()))
-
-
-def _age() -> float:
-    """Seconds since this process was started; 0 if the system does not report it."""
-    ticks = start_time(os.getpid())
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.touch()
+            self._file = None
 
 
 class MemoryAdvice(Callback):

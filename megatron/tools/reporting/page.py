@@ -3,23 +3,19 @@
 import io
 import json
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import median
 from types import MappingProxyType
 
 from jinja2 import Environment
 
-from megatron.common.units import duration, prefix_of, with_prefix
-from megatron.tools.reporting.expert_picture import draw_expert_loads
+from megatron.common.units import duration, with_prefix
+from megatron.tools.reporting.curves import CURVE_KEYS, draw_curves
 from megatron.tools.reporting.files import Points, Record
-from megatron.tools.reporting.schedule_picture import draw
+from megatron.tools.reporting.pictures import draw, draw_expert_loads
 from megatron.tools.reporting.timeline import Timeline
 from megatron.tools.reporting.timeline_summary import PASSES, Measures, measure
 
-KEYS = (
-    "lm_loss", "validation_loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds_per_iteration",
-    "tflops_per_device", "memory_gb", "loss_scale", "skipped_iterations", "consumed_tokens",
-)  # fmt: skip
-_MAX_POINTS = 800
+KEYS = (*CURVE_KEYS, "seconds_per_iteration", "loss_scale", "skipped_iterations", "consumed_tokens")
 
 _ENVIRONMENT = Environment(autoescape=True, trim_blocks=True)
 _FRAME = _ENVIRONMENT.from_string("""\
@@ -147,47 +143,14 @@ def _results(series: Mapping[str, Points]) -> dict[str, str]:
 
 
 def _curves(series: Mapping[str, Points]) -> str:
-    """All charts as one SVG element."""
-    # Slow to import, and not needed to find mistakes in flags and files. Figure alone needs no display.
+    """The curves as one SVG element."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
-    memory, memory_unit = _in_prefix(series["memory_gb"], 1e9, "B")
-    speed, speed_unit = _in_prefix(series["tflops_per_device"], 1e12, "FLOP/s")
-    charts = [
-        ("Loss", "nats per token", {"training": series["lm_loss"], "validation": series["validation_loss"]}),
-        ("Learning rate", "rate", {"": series["learning_rate"]}),
-        ("Gradient norm", "before clipping", {"": series["grad_norm"]}),
-        ("Throughput", "tokens per second", {"": series["tokens_per_second"]}),
-        ("Memory of rank 0", memory_unit, {"": memory}),
-        ("Speed of each device", speed_unit, {"": speed}),
-    ]
-    charts = [chart for chart in charts if any(chart[2].values())]
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "axes.grid": True, "grid.alpha": 0.3}):
-        rows = 2 if len(charts) <= 3 else 3
-        figure = Figure(figsize=(12, 2.5 * rows), layout="constrained")
-        grid = figure.add_gridspec(rows, 3)
-        # The loss is the large one; two beside it, three below.
-        places = [grid[:2, :2], grid[0, 2], grid[1, 2], grid[2:, 0], grid[2:, 1], grid[2:, 2]]
-        for (title, unit, curves), place in zip(charts, places, strict=False):
-            axes = figure.add_subplot(place)
-            for label, points in curves.items():
-                xs, ys = _thinned(points)
-                axes.plot(xs, ys, label=label if points else "", marker="o" if len(xs) <= 40 else None, markersize=3)
-            axes.set(title=title, xlabel="iteration", ylabel=unit)
-            if title == "Loss":
-                axes.legend()
-            else:
-                axes.set_ylim(bottom=0)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        draw_curves({"": series}).savefig(file, format="svg", metadata=nothing)
     return file.getvalue()[file.getvalue().index("<svg") :]  # without the XML declaration
-
-
-def _in_prefix(points: Points, factor: float, unit: str) -> tuple[Points, str]:
-    """``points`` in multiples of ``factor`` of ``unit``, and the unit, both with the prefix that fits the largest."""
-    fitting, prefix = prefix_of(factor * max(points.values(), default=0.0))
-    return {iteration: value * factor / fitting for iteration, value in points.items()}, f"{prefix}{unit}"
 
 
 def _flops(tera: float) -> str:
@@ -196,15 +159,6 @@ def _flops(tera: float) -> str:
 
 def _gigabytes(giga: float) -> str:
     return with_prefix(giga * 1e9, "B")
-
-
-def _thinned(points: Points) -> tuple[list[float], list[float]]:
-    """Iterations and values; averages of adjacent points if there are more than can be distinguished."""
-    items = list(points.items())
-    size = -(-len(items) // _MAX_POINTS) or 1
-    groups = [zip(*items[begin : begin + size], strict=True) for begin in range(0, len(items), size)]
-    averages = [(mean(iterations), mean(values)) for iterations, values in groups]
-    return [iteration for iteration, _ in averages], [value for _, value in averages]
 
 
 def _plan(
@@ -216,9 +170,9 @@ def _plan(
     if seconds and record.seconds is not None:
         rows.append(("step", duration(record.seconds), duration(median(seconds))))
     if memory and record.stages:
-        whole = ", all of the process" if record.environment.get("device") == "cpu" else ""
+        extent = ", all of the process" if record.environment.get("device") == "cpu" else ""
         planned_bytes = record.stages[0].memory
-        rows.append(("memory of rank 0", with_prefix(planned_bytes, "B"), f"{_gigabytes(max(memory))}{whole}"))
+        rows.append(("memory of rank 0", with_prefix(planned_bytes, "B"), f"{_gigabytes(max(memory))}{extent}"))
     if timeline and measures:
         if measures.theory is not None:
             rows.append(("bubble", f"{measures.theory:.1%}", f"{measures.bubble:.1%}"))

@@ -139,7 +139,7 @@ class Tracer(Callback):
             ranks = range(len(timeline.coordinates))
             (self._folder / TRACE).write_text(to_json(timeline, ranks, unit_seconds=unit_seconds(timeline)))
             # Imported here, as it takes a second to import matplotlib.
-            from megatron.tools.reporting.schedule_picture import draw
+            from megatron.tools.reporting.pictures import draw
 
             (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
             print(f"  wrote the trace to {self._folder}: {TRACE}, {PICTURE}", flush=True)

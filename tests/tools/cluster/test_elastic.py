@@ -14,36 +14,35 @@ from support.programs import TINY_MODEL
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
-from megatron.tools.cluster import elastic_parts, elastic_watch
-from megatron.tools.cluster.census import HostState
+from megatron.tools.cluster import elastic_run, elastic_watch
+from megatron.tools.cluster import supervise as supervision
+from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.elastic import (
+    TRAINED,
     Ended,
-    Parts,
     Policy,
+    Recovery,
     Start,
     TooFewHostsError,
     failed_first,
     is_complete,
     pick_hosts,
     run_elastic,
-)
-from megatron.tools.cluster.elastic_parts import (
-    ElasticRun,
-    code_after_signal,
-    planned_device,
     slow_hosts,
     with_ended,
     without_slow,
 )
+from megatron.tools.cluster.elastic_run import ElasticRun, planned_device
 from megatron.tools.cluster.elastic_watch import Watch, connections
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
-from megatron.tools.cluster.recovery import Ages, Events, read_started, write_started
-from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, read_exit_codes
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal, read_exit_codes
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
 from megatron.tools.planning.timing import DEVICES
+from megatron.tools.reporting.callbacks import FirstIteration
 
 A, B, C = (Host(name, (0, 1)) for name in "abc")
+ABC = Start([A, B, C], [], "")
 SPARE, SMALL = Host("s", (0, 1, 2), spare=True), Host("t", (0,), spare=True)
 
 
@@ -81,34 +80,35 @@ def test_spare_hosts_take_the_place_of_lost_ones(lost: str, names: str, complete
     ],
 )
 def test_the_host_that_failed_first(codes: Mapping[int, str], expected: set[str]) -> None:
-    assert failed_first([A, B, C], codes) == expected
+    assert failed_first(ABC, codes) == expected
 
 
 def test_ranks_that_ran_when_they_were_ended_did_not_fail_first() -> None:
     """Unless those that have ended did so because of others: then one that ran hung."""
     running = {0: "", 1: "", 2: "", 3: "6", 4: "", 5: "6"}
-    assert failed_first([A, B, C], with_ended(running, [A, B, C], {"b"})) == {"b"}
+    assert failed_first(ABC, with_ended(running, ABC, {"b"})) == {"b"}
     waiting = {0: "", 1: "", 2: "6", 3: "6", 4: "6", 5: "6"}
-    assert failed_first([A, B, C], with_ended(waiting, [A, B, C], {"b", "c"})) == {"a"}
+    assert failed_first(ABC, with_ended(waiting, ABC, {"b", "c"})) == {"a"}
 
 
 def elastic(
     ends: Sequence[Ended], checkpoints: Sequence[str], policy: Policy, lost: Sequence[str] = ("",) * 9
 ) -> tuple[int, list[str]]:
-    """The exit code, and the hosts of each start; a call of the census sees the next of ``lost``."""
+    """The exit code, and the hosts of each start; a health check finds the next of ``lost``."""
     left, seen, looks, started = iter(ends), iter(checkpoints), iter(lost), []
 
     def run(start: Start) -> Ended:
         started.append("".join(host.name for host in start.hosts))
         return next(left)
 
-    def census(excluded: Mapping[str, str]) -> list[HostState]:
+    def check_hosts(excluded: Mapping[str, str]) -> list[HostState]:
         return [state for state in states([A, B, C], next(looks)) if state.host.name not in excluded]
 
     def choose(found: Sequence[HostState]) -> Start:
         return Start(pick_hosts([A, B, C], found), [], "")
 
-    code = run_elastic(Parts(census, choose, run, lambda: next(seen)), policy)
+    parts = SimpleNamespace(check_hosts=check_hosts, choose=choose, start=run, progress=lambda: next(seen))
+    code = run_elastic(parts, policy)
     assert next(left, None) is None
     return code, started
 
@@ -296,7 +296,7 @@ def test_the_hosts_that_pdsh_is_connected_to() -> None:
 
 
 def watch_of(folder: Path, **run) -> Watch:
-    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set(), "events": Events()}
+    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set(), "recovery": Recovery()}
     lock = SimpleNamespace(check=lambda **_: None)
     return Watch(SimpleNamespace(**parts, lock=lock, **run), Start([A], [], ""), folder)
 
@@ -308,7 +308,7 @@ def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> N
     assert watch(launcher, False) and watch.hosts_rejoin
 
 
-def test_hosts_that_the_census_refuses_rejoin_once(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_hosts_that_the_health_check_rejects_rejoin_once(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(elastic_watch, "_REJOIN_SECONDS", 0.0)
     watch = watch_of(tmp_path, save=tmp_path, token="t", look=list, choose=lambda _: Start([A, B], [], ""))
     watch._await_hosts()
@@ -386,16 +386,24 @@ def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch)
     assert list(read_exit_codes(tmp_path).items()) == [(1, ""), (10, "6")]
 
 
-def test_the_shares_of_a_recovery(tmp_path: Path, monkeypatch) -> None:
+def test_the_phases_of_a_recovery(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(EXIT_CODE_FOLDER, str(tmp_path))
-    assert read_started(tmp_path) is None
-    write_started(Ages(joined=4, loaded=6, trained=7))
-    events = Events(noticed=100.0, ended=103.0, examined=104.5)
+    callback = FirstIteration()
+    for iteration in (4, 5):
+        with callback.around_iteration(iteration):  # of another rank than 0
+            assert not (tmp_path / TRAINED).exists()
+    callback.on_run_start(None, "cpu")
+    with callback.around_iteration(4):
+        assert not (tmp_path / TRAINED).exists()
+    assert (tmp_path / TRAINED).exists()
+    recovery = Recovery(noticed=100.0, ended=103.0, examined=104.5)
     monkeypatch.setattr(time, "time", lambda: 113.0)
-    events.note("ended")
-    events.note_training(read_started(tmp_path))
-    assert events.shares() == {"ended": 3, "examined": 1.5, "launched": 1.5, "joined": 4, "loaded": 2, "trained": 1}
-    assert str(events).startswith("training again 13.0 s after the failure was noticed: 3.0 s to end all ranks, 1.5 s")
+    recovery.note("ended")
+    recovery.note("trained")
+    assert str(recovery) == (
+        "training again 13.0 s after the failure was noticed: 3.0 s to end all ranks, 1.5 s health check, "
+        "8.5 s to start the ranks and train an iteration"
+    )
 
 
 class Ssh:
@@ -428,8 +436,7 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
     clock, lines = [0.0], {"a": Ssh(), "b": Ssh()}
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: lines)
-    monkeypatch.setattr(elastic_watch, "silence", lambda *_: "ssh: no route")
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), silent={}, events=Events(), lost=set())
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), recovery=Recovery())
     run.save, run.token = tmp_path, "t"
     run.lock = SimpleNamespace(check=lambda **_: None)
     watch = Watch(run, Start([A, B], [], ""), tmp_path)
@@ -439,9 +446,7 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
     for clock[0] in (10.0, 20.0, 20.0 + seconds - 0.1, 20.0 + seconds):
         lines["b"].runs = clock[0] < 20
         ended.append(watch(None, by_signal))
-    watch.close()
     assert ended == [False, False, False, True] and watch.gone == {"b"}
-    assert set(run.silent) == ({"b"} if seconds == 3 else set()), "it is asked while the others end"
 
 
 def test_a_rank_0_that_is_stopped_ends_the_start(tmp_path, monkeypatch) -> None:
@@ -457,54 +462,51 @@ def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
-    monkeypatch.setattr(elastic_watch, "silence", lambda *_: None)
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), silent={}, events=Events(), lost=set())
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), recovery=Recovery())
     run.save, run.token = tmp_path, "t"
     run.lock = SimpleNamespace(check=lambda **_: None)
     watch = Watch(run, Start([A, B], [], ""), tmp_path)
     ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
-    assert ended == [False, False, False, True] and not run.silent
+    assert ended == [False, False, False, True]
 
 
 def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, tmp_path) -> None:
     """A network may fail for a moment, for all hosts at once; before the first start nothing is awaited."""
     clock, looks = [0.0], []
-    monkeypatch.setattr(elastic_parts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(elastic_parts.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setattr(elastic_parts, "owner_of", lambda _: None)
+    monkeypatch.setattr(elastic_run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_run.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
 
-    def census(*_: object) -> tuple[list[HostState], bool]:
+    def health_check(*_: object) -> tuple[list[HostState], bool]:
         looks.append(clock[0])
         return states([A, B], "ab" if clock[0] < back else "a"), False
 
-    monkeypatch.setattr(elastic_parts, "take_census", census)
+    monkeypatch.setattr(elastic_run, "clean_host_states", health_check)
     lock = SimpleNamespace(check=lambda: None)
-    run = SimpleNamespace(
-        save=tmp_path, lock=lock, silent={}, token="t", launch=SimpleNamespace(min_hosts=1), _slow=set()
-    )
-    run.events, run._examination = Events(), lambda: None
+    run = SimpleNamespace(save=tmp_path, lock=lock, token="t", launch=SimpleNamespace(min_hosts=1), _slow=set())
+    run.recovery, run._examination = Recovery(), lambda: None
     run._too_few_answer = lambda found: ElasticRun._too_few_answer(run, found)
     for run._used, back, last in ((frozenset("a"), 20, 20), (frozenset("a"), 999, 80), (frozenset(), 999, 80)):
-        healthy = [state.host.name for state in ElasticRun.census(run, {}) if state.problem is None]
+        healthy = [state.host.name for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
         assert (clock[0], healthy) == (last, ["b"] if back < 999 else [])
 
 
 def test_idle_hosts_bring_their_snapshots_before_a_start(monkeypatch, tmp_path) -> None:
     """Those that the start does not use, the slow ones among them; a lost one has none that can be reached."""
-    monkeypatch.setattr(elastic_parts, "owner_of", lambda _: None)
-    monkeypatch.setattr(elastic_parts, "take_census", lambda *_: (states([A, B, C, SPARE], "c"), False))
+    monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
+    monkeypatch.setattr(elastic_run, "clean_host_states", lambda *_: (states([A, B, C, SPARE], "c"), False))
     brought: list[list[str]] = []
 
     def bring(hosts: Sequence[Host], *_: object) -> None:
         brought.append([host.name for host in hosts])
         raise KeyboardInterrupt  # nothing is started
 
-    monkeypatch.setattr(elastic_parts, "bring_snapshots", bring)
-    run = SimpleNamespace(save=tmp_path, lock=SimpleNamespace(check=lambda: None), silent={}, token="t", _used=())
+    monkeypatch.setattr(elastic_run, "bring_snapshots", bring)
+    run = SimpleNamespace(save=tmp_path, lock=SimpleNamespace(check=lambda: None), token="t", _used=())
     run.launch, run._slow = SimpleNamespace(min_hosts=1, ssh_port=None), {"b"}
-    run.events, run._examination, run._note_rejoining = Events(), lambda: None, lambda _: None
+    run.recovery, run._examination, run._note_rejoining = Recovery(), lambda: None, lambda _: None
     run.takes_snapshots, run.run_config = True, ""
-    healthy = [state.host for state in ElasticRun.census(run, {}) if state.problem is None]
+    healthy = [state.host for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
     with pytest.raises(KeyboardInterrupt):
         ElasticRun.start(run, Start(healthy[:1], [], ""))
     assert [host.name for host in healthy] == ["a", "s"] and brought == [["b", "s"]]
@@ -536,8 +538,8 @@ def test_the_code_of_a_run_that_saves_after_a_signal(
         clock[0] += seconds
         leave(later)
 
-    monkeypatch.setattr(elastic_parts.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(elastic_parts.time, "sleep", sleep)
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(supervision.time, "sleep", sleep)
     leave(codes)
     assert code_after_signal(tmp_path, 1, patience) == code
     assert clock[0] <= seconds + 1 and bool(clock[0]) is bool(seconds)

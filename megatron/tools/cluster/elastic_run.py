@@ -1,31 +1,43 @@
-"""The parts of ``tools/launch.py --elastic``: census, choice of a layout, start and watch of a real run."""
+"""The elastic agent at work: it checks hosts, has the planner choose a layout, starts the ranks and watches them."""
 
 import hashlib
 import json
+import shlex
+import subprocess
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE, FolderLock, displace, owner_of, remove_lock
-from megatron.checkpoint.tracker import LATEST
+from megatron.checkpoint.snapshot_files import brought_folder, snapshot_folder
 from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
-from megatron.common.errors import ConfigError, LaunchError, ResourceError
+from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import RunConfig
-from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
-from megatron.tools.cluster.doctor import Examination
-from megatron.tools.cluster.elastic import Ended, Start, failed_first, is_complete, pick_hosts
-from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, END_SECONDS, Watch, names_of, ranks_in, ranks_of
+from megatron.tools.cluster.doctor import HostState, clean_host_states, host_states
+from megatron.tools.cluster.elastic import (
+    Ended,
+    Recovery,
+    Start,
+    announce,
+    failed_first,
+    is_complete,
+    pick_hosts,
+    slow_hosts,
+    with_ended,
+    without_slow,
+)
+from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, END_SECONDS, Watch
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
-from megatron.tools.cluster.idle_memory import bring_snapshots
-from megatron.tools.cluster.launching import launcher_words, training_program
-from megatron.tools.cluster.recovery import Events
-from megatron.tools.cluster.remote import device_kind, is_plain, ssh_options_for_pdsh
-from megatron.tools.cluster.supervise import PREEMPTED, read_exit_codes, supervise
+from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, training_program
+from megatron.tools.cluster.probe_hosts import Examination
+from megatron.tools.cluster.remote import device_kind, is_plain, ssh_command, ssh_options_for_pdsh
+from megatron.tools.cluster.supervise import code_after_signal, read_exit_codes, supervise
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
 from megatron.tools.planning.timing import DEVICES, Device
@@ -35,13 +47,9 @@ STRAGGLERS = "stragglers.json"
 """Of ``--straggler-report``, in the folder of the checkpoints."""
 STARTS = "elastic.jsonl"
 """In the folder of the checkpoints: a line for each start that has ended."""
-_CENSUS_SECONDS = 30.0
+_CHECK_SECONDS = 30.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 5.0
-"""How long to look, and how often, whether enough hosts of a run that has been started answer again."""
-_LOOK_SECONDS = 0.2
-"""Between two looks at the exit codes of ranks that end."""
-_SILENT_SECONDS = 25.0
-"""How long it is believed that a host does not answer. More than the time between two looks at lost hosts."""
+"""How long, and how often, the hosts of a run that has been started are checked until enough of them answer again."""
 
 
 class ElasticRun:
@@ -57,55 +65,46 @@ class ElasticRun:
         self.device = device_kind(environ, Path.cwd())
         self.program = training_program(launch)
         self.run_config = self._read_run()
+        self.progress = checkpoint_watch(launch.arguments, elastic=True)
+        """Names the newest checkpoint; None while there is none."""
         self.save = self._save_folder()
         self.lock = FolderLock(self.save, LOCK, "is supervised for this folder")
-        token = hashlib.sha256(str(self.save.resolve()).encode()).hexdigest()[:16]
-        self.token = token  # the same for a supervisor that takes over
+        # The same for an agent that takes over.
+        self.token = hashlib.sha256(str(self.save.resolve()).encode()).hexdigest()[:16]
         self._excluded: Mapping[str, str] = {}
         self._slow: set[str] = set()
         self._healthy: list[Host] = []
-        """As the last census has found them."""
+        """According to the last health check."""
+        self._addresses: dict[str, str] = {}
         self._used: frozenset[str] = frozenset()
         """The names of the hosts of the last start."""
         self.rejoining: tuple[frozenset[str], int] | None = None
         """The hosts that the next start should have, and the number of ranks that it should exceed."""
         self.in_vain: set[frozenset[str]] = set()
         """Such hosts, with which a start for them had no more ranks."""
-        self.silent: dict[str, tuple[float, str]] = {}
-        """Hosts that did not answer: when by ``time.monotonic()``, and why."""
-        self.lost: set[str] = set()
-        """Hosts that did not answer the census."""
-        self.events = Events()
-        """Of the present start, and of the failure before it."""
-        self._addresses: dict[str, str] = {}
+        self.recovery = Recovery()
+        """Of the present start."""
 
     @property
     def takes_snapshots(self) -> bool:
         """Whether hosts may have a newer state in memory than the newest checkpoint."""
         return self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None
 
-    def progress(self) -> str | None:
-        """The newest checkpoint; None while there is none."""
-        latest = self.save / LATEST
-        return latest.read_text() if latest.is_file() else None
+    def check_hosts(self, excluded: Mapping[str, str]) -> list[HostState]:
+        """The state of all hosts but the excluded ones, after the processes of earlier starts have been ended.
 
-    def census(self, excluded: Mapping[str, str]) -> list[HostState]:
-        """The state of all hosts but the excluded ones, after what is left of earlier starts has been ended.
-
-        Raises CheckpointError if another supervisor has taken over.
+        Raises CheckpointError if another agent has taken over.
         """
         self._excluded = excluded
         owner = owner_of(self.save)
-        self.lock.check()
-        oldest = time.monotonic() - _SILENT_SECONDS
-        silent = {host: problem for host, (when, problem) in dict(self.silent).items() if when > oldest}
         variable = f"{RUN_VARIABLE}={self.token}"
-        states, owner_has_ended = take_census(self._examination(), variable, owner, silent)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self._used and self._too_few_answer(states) and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)  # a network may fail for a moment
+        while True:
             self.lock.check()
-            states, owner_has_ended = take_census(self._examination(), variable, owner, {})
+            states, owner_has_ended = clean_host_states(self._examination(), variable, owner)
+            if not (self._used and self._too_few_answer(states) and time.monotonic() < deadline):
+                break
+            time.sleep(_PAUSE_SECONDS)  # a network may fail for a moment
         if owner is not None and owner_has_ended:
             remove_lock(self.save, owner)
         elif owner is not None and owner.run == self.token:  # cut off, it may train on: it must not save
@@ -113,9 +112,12 @@ class ElasticRun:
                 displace(self.save, owner)
         self._healthy = [state.host for state in states if state.problem is None]
         self._addresses = {state.host.name: state.address for state in states}
-        self.lost = {state.host.name for state in states if (state.problem or "").startswith("ssh: ")}
-        self.events.note("examined")
+        self.recovery.note("examined")
         return without_slow(states, self._slow, self.launch.min_hosts)
+
+    def look(self) -> list[HostState]:
+        """The state of all hosts while the run continues there."""
+        return without_slow(host_states(self._examination()), self._slow, self.launch.min_hosts)
 
     def _too_few_answer(self, states: Sequence[HostState]) -> bool:
         """Whether there would be enough hosts if those answered that do not."""
@@ -149,67 +151,57 @@ class ElasticRun:
     def start(self, start: Start) -> Ended:
         """Run ``start`` to its end, to the loss of a host, or to the checkpoint after which lost hosts rejoin.
 
-        Raises CheckpointError if another supervisor has taken over; ResourceError if ``--save`` cannot be written.
+        Raises CheckpointError if another agent has taken over; ResourceError if ``--save`` cannot be written.
         """
         self.lock.check()
-        self.events.note("chosen")
+        self.recovery.note("chosen")
         self._note_rejoining(start)
         if self.run_config is not None and self.takes_snapshots:
-            idle = [host for host in self._healthy if host.name not in names_of(start)]
+            idle = [host for host in self._healthy if host.name not in start.names]
             bring_snapshots(idle, self.run_config, self.launch.ssh_port)
-        self._used = names_of(start)
+        self._used = start.names
+        (self.save / STRAGGLERS).unlink(missing_ok=True)
+        began = time.time()
         with tempfile.TemporaryDirectory(prefix="elastic-") as folder, _folder_in(self.save) as exit_codes:
-            launch = self._launch_of(start, Path(folder))
-            command = [*self.runner, *launcher_words(launch, self.environ)]
-            environ = {
-                **self.environ,
-                **ssh_options_for_pdsh(self.environ, alive=ALIVE_SECONDS),
-                RUN_VARIABLE: self.token,
-            }
-            (self.save / STRAGGLERS).unlink(missing_ok=True)
-            watch, began = Watch(self, start, Path(exit_codes)), time.time()
-            try:
-                ended = supervise(command, environ, watch, Path(exit_codes))
-            finally:
-                watch.close()
-            code = ended.code
-            if ended.by_signal and self.program is not None:  # others may leave no exit codes
-                may_save = launch.force_multi and not ended.was_stopped  # which has waited as long already
-                code = code_after_signal(Path(exit_codes), code, END_SECONDS if may_save else 0.0)
-            codes = read_exit_codes(Path(exit_codes))
-        if ended.was_stopped:
-            codes = with_ended(codes, start.hosts, watch.gone)
+            watch = Watch(self, start, Path(exit_codes))
+            ended, codes = self._supervise(self._launch_of(start, Path(folder)), watch, Path(exit_codes))
         if self.launch.exclude_stragglers:
             self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
-        result = Ended(code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
+        result = ended._replace(failed_first=failed_first(start, codes), to_rejoin=watch.hosts_rejoin)
         self._record(start, result, began)
-        self.events = watch.failure
+        self.recovery = watch.failure
         for event in ("noticed", "ended"):
-            self.events.note(event)
+            self.recovery.note(event)
         return result
 
-    def look(self) -> list[HostState]:
-        """The state of all hosts while the run continues there."""
-        states = look_at_hosts(self._examination())
-        for state in states:
-            self.silent.pop(state.host.name, None)
-            if state.problem is not None and state.problem.startswith("ssh: "):
-                self.silent[state.host.name] = time.monotonic(), state.problem
-        return without_slow(states, self._slow, self.launch.min_hosts)
+    def _supervise(self, launch: Namespace, watch: Watch, exit_codes: Path) -> tuple[Ended, dict[int, str]]:
+        """Run the launcher to its end: how it has ended, and the exit code of each rank."""
+        command = [*self.runner, *launcher_words(launch, self.environ)]
+        environ = {**self.environ, **ssh_options_for_pdsh(self.environ, alive=ALIVE_SECONDS), RUN_VARIABLE: self.token}
+        try:
+            ended = supervise(command, environ, watch, exit_codes)
+        finally:
+            watch.is_over.set()
+        code = ended.code
+        if ended.by_signal and self.program is not None:  # others may leave no exit codes
+            may_save = launch.force_multi and not ended.was_stopped  # which has waited as long already
+            code = code_after_signal(exit_codes, code, END_SECONDS if may_save else 0.0)
+        codes = read_exit_codes(exit_codes)
+        return Ended(code, ended.by_signal), with_ended(codes, watch.start, watch.gone) if ended.was_stopped else codes
 
     def _note_rejoining(self, start: Start) -> None:
         """Remember the hosts with which the run was to start, if ``start`` has no more ranks than without them."""
-        if self.rejoining is not None and ranks_in(start) <= self.rejoining[1]:
+        if self.rejoining is not None and start.rank_count <= self.rejoining[1]:
             self.in_vain.add(self.rejoining[0])
         self.rejoining = None
-        self.in_vain.discard(names_of(start))
+        self.in_vain.discard(start.names)
 
     def _record(self, start: Start, ended: Ended, began: float) -> None:
         """Add the start to the log of the run, for those who want to know later."""
         hosts = [host.name for host in start.hosts]
         line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
         line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}
-        line |= {"events": dict(self.events)}
+        line |= {"events": dict(self.recovery)}
         with suppress(OSError), open(self.save / STARTS, "a") as file:  # a full disk is for the run itself to report
             file.write(json.dumps(line) + "\n")
 
@@ -219,7 +211,7 @@ class ElasticRun:
         hostfile.write_text("".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in start.hosts))
         include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in start.hosts)
         of_start = {"hostfile": hostfile, "include": include, "exclude": "", "arguments": start.arguments}
-        of_start["no_ssh_check"] = True  # the census has just been there
+        of_start["no_ssh_check"] = True  # the health check has just been there
         first = start.hosts[0].name
         if first != self.regular[0].name or not self.launch.master_addr:
             of_start["master_addr"] = self._addresses.get(first, "")  # without one DeepSpeed asks the host
@@ -239,7 +231,7 @@ class ElasticRun:
             master_address=launch.master_addr,
             master_port=launch.master_port,
             ssh_port=launch.ssh_port,
-            seconds=_CENSUS_SECONDS,
+            seconds=_CHECK_SECONDS,
         )
 
     def _read_run(self) -> RunConfig | None:
@@ -247,10 +239,10 @@ class ElasticRun:
         if self.program is None:
             return None
         if (given := read_flags(self.launch.arguments, self.program).values.get(CONFIG_FILE)) is not None:
-            raise ConfigError(f"--elastic chooses layouts anew: give the settings of {given.source} as flags")
+            raise ConfigError(f"--elastic chooses the layout again: give the settings of {given.source} as flags")
         ranks = sum(len(host.slots) for host in self.regular)
-        place = {"DS_ACCELERATOR": self.device, "WORLD_SIZE": str(ranks)}
-        return parse_run(self.launch.arguments, {**self.environ, **place}, self.program)
+        of_ranks = {"DS_ACCELERATOR": self.device, "WORLD_SIZE": str(ranks)}
+        return parse_run(self.launch.arguments, {**self.environ, **of_ranks}, self.program)
 
     def _save_folder(self) -> Path:
         flags = {field: flag.value for field, flag in read_flags(self.launch.arguments).values.items()}
@@ -268,52 +260,6 @@ def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
         raise ResourceError(f"--save {save}: no folder can be made there: {error.strerror}") from error
 
 
-def code_after_signal(folder: Path, code: int, patience: float) -> int:
-    """The code that all ranks have left in ``folder`` after a signal, 75 if they have saved; else ``code``.
-
-    For several hosts DeepSpeed's launcher ends with ``code`` a second after the signal: ranks that have begun have
-    ``patience`` seconds to end. If none has, there was nothing to save.
-    """
-    deadline = time.monotonic() + patience
-    while "" in (codes := read_exit_codes(folder)).values() and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
-    left = set(codes.values()) or {str(PREEMPTED)}
-    return int(left.pop()) if len(left) == 1 and "" not in left else code
-
-
-def with_ended(codes: Mapping[int, str], hosts: Sequence[Host], gone: set[str]) -> dict[int, str]:
-    """``codes``, with 6 for the ranks that ran when they were ended because of ranks on the hosts ``gone``.
-
-    If those have ended because of others themselves, one that ran hung: the codes stay as they are.
-    """
-    others = str(LaunchError.exit_code)
-    if all(codes.get(rank, "") == others for rank in ranks_of(hosts, gone)):
-        return dict(codes)
-    ran = ranks_of(hosts, {host.name for host in hosts} - gone)
-    return {**codes, **{rank: codes.get(rank) or others for rank in ran}}
-
-
-def slow_hosts(file: Path, hosts: Sequence[Host]) -> set[str]:
-    """The names in the hostfile of the hosts with the ranks that ``--straggler-report`` has named in ``file``."""
-    try:
-        ranks = json.loads(file.read_text())["ranks"]
-    except (OSError, ValueError, KeyError):
-        return set()
-    names = [host.name for host in hosts for _ in host.slots]
-    return {names[rank] for rank in ranks if rank < len(names)}
-
-
-def without_slow(states: Sequence[HostState], slow: Collection[str], least: int) -> list[HostState]:
-    """``states`` with a problem for each slow host, as long as ``least`` hosts have none."""
-    healthy = sum(state.problem is None for state in states)
-    found = []
-    for state in states:
-        is_dropped = state.problem is None and state.host.name in slow and healthy > least
-        healthy -= is_dropped
-        found.append(state._replace(problem="slower than others: --exclude-stragglers") if is_dropped else state)
-    return found
-
-
 def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name_of_gpu) -> Device:
     """The device that the planner plans for. Raises ConfigError if it is not known, or ``--device`` names none."""
     if launch.device and launch.device not in DEVICES:
@@ -323,3 +269,32 @@ def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name
         names = "|".join(DEVICES)
         raise ConfigError(f"--elastic plans for a device that it does not know: name the nearest by --device {names}")
     return device._replace(memory=bytes_of_text(launch.device_memory)) if launch.device_memory else device
+
+
+_COPY_SECONDS = 600.0
+"""Time limit of a copy; after it the run starts without the snapshot."""
+
+
+def bring_snapshots(hosts: Sequence[Host], run: RunConfig, port: int | None) -> None:
+    """Move the snapshots of ``run`` on ``hosts``, if there are any, from memory to disk, as far as that is possible."""
+    folder, save = snapshot_folder(run.checkpoint), Path(str(run.checkpoint.save)).absolute()
+    if hosts:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            list(pool.map(lambda host: _bring(host.name, moving(folder, save, host.name), port), hosts))
+
+
+def moving(folder: Path, save: Path, host: str) -> list[str]:
+    """The command that moves ``folder`` of the memory of ``host`` to ``save``; if that fails, it stays there."""
+    here, there = (shlex.quote(str(path)) for path in (folder, brought_folder(save, host)))
+    move = f"rm -rf {there}; if cp -r {here} {there}; then rm -r {here}; else rm -rf {there}; false; fi"
+    return ["sh", "-c", f"test ! -d {here} || {{ {move}; }}"]
+
+
+def _bring(host: str, command: Sequence[str], port: int | None) -> None:
+    try:
+        done = subprocess.run(ssh_command(host, command, port), capture_output=True, text=True, timeout=_COPY_SECONDS)
+        problem = " ".join(done.stderr.split()[-20:]) or f"exit code {done.returncode}" if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem is not None:
+        announce(f"the snapshots of {host}, which is idle, cannot be brought to the disk: {problem}")
