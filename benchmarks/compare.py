@@ -124,9 +124,9 @@ def _tree(revision: str, folder: Path) -> Path:
 
 
 def _is_speed(row: Mapping[str, Any]) -> bool:
-    """Times, or a quantity of which it is known whether more or less is better."""
+    """Times of work, or a quantity of seconds; of bytes and others it is not known whether more or less is better."""
     measured = row["measured"]
-    return isinstance(measured["ours"], dict) or (measured["least"] is None) != (measured["most"] is None)
+    return isinstance(measured["ours"], dict) or measured["unit"] == "s"
 
 
 def _has_cpu_time(row: Mapping[str, Any]) -> bool:
@@ -135,13 +135,12 @@ def _has_cpu_time(row: Mapping[str, Any]) -> bool:
 
 
 def _ratio(before: Mapping[str, Any], after: Mapping[str, Any], whose: str, clock: str) -> float:
-    """Of the speeds: of times, and of quantities that should be small, the inverse."""
+    """Of the speeds."""
     first, second = (
         statistics.median(values[clock] if isinstance(values, dict) else values)
         for values in (row["measured"][whose] for row in (before, after))
     )
-    more_is_better = before["measured"].get("least") is not None
-    return second / first if more_is_better else first / second
+    return first / second
 
 
 def _parser() -> ToolParser:

@@ -2,7 +2,6 @@
 
     DS_ACCELERATOR=cpu python benchmarks/run.py                 # all that need no GPU
     DS_ACCELERATOR=cpu python benchmarks/run.py training_step   # one, or several
-    DS_ACCELERATOR=cpu python benchmarks/run.py --quick         # a few, in three minutes, with a picture
 
 Each benchmark runs in a separate process and alternates between the implementations, round after round. A ratio of
 speeds above 1 means that this project is faster. Results are medians with the minimum and maximum of the rounds, and
@@ -14,9 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -24,26 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measures.gpu_step import SHAPES  # noqa: E402
-from benchmarks.picture import draw  # noqa: E402
-from benchmarks.tables import as_json, markdown, read_json, row  # noqa: E402
+from benchmarks.tables import as_json, markdown, row  # noqa: E402
 from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
-    "training_step", "llama_step", "whole_program", "step_profile",
-    "flags", "engines", "two_cores", "ddp", "experts",
-    "memory", "long_sequences", "planner", "bubble",
-    "preprocessing", "index_maps", "sample_reads",
-    "checkpoints", "generation", "serving",
-    "start_up", "faults", "recovery", "growth",
+    "training_step", "whole_program", "flags", "engines", "ddp", "memory", "planner", "bubble",
+    "preprocessing", "checkpoints", "generation",
 )  # fmt: skip
 GPU_MEASURES = ("gpu_step",)
 """Those that are made where they are asked for by name."""
-QUICK: dict[str, list[str]] = {"training_step": ["A"], "llama_step": ["A"], "planner": [], "sample_reads": []}
-"""Those of --quick, with their sizes."""
-QUICK_ROUNDS = 3
-SIZES = {"training_step": tuple("ABC"), "llama_step": tuple("AC"), "gpu_step": tuple(SHAPES)}
+SIZES = {"training_step": tuple("ABC"), "gpu_step": tuple(SHAPES)}
 """Of the models of these measurements."""
 
 
@@ -51,8 +40,6 @@ def main() -> None:
     """Run one measurement here, or each of several in a process of its own."""
     arguments = _parser().parse_args()
     _check(arguments)
-    if arguments.quick:
-        sys.exit(_quick(arguments.picture))
     names = arguments.names or MEASURES
     if len(names) > 1:
         sys.exit(max(_elsewhere(name, arguments.rounds, arguments.json) for name in names))
@@ -71,11 +58,9 @@ def _check(arguments: argparse.Namespace) -> None:
     known = (*MEASURES, *GPU_MEASURES)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"there is no measurement {', '.join(unknown)}: choose from {', '.join(known)}")
-    if arguments.quick and (names or arguments.sizes or arguments.json):
-        raise ConfigError("--quick chooses names and sizes itself, and writes a picture; leave the others out")
     if arguments.sizes:
         if len(names) != 1 or names[0] not in SIZES:
-            raise ConfigError(f"--sizes chooses the models of {', '.join(SIZES)}: name one of these alone")
+            raise ConfigError(f"--sizes chooses the models of {', '.join(SIZES)}: name one of these and no other")
         if absent := [size for size in arguments.sizes if size not in SIZES[names[0]]]:
             raise ConfigError(f"--sizes {absent[0]}: {names[0]} has {', '.join(SIZES[names[0]])}")
     if arguments.rounds < 1:
@@ -87,24 +72,10 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}; name another folder") from None
 
 
-def _elsewhere(name: str, rounds: int, folder: Path | None, sizes: Sequence[str] = ()) -> int:
+def _elsewhere(name: str, rounds: int, folder: Path | None) -> int:
     """The exit code of one measurement in a process of its own; its failure does not stop the others."""
     words = [sys.executable, __file__, name, "--rounds", str(rounds)]
-    words += ["--json", str(folder)] if folder else []
-    return subprocess.run([*words, *(["--sizes", *sizes] if sizes else [])]).returncode
-
-
-def _quick(picture: Path) -> int:
-    """Make those of QUICK, and draw them into one picture."""
-    if not picture.parent.is_dir():
-        raise ConfigError(f"--picture {picture}: no such folder; name a file in an existing one")
-    with tempfile.TemporaryDirectory() as folder:
-        code = max(_elsewhere(name, QUICK_ROUNDS, Path(folder), sizes) for name, sizes in QUICK.items())
-        found = [read_json(file) for name in QUICK if (file := Path(folder) / f"{name}.json").exists()]
-    if found:
-        draw({name: rows for name, _, rows in found}, found[0][1], picture)
-        print(f"picture: {picture}")
-    return code
+    return subprocess.run([*words, *(["--json", str(folder)] if folder else [])]).returncode
 
 
 def _parser() -> ToolParser:
@@ -114,10 +85,6 @@ def _parser() -> ToolParser:
     parser.add_argument("--json", type=Path, metavar="DIR", help="write the figures of every round there, too")
     sizes = "; ".join(f"{name}: {', '.join(known)}" for name, known in SIZES.items())
     parser.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help=f"models, of {sizes}")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{', '.join(QUICK)} in {QUICK_ROUNDS} rounds, with a picture"
-    )
-    parser.add_argument("--picture", type=Path, default="benchmark.png", metavar="FILE", help="of --quick")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Training steps of two ranks: this project's engines, DeepSpeed's, torch's DDP and FSDP2, and what limits them."""
+"""Training steps of two ranks: this project's engines, DeepSpeed's, torch's DDP and FSDP2."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,9 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparing import Times, alternate
-from benchmarks.measures.ddp import MICRO_BATCHES, OF_A_RANK, PIPELINE, SHAPE, TOGETHER, WAYS
+from benchmarks.measures.ddp import MICRO_BATCHES, OF_A_RANK, SHAPE, TOGETHER, WAYS
 from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, WithWeights
-from benchmarks.measures.step_profile import profiled
 from benchmarks.measures.suite import bare_step, engine_step, run_of
 from megatron.config import RunConfig
 from megatron.engines import deepspeed_silenced, silence_known_warnings
@@ -33,35 +32,15 @@ LINEAR = nn.functional.linear
 
 
 def measured_times(rounds: int) -> dict[str, Any]:
-    """The times of each of ``WAYS`` and of what it is compared with, and of the collectives."""
+    """The times of each of ``WAYS`` and of its peers."""
     with _peers() as peers:
-        collectives = _collectives(peers.layout.data_group)
-        found = {"collectives": _timed(collectives | _collectives(None, "gloo's "), rounds)}
-        common = {"DDP": peers.ddp(), "no communication": peers.alone(), **collectives}
+        found, ddp = {}, peers.ddp()
         for names in TOGETHER:
             own = {name: _own(name, peers) for name in names}
             ways = {f"{name}|{kind}": step for name, steps in own.items() for kind, step in steps.items()}
-            beside = common | ({"stages": peers.stage(_run(*PIPELINE))} if WAYS[names[0]].chunks else {})
-            times = _timed(ways | beside, rounds)
+            times = _timed({**ways, "DDP": ddp}, rounds)
             for name, steps in own.items():
-                found[name] = {kind: times[f"{name}|{kind}"] for kind in steps} | {kind: times[kind] for kind in beside}
-    return found
-
-
-def measured_profiles(rounds: int) -> dict[str, list[dict[str, float]]]:
-    """This rank's seconds by kind of operator, round by round: of DDP, and of the first way of each of ``TOGETHER``."""
-    with _peers() as peers:
-        steps = {"DDP": peers.ddp()}
-        for name, *_ in TOGETHER:
-            run = _run(*WAYS[name].flags)
-            with distributed(run.parallel) as layout:
-                steps[name] = engine_step(run, layout, peers.tokens, peers.labels)
-        for step in steps.values():
-            step()
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
-        for _ in range(rounds):
-            for name, step in steps.items():
-                found[name].append(profiled(step, dist.barrier))
+                found[name] = {kind: times[f"{name}|{kind}"] for kind in steps} | {"torch's DDP": times["DDP"]}
     return found
 
 
@@ -79,15 +58,13 @@ def _run(*flags: str) -> RunConfig:
 
 def _own(name: str, peers: "Peers") -> dict[str, Step]:
     """The steps that train as the way of that name does."""
-    run, data = _run(*WAYS[name].flags), (peers.tokens, peers.labels)
+    run, data = _run(*WAYS[name]), (peers.tokens, peers.labels)
     with distributed(run.parallel) as layout:
         steps = {"suite": engine_step(run, layout, *data)}
         if not run.parallel.uses_scheduled_engine:
             steps["bare DeepSpeed"] = bare_step(run, layout, *data)
-        if not run.parallel.uses_pipeline:
-            steps["bare DeepSpeed, same collectives"] = bare_step(run, layout, *data, over_gloo=False)
         if run.zero.zero_stage >= 2:
-            steps["FSDP2"] = peers.fsdp(run)
+            steps["torch's FSDP2"] = peers.fsdp(run)
     return steps
 
 
@@ -96,30 +73,6 @@ class Peers:
 
     def __init__(self, layout: ParallelLayout, tokens: Tensor, labels: Tensor):
         self.layout, self.tokens, self.labels = layout, tokens, labels
-
-    def alone(self) -> Step:
-        """Without communication."""
-        return self._step(self._model())
-
-    def stage(self, run: RunConfig) -> Step:
-        """What the stage of this rank computes in a step, without the other one."""
-        with distributed(run.parallel) as layout:
-            stage, number = build_module(run, layout), layout.pipe_group.rank()
-        optimizer = torch.optim.AdamW(stage.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-        hidden = torch.randn(*self.tokens.shape, SHAPE.hidden, requires_grad=True)  # [b, s, h]
-        targets = self.labels, torch.full(self.labels.shape, 1 / self.labels.numel())
-
-        @patch.object(nn.functional, "linear", LINEAR)
-        def step() -> None:
-            for _ in range(MICRO_BATCHES):
-                hidden.grad = None
-                output = stage(hidden if number else self.tokens)
-                (stage.loss_fn(output, targets) if number else output.sum()).backward()
-            nn.utils.clip_grad_norm_(stage.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        return step
 
     def ddp(self) -> Step:
         """torch's DDP, which reduces gradients in the last backward pass."""
@@ -161,17 +114,6 @@ class Peers:
 
 def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     return filter(lambda module: isinstance(module, ParallelTransformerLayer), list(modules))
-
-
-def _collectives(group: dist.ProcessGroup | None, name: str = "") -> dict[str, Step]:
-    """Of all gradients or weights."""
-    whole = torch.zeros(SHAPE.parameters // 2 * 2)
-    part = torch.zeros(len(whole) // dist.get_world_size())
-    return {
-        f"{name}all-reduce": lambda: dist.all_reduce(whole, group=group),
-        f"{name}reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        f"{name}all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-    }
 
 
 def _timed(ways: dict[str, Step], rounds: int) -> dict[str, dict[str, list[float]]]:

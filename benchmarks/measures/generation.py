@@ -1,9 +1,7 @@
 """New tokens per second, compared with transformers on the same weights, and without the key-value cache.
 
 A GPT-2 with random weights is written as a Hugging Face folder, which both read, in fp32. Both decode greedily. The
-time of this project includes the text; that of transformers only the tokens. All tokens must be equal. The limit of the
-machine is torch's operators for each new token by themselves; beside it, their products with every matrix of the model
-alone, and, for one text of a model that exceeds the caches, a pass that only reads the weights and adds them up.
+time of this project includes the text; that of transformers only the tokens. All tokens must be equal.
 """
 
 import os
@@ -14,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import pre_tokenizers
-from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.comparing import Comparison, alternate
@@ -26,7 +23,6 @@ from megatron.tokenizer.base import EOD
 from megatron.tools.convert.huggingface_files import BPE, write_tokenizer
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
-from megatron.tools.inference.linear import InferenceLinear, stored_by_inputs
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import open_source
@@ -55,11 +51,8 @@ class Size:
         return f"{sizes}; {self.new} new tokens, prompt of {self.prompt}"
 
 
-GOAL = 1.5
-"""Of transformers' speed."""
 MOST_ROUNDS = 5
 """The larger model takes half a minute a round."""
-OPERATORS, PRODUCTS, READING = "operators alone", "matrix products alone", "reading the weights alone"
 SIZES = (Size(6, 256, 16384), Size(12, 768, 50257, recomputes=False))
 
 
@@ -79,7 +72,6 @@ def _of_size(size: Size, rounds: int, layout: ParallelLayout) -> list[Comparison
         ways = {"suite": _ours(Path(name), layout, size.new), "transformers": _theirs(Path(name), size.new)}
         if size.recomputes:
             ways["the suite with --recompute"] = _ours(Path(name), layout, size.new, use_cache=False)
-        ways |= _limits(size)
         prompt = torch.randint(size.vocabulary, (size.prompt,)).tolist()
         return [found for batch in size.batches for found in _of_batch(size, ways, [prompt] * batch, rounds)]
 
@@ -87,77 +79,11 @@ def _of_size(size: Size, rounds: int, layout: ParallelLayout) -> list[Comparison
 def _of_batch(size: Size, ways: dict[str, Way], prompts: Tokens, rounds: int) -> list[Comparison]:
     made: dict[str, Tokens] = {}
     times = alternate({way: lambda way=way: made.update({way: ways[way](prompts)}) for way in ways}, rounds)
-    if any(tokens != made["suite"] for way, tokens in made.items() if way not in (OPERATORS, PRODUCTS, READING)):
+    if any(tokens != made["suite"] for tokens in made.values()):
         raise AssertionError("not the same tokens")
     ours, tokens = times.pop("suite"), sum(map(len, made["suite"]))
     what = f"{len(prompts)} at once, h {size.hidden}: {size}"
-    goals = {"transformers": GOAL}
-    return [
-        Comparison(what, peer, ours, theirs, tokens, "tokens", goals.get(peer), peer == OPERATORS)
-        for peer, theirs in times.items()
-    ]
-
-
-def _limits(size: Size) -> dict[str, Way]:
-    """All operators of a token, its matrix products, and the reading of all matrices, as often as there are new tokens.
-
-    They return no tokens.
-    """
-    h = size.hidden
-    shapes = [*[(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * size.layers, (size.vocabulary, h)]
-    weights = [torch.randn(shape) for shape in shapes]
-    products = [(weight.size(1), InferenceLinear(weight)) for weight in map(stored_by_inputs, weights)]
-
-    @torch.inference_mode()
-    def multiply(prompts: Tokens) -> Tokens:
-        rows = {width: torch.randn(len(prompts), width) for width in (h, 4 * h)}
-        for _ in range(size.new):
-            for width, product in products:
-                product(rows[width])
-        return []
-
-    def read(prompts: Tokens) -> Tokens:
-        for _ in range(size.new):
-            for weight in weights:
-                weight.sum()
-        return []
-
-    return {OPERATORS: _operators(size), PRODUCTS: multiply, READING: read}
-
-
-def _operators(size: Size) -> Way:
-    """Every operator of GPT-2 in fp32, with keys and values of earlier tokens in place, and nothing between them."""
-    h, length, heads = size.hidden, size.prompt + size.new, max(size.hidden // 64, 1)
-    shapes = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
-    layers = [[_fastest_product(*shape) for shape in shapes] for _ in range(size.layers)]
-    words, positions = torch.randn(size.vocabulary, h), torch.randn(length, h)
-    head, scale, shift = InferenceLinear(words), torch.ones(h), torch.zeros(h)
-
-    @torch.inference_mode()
-    def generate(prompts: Tokens) -> Tokens:
-        n = len(prompts)
-        tokens, keys = torch.tensor(prompts), torch.zeros(size.layers, 2, n, heads, length, h // heads)
-        for end in range(size.prompt, length):
-            begin = end - tokens.size(1)
-            x = F.embedding(tokens, words) + positions[begin:end]  # [n, s, h]
-            for (qkv, out, up, down), kept in zip(layers, keys, strict=True):
-                normed = F.layer_norm(x, (h,), scale, shift)
-                query, *new = qkv(normed).view(n, -1, 3, heads, h // heads).unbind(2)
-                for cache, of_kind in zip(kept, new, strict=True):
-                    cache[:, :, begin:end] = of_kind.transpose(1, 2)
-                known = kept[:, :, :, :end]
-                context = F.scaled_dot_product_attention(query.transpose(1, 2), *known, is_causal=begin == 0)
-                x = x + out(context.transpose(1, 2).flatten(2))
-                x = x + down(F.gelu(up(F.layer_norm(x, (h,), scale, shift)), approximate="tanh"))
-            tokens = head(F.layer_norm(x[:, -1:], (h,), scale, shift)).argmax(-1)  # [n, 1]
-        return []
-
-    return generate
-
-
-def _fastest_product(outputs: int, inputs: int) -> InferenceLinear:
-    """By a weight with a bias, in the order and by the library that are fastest for the numbers of rows here."""
-    return InferenceLinear(stored_by_inputs(torch.randn(outputs, inputs)), torch.zeros(outputs))
+    return [Comparison(what, peer, ours, theirs, tokens, "tokens") for peer, theirs in times.items()]
 
 
 def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, use_cache: bool = True) -> Way:

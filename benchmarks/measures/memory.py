@@ -6,8 +6,8 @@ been loaded by a tiny model on the same layout. One start of a layout gives a fi
 """
 
 from benchmarks.comparing import Quantity
-from benchmarks.measures.peers import Shape
 from benchmarks.measures.ranks import measured_by_ranks
+from benchmarks.measures.shapes import Shape
 from benchmarks.resident import RETURNED_AT_ONCE
 
 SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=128, batch=4, vocabulary=8192)
@@ -34,17 +34,11 @@ def measure(rounds: int) -> list[Quantity]:
         planned, measured = ([of_rank[kind] for of_rank in found] for kind in ("planned", "measured"))
         whole = [of_rank["total"] for of_rank in planned], [of_rank["resident"] for of_rank in found]
         kinds = {
-            "planned training state": (*(list(map(_states, of_ranks)) for of_ranks in (planned, measured)), 0.02),
-            "planned activations and buffers": (
-                *(list(map(_rest, of_ranks)) for of_ranks in (planned, measured)),
-                0.05,
-            ),
-            "planned total, resident memory": (*whole, 0.15),
+            "planned training state": (list(map(_states, planned)), list(map(_states, measured))),
+            "planned activations and buffers": (list(map(_rest, planned)), list(map(_rest, measured))),
+            "planned total, resident memory": whole,
         }
-        results += [
-            Quantity(f"{name}: {SHAPE}", kind, ours, theirs, "B", least=1 - tolerance, most=1 + tolerance)
-            for kind, (theirs, ours, tolerance) in kinds.items()
-        ]
+        results += [Quantity(f"{name}: {SHAPE}", kind, ours, theirs, "B") for kind, (theirs, ours) in kinds.items()]
     return results
 
 

@@ -94,19 +94,6 @@ def one_file(dtype: str, prefix: str, iterations: int) -> None:
             print(f"iteration {iteration}: loss {loss.item():.4f}", flush=True)
 
 
-def operators(dtype: str, prefix: str, iterations: int) -> None:
-    """The limit: the operators of a step by themselves, with the allocator as this project sets it."""
-    from megatron.launch.environment import prepare_environment
-
-    prepare_environment(os.environ)
-    from benchmarks.measures.operators import operators_step
-
-    step, clock = operators_step(A, bf16=dtype == "bf16"), Clock()
-    for iteration in range(1, iterations + 1):
-        clock.tick(iteration)
-        step()
-
-
 if __name__ == "__main__":
     program, dtype, prefix, iterations = sys.argv[1:]
-    {"suite": suite, "one file": one_file, "operators": operators}[program](dtype, prefix, int(iterations))
+    {"suite": suite, "one file": one_file}[program](dtype, prefix, int(iterations))

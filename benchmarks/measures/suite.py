@@ -40,15 +40,10 @@ def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: 
     return lambda: train_batch(engine, batches)
 
 
-def bare_step(
-    run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor, *, over_gloo: bool = True
-) -> Callable[[], Any]:
-    """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed.
-
-    Its groups are those of gloo; otherwise those of ``layout``, with the collectives that this project's engine uses.
-    """
+def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
+    """A step of the same engine over the same model, in a script that knows nothing but DeepSpeed, over gloo."""
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True, "fused": True}
-    if over_gloo and not run.parallel.uses_pipeline:
+    if not run.parallel.uses_pipeline:
         layout = replace(layout, data_group=dist.group.WORLD)
     module, micro_batches = build_module(run, layout), run.train.gradient_accumulation_steps
     groups._WORLD_GROUP = None  # DeepSpeed's copy may be one of ranks that have parted since
@@ -56,7 +51,7 @@ def bare_step(
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=module.parameters(),
-            mpu=None if over_gloo else layout,
+            mpu=None,
             config={
                 "train_micro_batch_size_per_gpu": run.train.micro_batch_size,
                 "gradient_accumulation_steps": micro_batches,

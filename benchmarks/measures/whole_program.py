@@ -2,8 +2,7 @@
 
 Both read the same tokens, train the same model, clip, step with fused AdamW on a cosine schedule and print the loss
 every ``LOG_INTERVAL`` iterations (``program_ranks.py``). Each is a process of its own, which waits while the other one
-iterates. The speed is that of the iterations after the first few, with everything that happens between them. The limit
-is the operators of a step by themselves.
+iterates. The speed is that of the iterations after the first few, with everything that happens between them.
 """
 
 import os
@@ -16,7 +15,7 @@ from types import TracebackType
 
 import numpy as np
 
-from benchmarks.comparing import Comparison, Result, Seconds, alternate
+from benchmarks.comparing import Comparison, Seconds, alternate
 from benchmarks.measures.ranks import ROOT, reported
 from benchmarks.measures.shapes import SHAPES, Shape
 from megatron.common.errors import LaunchError
@@ -26,30 +25,26 @@ ITERATIONS, WARM_UP, LOG_INTERVAL = 5, 3, 5
 """Of a round; before the first round."""
 TOKENS = 1_000_000
 A = SHAPES["A"]
-GOALS = {"fp32": 1.05, "bf16": 1.10}
 OF_THIS_PROCESS = ("THP_MEM_ALLOC_ENABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that each program sets itself, or does without."""
 
 
-def measure(rounds: int) -> list[Result]:
+def measure(rounds: int) -> list[Comparison]:
     """Shape A in fp32 and in bf16."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = _write_tokens(Path(folder), A)
-        return [result for dtype in GOALS for result in _compared(dtype, prefix, rounds)]
+        return [_compared(dtype, prefix, rounds) for dtype in ("fp32", "bf16")]
 
 
-def _compared(dtype: str, prefix: str, rounds: int) -> list[Result]:
+def _compared(dtype: str, prefix: str, rounds: int) -> Comparison:
     with ExitStack() as stack:
         ways = {
             name: stack.enter_context(_Program(name, dtype, prefix, WARM_UP + rounds * ITERATIONS + 1)).iterate
-            for name in ("suite", "one file", "operators")
+            for name in ("suite", "one file")
         }
         times = alternate(ways, rounds, warm_up=0)
     what, tokens, ours = f"A {dtype}: {A}, {ITERATIONS} iterations", ITERATIONS * A.tokens, times["suite"]
-    return [
-        Comparison(what, "a loop as in nanoGPT", ours, times["one file"], tokens, "tokens", GOALS[dtype]),
-        Comparison(what, "operators alone", ours, times["operators"], tokens, "tokens", is_limit=True),
-    ]
+    return Comparison(what, "a loop as in nanoGPT", ours, times["one file"], tokens, "tokens")
 
 
 class _Program:

@@ -11,11 +11,11 @@ from benchmarks.compare import compared, table
 
 ROOT = Path(__file__).parents[2]
 RUN = """import json, sys
-seconds, rate, file = {seconds}, {rate}, sys.argv[sys.argv.index("--json") + 1] + "/step.json"
+seconds, file = {seconds}, sys.argv[sys.argv.index("--json") + 1] + "/step.json"
 times = lambda s: {{"wall": [s] * 3, "cpu": [s] * 3}}
 json.dump({{"rows": [
-    {{"what": "a step", "peer": "torch", "measured": {{"ours": times(seconds), "theirs": times(1.0), "goal": None}}}},
-    {{"what": "share", "peer": "GEMM", "measured": {{"ours": [rate], "theirs": [9.0], "least": 0.5, "most": None}}}}
+    {{"what": "a step", "peer": "torch", "measured": {{"ours": times(seconds), "theirs": times(1.0)}}}},
+    {{"what": "wait", "peer": "a save", "measured": {{"ours": [seconds], "theirs": [9.0], "unit": "s"}}}}
 ]}}, open(file, "w"))
 """
 
@@ -29,11 +29,11 @@ def repository(tmp_path: Path) -> Path:
     (folder / "megatron").symlink_to(ROOT / "megatron")
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-C", str(folder)]
     subprocess.run([*git, "init", "-q"], check=True)
-    for seconds, rate in ((2.0, 4.0), (4.0, 2.0)):
-        (folder / "benchmarks" / "run.py").write_text(RUN.format(seconds=seconds, rate=rate))
+    for seconds in (2.0, 4.0):
+        (folder / "benchmarks" / "run.py").write_text(RUN.format(seconds=seconds))
         subprocess.run([*git, "add", "benchmarks"], check=True)
         subprocess.run([*git, "commit", "-q", "-m", "speed"], check=True)
-    (folder / "benchmarks" / "run.py").write_text(RUN.format(seconds=1.0, rate=8.0))
+    (folder / "benchmarks" / "run.py").write_text(RUN.format(seconds=1.0))
     return folder
 
 
@@ -42,7 +42,7 @@ def test_commits_take_turns(repository: Path, second: str, ratio: str, code: int
     ended = _compare(repository, "HEAD~1", second, "step", "--turns", "2")
     assert ended.returncode == code, ended.stderr
     lines = ended.stdout.splitlines()
-    step, share = (next(line for line in lines if line.startswith(name)) for name in ("a step", "share"))
+    step, wait = (next(line for line in lines if line.startswith(name)) for name in ("a step", "wait"))
     assert [word.strip() for word in step.split("  ") if word] == [
         "a step",
         ratio,
@@ -50,7 +50,7 @@ def test_commits_take_turns(repository: Path, second: str, ratio: str, code: int
         ratio,
         "1.00",
     ]
-    assert share.split()[1] == ratio and any(line.startswith(f"{code * 2} of 2 workloads are slower") for line in lines)
+    assert wait.split()[1] == ratio and any(line.startswith(f"{code * 2} of 2 workloads are slower") for line in lines)
 
 
 def test_an_unknown_commit_is_one_line(repository: Path) -> None:

@@ -107,9 +107,9 @@ def test_pairs_that_need_what_is_not_installed_are_left_out() -> None:
     assert reasons == [None, None, "torch.compile needs Triton and a C compiler", "megatron-core is not installed"]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_layouts_that_are_compared_are_legal_and_fit(devices: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_layouts_that_are_compared_are_supported_and_fit(devices: int, dtype: str, tmp_path: Path) -> None:
     names = layouts_of(devices, dtype, quick=False)
     layouts = [parse_layout(name) for name in names]
     words = [*a_plan(tmp_path).small_model, "--global-batch-size", "16", *([] if dtype == "fp32" else [f"--{dtype}"])]
