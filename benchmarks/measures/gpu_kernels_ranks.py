@@ -24,14 +24,14 @@ from benchmarks.measures.ranks import report
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.launch.distributed import distributed
 from megatron.model.architectures import GPT2
-from megatron.model.attention_kernel import attention_kernel
-from megatron.model.flex_attention import attend_flex
 from megatron.model.moe import MoEParallelTransformerLayer, StackedLinear
-from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask
-from megatron.model.partial_attention import PartialAttention, merge
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.ops.activation import bias_gelu, dropout_add, swiglu
+from megatron.ops.attention_kernel import attention_kernel
 from megatron.ops.cuda import device_facts
+from megatron.ops.flex_attention import attend_flex
+from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, dense_mask
+from megatron.ops.partial_attention import PartialAttention, merge
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.tensor.random import model_parallel_manual_seed

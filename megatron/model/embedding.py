@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.rotary import positions_in_segment
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.model.weights import norm_class, weight
+from megatron.ops.packed_attention import positions_in_segment
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
 from megatron.parallel.tensor.deferred import compute_at_once

@@ -9,11 +9,33 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.config.positions import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
+from megatron.ops.packed_attention import positions_in_segment
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence import sequence_shard
+
+
+class RotaryPositions(nn.Module):
+    """Rotates query [b, n, s, d] and key [b, g, s, d] by the positions of their tokens, of which this rank has a shard.
+
+    Positions count from the first token, or from that of each segment in ``segment_ids`` [b, s of all ranks].
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        self.embedding, self.layout, self.resets = RotaryEmbedding.of(config), layout, config.reset_position_ids
+
+    def forward(self, query: Tensor, key: Tensor, segment_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.resets and segment_ids is not None:
+            tables = self.embedding.tables(positions_in_segment(segment_ids), query.dtype)
+        else:
+            s = query.size(2) * (self.layout.sequence_group.size() if self.layout.sequence_group else 1)
+            tables = self.embedding.first_positions(s, query.dtype, query.device)
+        cosines, sines = (sequence_shard(table, self.layout, 2) for table in tables)
+        return rotate(query, (cosines, sines)), rotate(key, (cosines, sines))
 
 
 @dataclass(frozen=True)
@@ -30,10 +52,8 @@ class RotaryEmbedding:
     yarn: "Yarn | None" = None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "RotaryEmbedding | None":
-        """That of a model; None if its positions are represented in another way."""
-        if not config.has_rotary_embedding:
-            return None
+    def of(cls, config: ModelConfig) -> "RotaryEmbedding":
+        """The rotation of a model's queries and keys."""
         return cls(
             int(config.head_size * config.rotary_percent),
             config.rotary_base,
@@ -159,10 +179,3 @@ def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
     to_rest.copy_(rest)
     return rotated
-
-
-def positions_in_segment(segment_ids: Tensor) -> Tensor:
-    """segment_ids [b, s] -> distance from the first token of the segment [b, s]."""
-    index = torch.arange(segment_ids.size(-1), device=segment_ids.device).expand_as(segment_ids)
-    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
-    return index - index.masked_fill(~begins, 0).cummax(-1).values

@@ -137,6 +137,11 @@ class ArchitectureSpec:
     about parameters and cost."""
 
     @property
+    def is_causal(self) -> bool:
+        """Whether its tokens attend to earlier ones only."""
+        return self.masked_lm is False
+
+    @property
     def is_language_model(self) -> bool:
         """Whether it is pretrained, on indexed data sets."""
         return self.masked_lm is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.model.attention import CrossAttention
 from megatron.model.embedding import (
     EmbeddingDropout,
     PositionEmbedding,
@@ -22,7 +23,6 @@ from megatron.model.embedding import (
     without_segment_ids,
 )
 from megatron.model.relative_positions import RelativePositions
-from megatron.model.t5_attention import CrossAttention, DecoderCache, MaskedSelfAttention
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.model.weights import norm_class
 from megatron.parallel.layout import ParallelLayout
@@ -32,24 +32,16 @@ State = tuple[Tensor, ...]
 
 
 class EncoderParallelTransformerLayer(ParallelTransformerLayer):
-    """A layer of the encoder, whose tokens attend to the whole text, but not to padding."""
-
-    attention_class = MaskedSelfAttention
+    """A layer of the encoder, whose tokens attend to the entire text, but not to padding."""
 
     def forward(self, state: State) -> State:  # type: ignore[override]
         hidden, segment_ids, tokens, *bias = state
-        visible = real_tokens(segment_ids)
-        mask = _added(bias[0], visible) if bias else visible
-        normed = self.input_layernorm(hidden)
-        hidden = self._join(self.attention(normed, mask), hidden, normed, None)
-        normed = self.post_attention_layernorm(hidden)
-        return self._join(self.mlp(normed), hidden, normed, None), segment_ids, tokens, *bias
+        mask = _with_bias(bias, real_tokens(segment_ids))
+        return self.compute(hidden, mask), segment_ids, tokens, *bias
 
 
 class DecoderParallelTransformerLayer(ParallelTransformerLayer):
     """A layer of the decoder, whose tokens attend to earlier ones, and to the output of the encoder."""
-
-    attention_class = MaskedSelfAttention
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__(config, layout, layer_number=layer_number)
@@ -57,19 +49,17 @@ class DecoderParallelTransformerLayer(ParallelTransformerLayer):
         norm = norm_class(config, layout)
         self.post_inter_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, state: State, cache: DecoderCache | None = None) -> State:  # type: ignore[override]
-        """With ``cache`` the hidden states are of the next token alone."""
+    def forward(self, state: State) -> State:  # type: ignore[override]
         hidden, encoder_output, segment_ids, *bias = state
         length = hidden.size(1)
-        earlier = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
-        mask = _added(bias[0], earlier) if bias else earlier
+        mask = _with_bias(bias, torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril())
         normed = self.input_layernorm(hidden)
-        hidden = self._join(self.attention(normed, mask, cache), hidden, normed, None)
+        hidden = self.add(hidden, normed, self.attention(normed, mask))
         normed = self.post_attention_layernorm(hidden)
-        context = self.inter_attention(normed, encoder_output, real_tokens(segment_ids), cache)
-        hidden = self._join(context, hidden, normed, None)
+        context = self.inter_attention(normed, encoder_output, real_tokens(segment_ids))
+        hidden = self.add(hidden, normed, context)
         normed = self.post_inter_attention_layernorm(hidden)
-        return self._join(self.mlp(normed), hidden, normed, None), encoder_output, segment_ids, *bias
+        return self.add(hidden, normed, self.mlp(normed)), encoder_output, segment_ids, *bias
 
 
 def real_tokens(segment_ids: Tensor) -> Tensor:
@@ -77,9 +67,9 @@ def real_tokens(segment_ids: Tensor) -> Tensor:
     return segment_ids.eq(0)[:, None, None]
 
 
-def _added(bias: Tensor, visible: Tensor) -> Tensor:
-    """The bias where a token is visible, else -inf."""
-    return bias.masked_fill(~visible, -torch.inf)
+def _with_bias(bias: Sequence[Tensor], visible: Tensor) -> Tensor:
+    """The mask ``visible``, or the bias of relative positions where it is True, and -inf elsewhere."""
+    return bias[0].masked_fill(~visible, -torch.inf) if bias else visible
 
 
 class T5Embedding(WordEmbedding):

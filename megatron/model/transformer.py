@@ -4,7 +4,6 @@ b batch, s sequence, h hidden
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -12,13 +11,10 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.weights import adapter, norm_class, residual_weight, weight
+from megatron.model.projections import column_parallel, row_parallel
+from megatron.model.weights import norm_class
 from megatron.ops.activation import bias_gelu, dropout_add, mlp_activation
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence import sequence_parallel_dim
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.lora import ColumnParallelAdapter, RowParallelAdapter
 from megatron.parallel.tensor.random import random_stream
 
 HiddenStates = Tensor | tuple[Tensor, Tensor]
@@ -32,9 +28,8 @@ def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
 
 
 class ParallelTransformerLayer(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a norm and with a residual."""
+    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a norm and with a residual connection."""
 
-    attention_class: type[nn.Module] = ParallelSelfAttention
     mlp_class: type[nn.Module] | None = None
     """What takes the place of ``ParallelMLP``."""
 
@@ -42,49 +37,59 @@ class ParallelTransformerLayer(nn.Module):
         super().__init__()
         self.layer_number = layer_number
         norm = norm_class(config, layout)
-        self.is_sequence_parallel = layout.sequence_parallel
-        self.residual_is_normed = config.apply_residual_connection_post_layernorm
-        self.dropout = config.hidden_dropout
-        self.draws_random_numbers = max(config.hidden_dropout, config.attention_dropout) > 0
-        self.dropout_add = dropout_add(config)
         self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.attention = self.attention_class(config, layout, layer_number=layer_number, causal=causal)
+        self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number, causal=causal)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.mlp = (self.mlp_class or ParallelMLP)(config, layout, layer_number=layer_number)
-        self._compiled: Callable[..., HiddenStates] | None = torch.compile(self._compute) if config.compile else None
+        self.add = ResidualConnection(config, layout)
+        self.draws_random_numbers = max(config.hidden_dropout, config.attention_dropout) > 0
+        self._compiled: Callable[..., Tensor] | None = torch.compile(self.compute) if config.compile else None
 
-    def forward(self, hidden_states: HiddenStates, cache: KeyValueCache | None = None) -> HiddenStates:
-        if self._compiled is None:
-            return self._compute(hidden_states, cache)
-        if not (self.training and self.draws_random_numbers):
-            return self._compiled(hidden_states, cache)
-        # A compiled graph draws from one stream alone: that of attention. What comes from the other is an argument.
-        masks = self._shared_masks(unpack(hidden_states)[0])
-        with random_stream(per_rank=True):
-            return self._compiled(hidden_states, cache, *masks)
-
-    def _compute(
-        self,
-        hidden_states: HiddenStates,
-        cache: KeyValueCache | None,
-        attention_mask: Tensor | None = None,
-        mlp_mask: Tensor | None = None,
-    ) -> HiddenStates:
-        """The layer; with masks [b, s, h], dropout of the outputs of attention and MLP keeps where they are true."""
+    def forward(self, hidden_states: HiddenStates) -> HiddenStates:
         hidden, segment_ids = unpack(hidden_states)
-        normed = self.input_layernorm(hidden)
-        hidden = self._join(self.attention(normed, segment_ids, cache), hidden, normed, attention_mask)
-        normed = self.post_attention_layernorm(hidden)
-        hidden = self._join(self.mlp(normed), hidden, normed, mlp_mask)
+        if self._compiled is None:
+            hidden = self.compute(hidden, segment_ids)
+        elif not (self.training and self.draws_random_numbers):
+            hidden = self._compiled(hidden, segment_ids)
+        else:
+            # A compiled graph draws from one stream only, that of attention. Masks of the other one are arguments.
+            masks = self.add.shared_masks(hidden)
+            with random_stream(per_rank=True):
+                hidden = self._compiled(hidden, segment_ids, *masks)
         return hidden if segment_ids is None else (hidden, segment_ids)
 
-    def _shared_masks(self, hidden: Tensor) -> list[Tensor]:
-        """Masks of dropout [b, s, h] that all ranks of the tensor group share; none if each needs its own."""
-        if self.is_sequence_parallel or not self.dropout:
-            return []
-        return [torch.empty_like(hidden, dtype=torch.bool).bernoulli_(1 - self.dropout) for _ in range(2)]
+    def compute(
+        self,
+        hidden: Tensor,
+        limits: Tensor | None,
+        attention_mask: Tensor | None = None,
+        mlp_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The layer. ``limits`` are for the core of attention: segment ids, or in T5 a mask.
 
-    def _join(self, output: Tensor, hidden: Tensor, normed: Tensor, mask: Tensor | None) -> Tensor:
+        The masks [b, s, h] are those of dropout, for a compiled layer.
+        """
+        normed = self.input_layernorm(hidden)
+        hidden = self.add(hidden, normed, self.attention(normed, limits), attention_mask)
+        normed = self.post_attention_layernorm(hidden)
+        return self.add(hidden, normed, self.mlp(normed), mlp_mask)
+
+
+class ResidualConnection(nn.Module):
+    """hidden + dropout(output), all [b, s, h]; in place of hidden its norm with
+    ``--apply-residual-connection-post-layernorm``.
+
+    The ranks of a tensor group share the masks of dropout, unless each has its shard of the sequence.
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        self.dropout, self.is_sequence_parallel = config.hidden_dropout, layout.sequence_parallel
+        self.residual_is_normed = config.apply_residual_connection_post_layernorm
+        self.dropout_add = dropout_add(config)
+
+    def forward(self, hidden: Tensor, normed: Tensor, output: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Dropout keeps the elements for which ``mask`` is True; without it the mask is drawn here."""
         residual = normed.to(hidden.dtype) if self.residual_is_normed else hidden
         if not (self.training and self.dropout):
             return self.dropout_add(output, residual, 0.0)
@@ -92,6 +97,12 @@ class ParallelTransformerLayer(nn.Module):
             return residual + output * mask * (1 / (1 - self.dropout))
         with random_stream(per_rank=self.is_sequence_parallel):
             return self.dropout_add(output, residual, self.dropout)
+
+    def shared_masks(self, hidden: Tensor) -> list[Tensor]:
+        """Masks [b, s, h] for attention and MLP that the tensor group shares; none if each rank draws its own."""
+        if self.is_sequence_parallel or not self.dropout:
+            return []
+        return [torch.empty_like(hidden, dtype=torch.bool).bernoulli_(1 - self.dropout) for _ in range(2)]
 
 
 class ParallelMLP(nn.Module):
@@ -104,20 +115,15 @@ class ParallelMLP(nn.Module):
         self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int = 0, name: str = "", size: int = 0
     ):
         super().__init__()
-        h, inner, group = config.hidden_size, size or config.ffn_hidden_size, layout.tensor_group
+        h, inner = config.hidden_size, size or config.ffn_hidden_size
         self.config = config
         name, fused = name or f"layers.{layer_number}.mlp", bias_gelu(config)
-        dim = sequence_parallel_dim(config, layout)
-        place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.dense_h_to_4h")}
         parts = 2 if config.is_gated else 1
-        lora = adapter(config, "dense_h_to_4h", ColumnParallelAdapter, h, inner, parts=parts, **place)
-        self.dense_h_to_4h = ColumnParallelLinear(
-            h, inner, has_bias=config.linear_bias, parts=parts, activation=fused, lora=lora, **place
+        self.dense_h_to_4h = column_parallel(
+            config, layout, f"{name}.dense_h_to_4h", h, inner, parts=parts, activation=fused
         )
         self.activation = nn.Identity() if fused else mlp_activation(config)
-        place |= {"init": residual_weight(config, f"{name}.dense_4h_to_h")}
-        lora = adapter(config, "dense_4h_to_h", RowParallelAdapter, inner, h, **place)
-        self.dense_4h_to_h = RowParallelLinear(inner, h, has_bias=config.linear_bias, lora=lora, **place)
+        self.dense_4h_to_h = row_parallel(config, layout, f"{name}.dense_4h_to_h", inner, h)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.config.tiled_mlp:

@@ -6,9 +6,9 @@ from megatron.common.errors import counted
 from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron.config.data import Part
 from megatron.model.architectures import architecture_of
-from megatron.model.attention_kernel import attention_kernel
 from megatron.model.partition import plan
 from megatron.model.spec import active_parameters, parameter_counts
+from megatron.ops.attention_kernel import attention_kernel
 from megatron.ops.device import DeviceFacts
 
 
@@ -179,7 +179,8 @@ def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
     """The line of attention; none for a model without a spec, which may have any other."""
     if architecture_of(run.model).provider:
         return {}
-    kernel = attention_kernel(run.model, device, seq_length=run.data.seq_length)
+    causal = architecture_of(run.model).is_causal
+    kernel = attention_kernel(run.model, device, causal=causal, seq_length=run.data.seq_length)
     if (ring := run.parallel.ring_size) == 1:
         return {"attention": kernel.summary}
     name = "flash" if kernel.name == "flash" else "plain"

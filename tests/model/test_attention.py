@@ -1,21 +1,19 @@
 """Attention against an account of it token by token: windows, documents, the softmax's type, what is recomputed."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import sequential_model
-from megatron.model import bf16_attention
 from megatron.model.attention import ParallelSelfAttention
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+from megatron.ops.attention import explicit_attention
 
 B, S, H, HEADS = 2, 9, 16, 4
 CONFIG = ModelConfig(
@@ -110,18 +108,12 @@ def windowed_loss(pre_tokens: int = 3) -> float:
     return sequential_model(config, ActivationConfig(), _layout())(TOKENS, TARGETS).item()
 
 
-def test_the_softmax_in_fp32_is_closer_to_fp32(run_ranks):
-    run_ranks(1, softmax_in_fp32)
-
-
-def softmax_in_fp32():
+def test_the_softmax_in_fp32_is_closer_to_fp32():
     """In bf16: the flag's own scores and softmax, against those of scores that were rounded to bf16 first."""
-    attention = _attention(replace(CONFIG, attention_softmax_in_fp32=True))
     heads = (4 * torch.randn(3, 2, HEADS, 64, 8, generator=torch.Generator().manual_seed(3))).bfloat16()
-    exact = attention._explicit(*heads.float(), None, 0.0)
-    in_fp32 = attention._explicit(*heads, None, 0.0)
-    attention.softmax_in_fp32 = False
-    of_bf16 = attention._explicit(*heads, None, 0.0)
+    exact = explicit_attention(*heads.float(), is_causal=True)
+    in_fp32 = explicit_attention(*heads, is_causal=True, in_fp32=True)
+    of_bf16 = explicit_attention(*heads, is_causal=True)
     assert in_fp32.dtype == of_bf16.dtype == torch.bfloat16
     assert (in_fp32 - exact).abs().mean() < 0.3 * (of_bf16 - exact).abs().mean()
 
@@ -141,7 +133,7 @@ def selective_recomputation(changes: dict):
         cores, linears = [], []
         for module in model.modules():
             if isinstance(module, ParallelSelfAttention):
-                module._core = _counted(module._core, cores)
+                module.core.attend = _counted(module.core.attend, cores)
                 module.query_key_value.register_forward_hook(lambda *_, linears=linears: linears.append(1))
         model_parallel_manual_seed(5, layout)
         losses = []
@@ -187,76 +179,3 @@ def bytes_kept(recomputes: bool) -> int:
         output = attention(HIDDEN.clone().requires_grad_())
     assert output.requires_grad
     return sum(storages.values())
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("tokens", [64, 300])
-def test_gradients_of_bf16_are_those_of_torch(run_ranks, groups: int, tokens: int) -> None:
-    """Of short sequences by a backward pass in fp32, which is the nearer one to fp64."""
-    (errors,) = run_ranks(1, errors_of_bf16, groups, tokens)
-    for ours, of_torch in errors:
-        assert ours <= 1.01 * of_torch < 0.01
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("tokens", [64, 320])
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_in_bf16_by_products(run_ranks, groups: int, tokens: int, causal: bool) -> None:
-    """As near to fp64 as bf16 is: its numbers are 1/256 apart."""
-    (errors,) = run_ranks(1, errors_of_bf16, groups, tokens, causal, True)
-    for ours, of_torch in errors:
-        assert ours < max(0.006, of_torch)
-
-
-def test_lengths_that_are_not_for_products_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN compiles kernels for each length, and documents have any."""
-    monkeypatch.setattr(bf16_attention, "ONEDNN_HAS_BF16", True)
-    called = []
-    monkeypatch.setattr(bf16_attention, "attend_by_products", lambda *tensors: called.append(tensors) or tensors[0])
-    for tokens, of_keys in ((64, 64), (65, 65), (2048, 2048), (64, 128)):
-        query, key = (torch.randn(1, 2, length, 16).bfloat16() for length in (tokens, of_keys))
-        bf16_attention.bf16_attention(query, key, key, True)
-    assert len(called) == 1
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_compilers_operator_of_attention_by_products(causal: bool) -> None:
-    """It equals the function, and its results have the shapes and strides that the compiler expects."""
-    qkv = torch.randn(2, 64, 8 * 16, generator=torch.Generator().manual_seed(1)).bfloat16()  # [b, s, (n + 2g) d]
-    heads = [part.unflatten(-1, (-1, 16)).transpose(1, 2) for part in qkv.split([64, 32, 32], dim=-1)]
-    leaves = [head.detach().requires_grad_() for head in heads]
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.megatron.attention_by_products, (*leaves, causal), test_utils=tests)
-    with patch.object(bf16_attention, "ONEDNN_HAS_BF16", True):
-        eager = bf16_attention.bf16_attention(*leaves, causal)
-        with patch.object(torch.compiler, "is_compiling", return_value=True):
-            compiled = bf16_attention.bf16_attention(*leaves, causal)
-    grad = torch.randn_like(eager)
-    found = [torch.autograd.grad(context, leaves, grad) for context in (eager, compiled)]
-    assert compiled.equal(eager) and all(map(torch.equal, *found))
-
-
-def errors_of_bf16(
-    groups: int, tokens: int, causal: bool = True, by_products: bool = False
-) -> list[tuple[float, float]]:
-    """Of context, query, key and value: the distances from the gradient in fp64, of ours and of torch's in bf16."""
-    config = replace(CONFIG, num_query_groups=groups)
-    attention, generator = _attention(config), torch.Generator().manual_seed(5)
-    draws = [torch.randn(3, heads, tokens, 16, generator=generator) for heads in (HEADS, HEADS, groups, groups)]
-    grad, *tensors = (draw.bfloat16() for draw in draws)
-
-    def gradients(attend, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in tensors]
-        context = attend(*leaves)
-        context.backward(grad.to(dtype))
-        return [context.detach().double(), *(leaf.grad.double() for leaf in leaves)]
-
-    def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-
-    exact = gradients(of_torch, torch.float64)
-    with patch.object(bf16_attention, "ONEDNN_HAS_BF16", by_products):
-        ours = gradients(lambda *heads: attention._compute(*heads, None, 0.0, causal), torch.bfloat16)
-    ways = ours, gradients(of_torch, torch.bfloat16)
-    found = [[((g - e).norm() / e.norm()).item() for g, e in zip(way, exact, strict=True)] for way in ways]
-    return list(zip(*found, strict=True))

@@ -7,10 +7,10 @@ import torch
 from torch.torch_version import TorchVersion
 
 from megatron.config import ModelConfig
-from megatron.model.architectures import BERT, GPT2
-from megatron.model.attention_kernel import attention_kernel, computed_scores
-from megatron.model.packed_attention import attend_in_blocks
+from megatron.model.architectures import BERT, GPT2, architecture_of
+from megatron.ops.attention_kernel import attention_kernel, computed_scores
 from megatron.ops.device import DeviceFacts
+from megatron.ops.packed_attention import attend_in_blocks
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=1024, num_attention_heads=16, attention_dropout=0.0, dtype="bf16", architecture=GPT2.name
@@ -58,7 +58,8 @@ CHOICES = [
 
 @pytest.mark.parametrize(("changes", "device", "name", "limits", "text"), CHOICES)
 def test_the_kernel_follows_from_model_and_device(changes, device, name, limits, text) -> None:
-    kernel = attention_kernel(replace(MODEL, **changes), device, seq_length=S)
+    model = replace(MODEL, **changes)
+    kernel = attention_kernel(model, device, causal=architecture_of(model).is_causal, seq_length=S)
     assert (kernel.name, kernel.limits) == (name, limits)
     assert text in kernel.summary and kernel.summary.startswith(name)
     assert kernel.keeps_scores == (name == "plain")
@@ -76,7 +77,7 @@ def test_scores_of_a_window_are_those_of_its_chunks() -> None:
             return query
 
         attend_in_blocks(*heads, None, True, window, core)
-        assert computed_scores(model, attention_kernel(model, CPU, seq_length=s), s) == sum(products)
+        assert computed_scores(model, attention_kernel(model, CPU, causal=True, seq_length=s), s) == sum(products)
     assert sum(products) == s * s
 
 

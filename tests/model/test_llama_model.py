@@ -219,12 +219,12 @@ def greedy_tokens(folder: Path, names: list[str], use_cache: bool) -> dict[str, 
         place = find(folder / name)
         source = Source(place, read_checkpoint_config(place), None)
         model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
-        settings = {"context": 64, "new_tokens": NEW_TOKENS + LATER, "use_cache": use_cache}
+        settings = {"context": 64, "use_cache": use_cache}
         batch = DecodingBatch(model, PROMPTS[: 1 if use_cache else None], **settings)
         for step in range(NEW_TOKENS + LATER):
             if use_cache and step == LATER:
                 batch.join(DecodingBatch(model, PROMPTS[1:], **settings))
-            batch.append(batch.most_likely())
+            batch.append(batch.logits.argmax(-1).tolist())
         found[name] = [
             tokens[len(prompt) :][:NEW_TOKENS] for tokens, prompt in zip(batch.sequences, PROMPTS, strict=True)
         ]

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.model import attention as attention_module
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, document_lengths
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops.device import DeviceFacts
+from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, dense_mask, document_lengths
 
 CONFIG = ModelConfig(
     num_layers=1, hidden_size=16, ffn_hidden_size=64, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0,
@@ -66,7 +65,7 @@ def test_flex_attention_equals_blocks_and_skips_blocks(causal: bool, window: int
     """torch's own block mask is made from all scores; on CPUs it has no backward pass."""
     from torch.nn.attention.flex_attention import create_block_mask  # which imports torch's compiler
 
-    from megatron.model.flex_attention import attend_flex, block_mask
+    from megatron.ops.flex_attention import attend_flex, block_mask
 
     for s, mean in ((384, 250), (300, 40)):
         tensors, segment_ids = [tensor.detach() for tensor in heads(s, g=2)], documents(s, mean)
@@ -207,12 +206,12 @@ def varlen_on_a_gpu() -> None:
 
     layout = _layout()
     config = replace(CONFIG, hidden_size=32, attention_dropout=0.3, dtype="bf16")
-    attention = ParallelSelfAttention(config, layout, layer_number=1).bfloat16()
     hidden, segment_ids = torch.randn(2, 300, 32).bfloat16(), documents(300, 60)
-    expected = attention.eval()(hidden, segment_ids)
+    expected = ParallelSelfAttention(config, layout, layer_number=1).bfloat16().eval()(hidden, segment_ids)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
-        patch.setattr(attention_module, "device_facts", lambda device: DeviceFacts("cuda", (9, 0)))
+        patch.setattr("megatron.ops.attention.device_facts", lambda device: DeviceFacts("cuda", (9, 0)))
+        attention = ParallelSelfAttention(config, layout, layer_number=1).bfloat16().eval()
         assert_close(attention(hidden, segment_ids), expected, rtol=2e-2, atol=2e-2)
         assert len(calls) == 1
         model_parallel_manual_seed(5, layout)

@@ -18,12 +18,13 @@ from megatron.data.loader import Batch
 from megatron.engines.build import build_engine, step_status, train_batch
 from megatron.engines.containers import sequential_model
 from megatron.launch.distributed import distributed
-from megatron.model import packed_attention, ring_attention
-from megatron.model.packed_attention import dense_mask
-from megatron.model.partial_attention import PartialAttention, merge
-from megatron.model.ring_attention import RingAttention, attending
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+from megatron.ops import packed_attention
+from megatron.ops.packed_attention import dense_mask
+from megatron.ops.partial_attention import PartialAttention, merge
+from megatron.parallel.sequence import ring_attention
 from megatron.parallel.sequence.ring import chunks_of, zigzag
+from megatron.parallel.sequence.ring_attention import RingAttention, attending
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -50,7 +50,7 @@ def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
 
 def pretrain_in_blocks(words: list[str]) -> tuple[int, str]:
     """The same with attention in a block for each document, which is otherwise for long sequences."""
-    from megatron.model import packed_attention
+    from megatron.ops import packed_attention
 
     packed_attention.SHORTEST_BLOCK = 4
     return pretrain(words)

@@ -101,16 +101,14 @@ class ContinuousBatch:
 
         Raises ConfigError for a prompt that is empty or too long.
         """
-        writers, prompts, rows, most = list[Writer](), list[Sequence[int]](), list[int](), 0
+        writers, prompts, rows = list[Writer](), list[Sequence[int]](), list[int]()
         for each in joining:
             new_tokens = [new_tokens_after(self._model, prompt, each.limits) for prompt in each.prompts]
             for number, prompt in enumerate(each.prompts):
                 writers += [self._writer(each, number, sample, new_tokens[number]) for sample in range(each.samples)]
                 rows += [len(prompts)] * each.samples
                 prompts.append(prompt)
-            most = max(most, *new_tokens)
-        context = joining[0].limits.context
-        batch = decoding_batch(self._model, prompts, context=context, new_tokens=most, use_cache=self._use_cache)
+        batch = decoding_batch(self._model, prompts, context=joining[0].limits.context, use_cache=self._use_cache)
         if len(rows) > len(prompts):
             batch.select(rows)
         group = next((group for group in self._groups if group.batch.can_join(batch)), None)
@@ -161,47 +159,27 @@ class _Group:
     """The tokens of the rows that are not computed yet."""
 
     def choose(self, eod: int) -> list[tuple[Hashable, Piece]]:
-        self.chosen = self._tokens()
+        rows = [
+            Row(writer.sampling, writer.generator, sequence)
+            for writer, sequence in zip(self.writers, self.batch.sequences, strict=True)
+        ]
+        self.chosen = choose(self.batch.logits, rows)
         pieces = [
-            writer.fail() if token == NOT_FINITE else writer.take(token, eod)
+            (writer.request, writer.fail() if token == NOT_FINITE else writer.take(token, eod))
             for writer, token in zip(self.writers, self.chosen, strict=True)
         ]
-        found = [(writer.request, piece) for writer, piece in zip(self.writers, pieces, strict=True)]
-        if failed := [row for row, token in enumerate(self.chosen) if token == NOT_FINITE]:
-            self.batch.clear(failed)
-        self.keep([row for row, piece in enumerate(pieces) if piece.finish_reason is None])
-        return found
+        self.keep([row for row, (_, piece) in enumerate(pieces) if piece.finish_reason is None])
+        return pieces
 
     def advance(self) -> None:
         self.batch.append(self.chosen)
         self.chosen = []
 
     def keep(self, rows: list[int]) -> None:
-        """Keep these rows, in their places where that is possible; the last ones move to places that become free."""
+        """Keep these rows."""
         if len(rows) == len(self.writers):
             return
-        size = len(rows)
-        movable = [row for row in rows if row >= size]
-        kept = set(rows)
-        order = [row if row in kept else movable.pop() for row in range(size)]
-        self.writers = [self.writers[row] for row in order]
-        self.chosen = [self.chosen[row] for row in order] if self.chosen else []
-        if order:
-            self.batch.select(order)
-
-    def _tokens(self) -> list[int]:
-        """The next token of each row; NOT_FINITE if its logits are not, as far as that is known.
-
-        Logits are gathered only if a row needs more than the most likely token.
-        """
-        needs_logits = [not writer.sampling.is_argmax for writer in self.writers]
-        logits = self.batch.logits if any(needs_logits) else None
-        best = self.batch.most_likely() if not all(needs_logits) else []
-        if logits is None:
-            return best
-        rows = [row for row, needed in enumerate(needs_logits) if needed]
-        drawing = [
-            Row(self.writers[row].sampling, self.writers[row].generator, self.batch.sequences[row]) for row in rows
-        ]
-        chosen = dict(zip(rows, choose(logits[rows], drawing), strict=True))
-        return [chosen[row] if row in chosen else best[row] for row in range(len(self.writers))]
+        self.writers = [self.writers[row] for row in rows]
+        self.chosen = [self.chosen[row] for row in rows] if self.chosen else []
+        if rows:
+            self.batch.select(rows)

@@ -34,11 +34,6 @@ class Sampling:
     """Above 1, tokens that the sequence has already are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int = 1234
 
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the most likely token is chosen, whatever came before."""
-        return self.greedy and self.repetition_penalty == 1.0
-
 
 def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
     """The random generator of one sample, which does not depend on the rest of the batch."""
@@ -163,7 +158,7 @@ def search_beams(
 
     The search ends when no beam at its current length could still be among them.
     """
-    batch = decoding_batch(model, [prompt], context=context, new_tokens=new_tokens, use_cache=use_cache)
+    batch = decoding_batch(model, [prompt], context=context, use_cache=use_cache)
     begin = len(batch.sequences[0])
     sums = torch.zeros(1)
     done: list[Hypothesis] = []

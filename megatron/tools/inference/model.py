@@ -2,9 +2,10 @@
 
 source = open_source(path)                             # without torch, see source.py: config and tokenizer
 with opened_model(source, ranks, "bf16") as model:     # this rank's shard, in eval mode, on its device
+
+b batch, q new tokens, h hidden, v vocabulary, t tensor-parallel size
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,18 +21,14 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.engines.containers import SequentialModel, run_in_order
 from megatron.launch.distributed import distributed
-from megatron.model.embedding import OutputLayer, without_segment_ids
-from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax
+from megatron.model.embedding import without_segment_ids
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
-from megatron.tools.inference.cached_layers import CachedLayer, cached_layer
-from megatron.tools.inference.linear import InferenceLinear
+from megatron.tools.inference.cache import CachedDecoding, KeyValueCache, cached_decoding
 from megatron.tools.inference.source import Source
 from megatron.tools.inference.weights import load_model
 
 NOT_FINITE = -1
-"""Instead of the most likely token."""
+"""In place of the next token where logits are not finite."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +39,43 @@ class LanguageModel:
     config: ModelConfig
     tensor_group: ProcessGroup
 
-    def last_hidden(
+    def next_logits(
         self, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
     ) -> Tensor:
-        """Hidden states [b, h], after the last norm, of the last of ``tokens`` [b, q], which follow those in ``cache``.
+        """Logits [b, v/t] of what follows the last of ``tokens`` [b, q], which follow those in ``cache``.
 
         Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding.
         """
-        parts: list[Any] = list(self.module.forward_funcs)  # of different signatures
-        words, positions, *layers, _, last_norm, _ = parts
+        parts: list[Any] = list(self.module.forward_funcs)  # with different signatures
+        words, positions, *layers, last_norm, head = parts
         b, q = tokens.shape
         counts = counts or [q] * b
         if cache is None:
             hidden = run_in_order([words, positions, *layers], tokens)
         else:
             cache.advance(counts)
-            hidden = positions(without_segment_ids(words(tokens)), cache.positions)
-            for layer in self._cached_layers:
-                hidden = layer(hidden, cache)
-        hidden = without_segment_ids(hidden).movedim(positions.sequence_dim, 1)  # [b, q, h]
-        if min(counts) == q:
-            last = hidden[:, -1]
-        else:
-            last = hidden[torch.arange(b, device=hidden.device), torch.tensor(counts, device=hidden.device) - 1]
-        return last_norm(last)
+            embedded = positions(without_segment_ids(words(tokens)), cache.positions)
+            with self.decoding.using(cache):
+                hidden = run_in_order(layers, embedded)
+        rows, ends = torch.arange(b, device=hidden.device), torch.tensor(counts, device=hidden.device) - 1
+        last = last_norm(hidden.movedim(self.config.sequence_dim, 1)[rows, ends])  # [b, h]
+        return head(last.unsqueeze(self.config.sequence_dim)).squeeze(1)
 
     @cached_property
-    def _cached_layers(self) -> list[CachedLayer]:
-        return [cached_layer(part) for part in self.module.forward_funcs if isinstance(part, ParallelTransformerLayer)]
+    def decoding(self) -> CachedDecoding:
+        """The cache in use by its attention."""
+        return cached_decoding(self.module)
 
-    @cached_property
-    def head(self) -> InferenceLinear:
-        """From hidden states [b, h] after the last norm to logits [b, v/t]."""
-        parts: list[Any] = list(self.module.forward_funcs)
-        return InferenceLinear(
-            parts[-1].weight if isinstance(parts[-1], OutputLayer) else parts[0].word_embeddings.weight
-        )
+    def empty_cache(self, rows: int) -> KeyValueCache:
+        """A cache for ``rows`` sequences."""
+        heads = max(self.config.query_groups // self.tensor_group.size(), 1)
+        dtype = next(self.module.parameters()).dtype
+        return KeyValueCache(self.config, rows, heads=heads, dtype=dtype, device=self.device)
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """logits [b, v/t] of this rank -> those of all ranks, without padding, in fp32 on the CPU [b, v]."""
+        logits = gather_from_model_parallel_region(logits, self.tensor_group)
+        return logits[:, : self.config.vocab_size].float().cpu()
 
     @cached_property
     def device(self) -> torch.device:
@@ -106,44 +104,14 @@ class DecodingBatch:
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        sequences: Sequence[Sequence[int]],
-        *,
-        context: int,
-        new_tokens: int,
-        use_cache: bool = True,
+        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, context: int, use_cache: bool = True
     ):
-        """``new_tokens`` is the largest number of tokens that will be appended to a sequence."""
         self._model, self._context = model, context
         self.sequences = [list(sequence) for sequence in sequences]
-        self._cache = self._empty_cache(new_tokens) if use_cache and self._can_cache() else None
-        self._sharded = self._compute(self.sequences)
-        self._logits: Tensor | None = None
-
-    @property
-    def logits(self) -> Tensor:
-        """Logits of the next tokens, fp32 on the CPU, [b, v]."""
-        if self._logits is None:
-            whole = gather_from_model_parallel_region(self._sharded, self._model.tensor_group)
-            self._logits = whole[:, : self._model.config.vocab_size].float().cpu()
-        return self._logits
-
-    def most_likely(self) -> list[int]:
-        """The most likely next token of each sequence; ranks that have no logits yet exchange no more than this.
-
-        On one process NOT_FINITE if a sequence's logits are not.
-        """
-        vocab_size = self._model.config.vocab_size
-        if self._logits is None and self._model.tensor_group.size() > 1:
-            return vocab_parallel_argmax(self._sharded, self._model.tensor_group, vocab_size).tolist()
-        if self._logits is None and self._sharded.device.type != "cpu":
-            logits = self._sharded[:, :vocab_size]
-            best, tokens = (found.tolist() for found in logits.max(-1))
-        else:
-            tokens = self.logits.numpy().argmax(-1).tolist()  # several times as fast as torch's
-            best = [row[token] for row, token in zip(self.logits.numpy(), tokens, strict=True)]
-        return [token if math.isfinite(value) else NOT_FINITE for token, value in zip(tokens, best, strict=True)]
+        can_cache = self._longest() <= context and not is_reset_within(model.config, self.sequences)
+        self._cache = model.empty_cache(len(sequences)) if use_cache and can_cache else None
+        self.logits = self._next_logits(self.sequences)
+        """Of the next tokens, fp32 on the CPU, [b, v]."""
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a token to each sequence."""
@@ -151,69 +119,48 @@ class DecodingBatch:
             sequence.append(token)
         if self._longest() > self._context:
             self._cache = None
-        self._sharded, self._logits = self._compute([[token] for token in tokens]), None
+        self.logits = self._next_logits([[token] for token in tokens])
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these sequences, which may be fewer, and repeated."""
         self.sequences = [list(self.sequences[row]) for row in rows]
-        self._sharded = self._sharded[torch.tensor(rows, device=self._sharded.device)]
-        self._logits = None if self._logits is None else self._logits[torch.tensor(rows)]
+        self.logits = self.logits[torch.tensor(rows)]
         if self._cache is not None:
             self._cache.select(rows)
-
-    def clear(self, rows: Sequence[int]) -> None:
-        """Forget what is cached of these sequences, whose places others may take: what is not finite would spread."""
-        if self._cache is not None:
-            self._cache.clear(rows)
 
     def can_join(self, other: "DecodingBatch") -> bool:
         """Whether ``other`` can join: both cache keys and values, up to the same context."""
         return self._cache is not None and other._cache is not None and self._context == other._context
 
     def join(self, other: "DecodingBatch") -> None:
-        """Append the sequences of ``other``, which ends as a batch of its own."""
+        """Append the sequences of ``other``, which is no longer used afterwards."""
         assert self._cache is not None and other._cache is not None, "can_join"
         self._cache.join(other._cache)
         self.sequences += other.sequences
-        self._sharded, self._logits = torch.cat([self._sharded, other._sharded]), None
+        self.logits = torch.cat([self.logits, other.logits])
 
     def _longest(self) -> int:
         return max(map(len, self.sequences))
 
-    def _can_cache(self) -> bool:
-        """Whether all sequences fit the context, and none is reset within."""
-        return self._longest() <= self._context and not is_reset_within(self._model.config, self.sequences)
-
-    def _empty_cache(self, new_tokens: int) -> KeyValueCache:
-        model = self._model
-        return KeyValueCache(
-            model.config,
-            len(self.sequences),
-            min(self._longest() + new_tokens, self._context),
-            heads=max(model.config.query_groups // model.tensor_group.size(), 1),
-            dtype=next(model.module.parameters()).dtype,
-            device=model.device,
-        )
-
     @torch.inference_mode()
-    def _compute(self, new: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [b, v/t] after the ``new`` tokens of each sequence."""
+    def _next_logits(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [b, v] after the ``new`` tokens of each sequence."""
         if self._cache is not None:
             counts = [len(tokens) for tokens in new]
-            return self._model.head(self._model.last_hidden(self._padded(new), self._cache, counts))
+            return self._model.gathered(self._model.next_logits(self._padded(new), self._cache, counts))
         windows = [sequence[-self._context :] for sequence in self.sequences]
         logits: dict[int, Tensor] = {}
         in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
         for _, group in groupby(in_order, key=lambda row: len(windows[row])):
             rows = list(group)
             tokens = self._padded([windows[row] for row in rows])
-            logits |= zip(rows, self._model.head(self._model.last_hidden(tokens)), strict=True)
+            logits |= zip(rows, self._model.gathered(self._model.next_logits(tokens)), strict=True)
         return torch.stack([logits[row] for row in range(len(windows))])
 
-    def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """[b, q] with zeros after the shorter ones."""
+    def _padded(self, sequences: Sequence[Sequence[int]], padding: int = 0) -> Tensor:
+        """[b, q] with ``padding`` after the shorter ones."""
         longest = max(map(len, sequences))
-        rows = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
+        rows = [[*sequence, *[padding] * (longest - len(sequence))] for sequence in sequences]
         return torch.tensor(rows, device=self._model.device)
 
 

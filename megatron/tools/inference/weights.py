@@ -12,9 +12,7 @@ from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tools.convert.load_and_save import read_model
-from megatron.tools.inference.linear import InferenceLinear, stored_by_inputs
 from megatron.tools.inference.source import Source, config_on
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -40,15 +38,7 @@ def load_weights(model: Module, source: Source, config: ModelConfig, layout: Par
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             parameter.copy_(_local_shard(weights[name], specs[name], config, layout))
-    model = model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
-    for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            module.weight.data = stored_by_inputs(module.weight.data)
-            if module.group.size() == 1 and module.lora is None and getattr(module, "activation", None) is None:
-                weight, bias = module.weight.flatten(0, -2), None if module.bias is None else module.bias.flatten()
-                module.forward = InferenceLinear(weight, bias)  # type: ignore[method-assign]
-                del module.weight  # which is kept by that function, as long as it is needed
-    return model
+    return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
 
 
 def _local_shard(whole: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:

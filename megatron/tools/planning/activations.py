@@ -4,10 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.config import RunConfig
-from megatron.model.attention_kernel import SHORTEST_BLOCK, attention_kernel, chunk_size, computed_scores
+from megatron.config import ModelConfig, RunConfig
 from megatron.model.partition import LayerCounts, layer_groups
-from megatron.model.spec import LayerSpec
+from megatron.model.spec import LayerSpec, architecture_of
+from megatron.ops.attention_kernel import (
+    SHORTEST_BLOCK,
+    AttentionKernel,
+    attention_kernel,
+    chunk_size,
+    computed_scores,
+)
 from megatron.ops.device import DeviceFacts, rows_at_once
 from megatron.tools.planning.states import FP32, bytes_of
 
@@ -152,10 +158,16 @@ def _in_attention(run: RunConfig, z: Sizes) -> int:
     return passed + in_the_kernel + queries * (z.element + FP32) - freed
 
 
+def _kernel(run: RunConfig, model: ModelConfig, z: Sizes) -> AttentionKernel:
+    """The kernel of attention on the devices of the run."""
+    causal = architecture_of(model).is_causal
+    return attention_kernel(model, DeviceFacts(run.parallel.device), causal=causal, seq_length=z.s)
+
+
 def _window(run: RunConfig, z: Sizes) -> int:
     """Tokens of a window whose attention is computed in chunks; 0 if there is none."""
     model = run.model
-    kernel = attention_kernel(model, DeviceFacts(run.parallel.device), seq_length=z.s)
+    kernel = _kernel(run, model, z)
     in_chunks = kernel.limits == "blocks" and SHORTEST_BLOCK < z.s and model.pre_tokens < z.s - 1
     return model.pre_tokens if in_chunks else 0
 
@@ -250,7 +262,7 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     if ring > 1:  # only the logarithms of sums
         return z.b * z.n * z.s // ring * FP32
     biased = model if has_bias else replace(model, position_embedding_type="none")
-    kernel = attention_kernel(biased, DeviceFacts(run.parallel.device), seq_length=z.s)
+    kernel = _kernel(run, biased, z)
     of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
     scores = z.b * z.n * of_head
     in_chunks = of_head < z.s**2

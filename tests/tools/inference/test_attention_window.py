@@ -32,7 +32,7 @@ def greedy_steps(path: Path, words: list[str], use_cache: bool) -> list[tuple[li
     source = chosen_source(path, *words)
     with distributed(ParallelConfig()) as layout:
         model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
-        batch = DecodingBatch(model, PROMPTS, context=64, new_tokens=STEPS, use_cache=use_cache)
+        batch = DecodingBatch(model, PROMPTS, context=64, use_cache=use_cache)
         steps = []
         for _ in range(STEPS):
             steps.append(([list(sequence) for sequence in batch.sequences], batch.logits.clone()))

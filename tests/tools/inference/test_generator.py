@@ -14,26 +14,14 @@ BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
 
 
 def greedy_with_ours(path: Path, length: int) -> dict[str, Any]:
-    """The most likely tokens after each prompt, computed in five ways, on the ranks that this is called on."""
-    from megatron.tools.inference import linear
+    """The most likely tokens after each prompt, computed in three ways, on the ranks that this is called on."""
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.prompts import StoppingCriteria
 
     greedy = Sampling(greedy=True)
     limits = StoppingCriteria(context=128, new_tokens=length)
-    with pytest.MonkeyPatch.context() as patch, _generator(path) as kept, _generator(path, use_cache=False) as anew:
-        packed = []
-        for is_faster in (False, True):
-            patch.setattr(linear, "ONEDNN_IS_FASTER", is_faster)
-            patch.setattr(linear, "_LARGE", 0)
-            with _generator(path) as packing:
-                packed.append(_tokens(packing.complete(PROMPTS, greedy, limits)))
-                layers = [vars(part.forward) for part in packing.model.module.modules() if "forward" in vars(part)]
-                assert "_packed" in vars(packing.model.head)
-            assert all("_packed" in layer for layer in layers) and bool(layers) == (os.environ["WORLD_SIZE"] == "1")
+    with _generator(path) as kept, _generator(path, use_cache=False) as anew:
         return {
-            "packed": packed[0],
-            "packed for every number of rows": packed[1],
             "kept": _tokens(kept.complete(PROMPTS, greedy, limits)),
             "alone": [
                 *_tokens(kept.complete(PROMPTS[:1], greedy, limits)),

@@ -8,13 +8,13 @@ import torch
 from support import formulas
 from support.command_lines import parse
 
-from megatron.model.partial_attention import PartialAttention
 from megatron.model.partition import plan
-from megatron.model.ring_attention import RingAttention
+from megatron.ops.partial_attention import PartialAttention
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
 from megatron.parallel.sequence import ring
+from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search

@@ -1,4 +1,4 @@
-"""What attention keeps, against the whole sequence computed anew."""
+"""Attention with a key-value cache, against the entire sequence computed again."""
 
 from dataclasses import replace
 
@@ -38,8 +38,8 @@ BEGINNINGS = [7, 3, 5]
 def difference(settings: dict) -> float:
     """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
     from megatron.engines.containers import sequential_model
-    from megatron.model.key_value_cache import KeyValueCache
     from megatron.parallel.layout import ParallelLayout
+    from megatron.tools.inference.cache import KeyValueCache
     from megatron.tools.inference.model import LanguageModel
 
     config = replace(CONFIG, **settings)
@@ -48,16 +48,12 @@ def difference(settings: dict) -> float:
     inference = LanguageModel(model, config, layout.tensor_group)
     tokens = torch.randint(0, 49, (4, 16), generator=torch.Generator().manual_seed(1))
 
-    def empty(rows: int, columns: int) -> KeyValueCache:
-        place = {"dtype": torch.float32, "device": torch.device("cpu")}
-        return KeyValueCache(config, rows, columns, heads=config.query_groups, **place)
-
     def grown(rows: list[int], cache: KeyValueCache, counts: list[int]) -> float:
         """The difference after so many more tokens of these rows of ``tokens``."""
         new = torch.zeros(len(rows), max(counts), dtype=torch.long)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             new[place, :count] = tokens[row, done[row] : done[row] + count]
-        kept = inference.head(inference.last_hidden(new, cache, counts))
+        kept = inference.next_logits(new, cache, counts)
         ends = [done[row] + count for row, count in zip(rows, counts, strict=True)]
         whole = torch.stack([model(tokens[row : row + 1, :end])[0, -1] for row, end in zip(rows, ends, strict=True)])
         assert whole.std(-1).min() > 0.1
@@ -66,14 +62,14 @@ def difference(settings: dict) -> float:
 
     done = dict.fromkeys(range(4), 0)
     with torch.no_grad():
-        cache, late = empty(3, 12), empty(1, 14)
+        cache, late = inference.empty_cache(3), inference.empty_cache(1)
         worst = [grown([0, 1, 2], cache, BEGINNINGS), grown([0, 1, 2], cache, [1, 3, 2]), grown([3], late, [6])]
         cache.join(late)
         worst += [grown([0, 1, 2, 3], cache, [1, 1, 1, 1])]
         tokens[0], done[0] = tokens[2], done[2]
         cache.select([2, 3, 2])  # row 2 is continued twice, and row 1 is dropped
         worst += [grown([0, 3, 2], cache, [1, 1, 1]), grown([0, 3, 2], cache, [3, 2, 1])]
-        done, even = dict.fromkeys(range(4), 0), empty(2, 12)
+        done, even = dict.fromkeys(range(4), 0), inference.empty_cache(2)
         worst += [grown([1, 3], even, [count, count]) for count in (3, 1, 4, 1)]
     return torch.tensor(worst).max().item()
 
@@ -81,38 +77,3 @@ def difference(settings: dict) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_generation_equals_uncached(kind, run_ranks):
     assert run_ranks(1, difference, KINDS[kind])[0] < 1e-4
-
-
-def test_a_layer_of_ones_own_computes_the_same_with_a_cache(run_ranks):
-    assert run_ranks(1, _difference_of_own_layers)[0] < 1e-4
-
-
-def _difference_of_own_layers() -> float:
-    from megatron.model import transformer
-
-    class HalvedLayer(transformer.ParallelTransformerLayer):
-        def _join(self, output, *others):
-            return super()._join(output / 2, *others)
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(transformer, "ParallelTransformerLayer", HalvedLayer)
-        return difference({})
-
-
-@pytest.mark.parametrize(
-    ("steps", "joined"),
-    [pytest.param([[3, 3]], 5, id="even, then uneven"), pytest.param([[3, 2], [1, 2]], 4, id="uneven, then even")],
-)
-def test_memory_before_more_sequences_is_freed(steps: list[list[int]], joined: int):
-    """Steps in which new columns are the same of all sequences, and others, have views of their own."""
-    from megatron.model.key_value_cache import KeyValueCache
-
-    place = {"heads": 4, "dtype": torch.float32, "device": torch.device("cpu")}
-    cache, late = (KeyValueCache(CONFIG, 2, columns, **place) for columns in (8, 10))
-    for counts in steps:
-        cache.advance(counts)
-    late.advance([joined, joined])
-    cache.join(late)
-    cache.advance([1, 1, 1, 1])
-    kept = [tensor for value in vars(cache).values() if isinstance(value, tuple) for tensor in value]
-    assert kept and {tensor.untyped_storage()._cdata for tensor in kept} == {cache._storage.untyped_storage()._cdata}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.model.attention_kernel import chunk_size
-from megatron.model.packed_attention import chunk_mask, document_lengths, short_together
-from megatron.model.partial_attention import PartialAttention, merge
+from megatron.ops.attention_kernel import chunk_size
+from megatron.ops.packed_attention import chunk_mask, document_lengths, short_together
+from megatron.ops.partial_attention import PartialAttention, merge
 from megatron.parallel import steps_within
-from megatron.parallel.sequence.ring import chunks_of, gradient_of_each_rank, of_each_rank, zigzag
+from megatron.parallel.sequence.ring import chunks_of, gradient_of_each_rank, of_each_rank
 
 
 class Block(NamedTuple):
@@ -255,9 +255,3 @@ def _draw_seed(device: torch.device) -> int:
 def _seed_of(seed: int, source: int, number: int) -> int:
     """Of the dropout of one of the blocks of a rank's keys."""
     return seed + (source << 32) + number
-
-
-def tables_of_ring(tables: tuple[Tensor, Tensor], group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions [b, 1, s, r/2] -> those of this rank's tokens [b, 1, s/R, r/2]."""
-    cosines, sines = (zigzag(table, group, 2) for table in tables)
-    return cosines, sines

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from megatron.config import ModelConfig
-from megatron.model.spec import architecture_of
 from megatron.ops.device import DeviceFacts
 
 SHORTEST_BLOCK, LONGEST_CHUNK = 128, 512
@@ -43,22 +42,20 @@ def attention_kernel(
     model: ModelConfig,
     device: DeviceFacts,
     *,
+    causal: bool,
     seq_length: int,
-    causal: bool | None = None,
     has_dropout: bool | None = None,
-    dtype: str | None = None,
 ) -> AttentionKernel:
-    """The kernel for sequences of ``seq_length`` on ``device``; by default in training, as its architecture has it.
+    """The kernel for sequences of ``seq_length`` on ``device``; by default in training.
 
     Flash attention is for fp16 and bf16, heads up to 256, and compute capability 8.0 or later. The memory-efficient
     kernel takes fp32 and older devices. Neither stores scores. ``varlen_attn`` is flash attention for documents that
     are packed into one sequence; it has no dropout.
     """
-    dtype = dtype or model.dtype
+    dtype = model.dtype
     has_dropout = bool(model.attention_dropout) if has_dropout is None else has_dropout
-    causal = architecture_of(model).masked_lm is False if causal is None else causal
     name, why = _kernel(model, device, dtype, has_dropout)
-    if architecture_of(model).is_encoder_decoder:
+    if model.encoder_num_layers:
         name = "memory-efficient" if name == "flash" and device.kind == "cuda" else name
         reasons = why or "a mask keeps padding and later tokens apart"
         return AttentionKernel(name, "mask", f"{name} ({dtype}, head dim {model.head_size}, by mask): {reasons}")

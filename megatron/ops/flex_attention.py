@@ -12,14 +12,20 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.model.rotary import positions_in_segment
+from megatron.ops.packed_attention import Core, positions_in_segment
 
 BLOCK = 128
 """Tokens of a block."""
 
 
 def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, causal: bool, pre_tokens: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_ids: Tensor | None,
+    causal: bool,
+    pre_tokens: int,
+    core: Core | None = None,
 ) -> Tensor:
     """The same as ``attend_in_blocks`` in one compiled kernel: on a GPU, without dropout.
 

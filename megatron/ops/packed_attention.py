@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.model.attention_kernel import SHORTEST_BLOCK, chunk_size
+from megatron.ops.attention_kernel import SHORTEST_BLOCK, chunk_size
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """core(query [b, n, q, d], key [b, g, k, d], value [b, g, k, d], mask) -> context [b, n, q, d]. ``mask``, [q, k] or
@@ -37,7 +37,7 @@ def attend_in_blocks(
     """
     s = query.size(2)
     if s <= SHORTEST_BLOCK:
-        return core(query, key, value, dense_mask(s, query.device, segment_ids, causal, pre_tokens))
+        return attend_with_mask(query, key, value, segment_ids, causal, pre_tokens, core)
     window = pre_tokens if causal else s
     if segment_ids is None:
         return _in_window(query, key, value, core, window)
@@ -113,8 +113,21 @@ def chunk_mask(chunk: int, window: int, dtype: torch.dtype, device: torch.device
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
+def attend_with_mask(
+    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, causal: bool, pre_tokens: int, core: Core
+) -> Tensor:
+    """The same as ``attend_in_blocks`` in one call with a mask of the entire sequence."""
+    return core(query, key, value, dense_mask(query.size(2), query.device, segment_ids, causal, pre_tokens))
+
+
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, causal: bool, pre_tokens: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_ids: Tensor | None,
+    causal: bool,
+    pre_tokens: int,
+    core: Core | None = None,
 ) -> Tensor:
     """The same as ``attend_in_blocks`` in one call of flash attention: fp16 or bf16 on a GPU, without dropout."""
     from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler
@@ -164,3 +177,10 @@ def document_lengths(segment_ids: Tensor) -> list[list[int]]:
         bounds = ([0, *(row.nonzero().flatten() + 1).tolist(), segment_ids.size(1)] for row in changes)
         _LENGTHS[segment_ids] = [[end - begin for begin, end in pairwise(row)] for row in bounds]
     return _LENGTHS[segment_ids]
+
+
+def positions_in_segment(segment_ids: Tensor) -> Tensor:
+    """segment_ids [b, s] -> distance from the first token of the segment [b, s]."""
+    index = torch.arange(segment_ids.size(-1), device=segment_ids.device).expand_as(segment_ids)
+    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+    return index - index.masked_fill(~begins, 0).cummax(-1).values

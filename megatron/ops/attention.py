@@ -1,0 +1,129 @@
+"""Attention of the heads of one rank, with the kernels chosen for the device, the precision and the model's options.
+
+b batch, s sequence, n heads of queries, g heads of keys and values, q queries, k keys, d size of a head
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+from megatron.ops.attention_kernel import AttentionKernel, attention_kernel
+from megatron.ops.cuda import device_facts
+from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, attend_with_mask, window_mask
+
+
+def chosen_kernel(config: ModelConfig, *, causal: bool, has_dropout: bool) -> AttentionKernel:
+    """The kernel on the device of this process, for sequences that are longer than the model's window."""
+    device = device_facts(torch.device(get_accelerator().current_device_name()))
+    return attention_kernel(config, device, causal=causal, seq_length=config.pre_tokens + 2, has_dropout=has_dropout)
+
+
+class Attention:
+    """Softmax attention of query [b, n, s, d] to key and value [b, g, s, d]: -> [b, n, s, d].
+
+    With ``segment_ids`` [b, s] a token attends to its own segment only. ``causal`` attention is limited to earlier
+    tokens, at most ``pre_tokens`` back; otherwise a token attends to its entire segment. The kernels, with and without
+    dropout, are chosen when the object is made.
+    """
+
+    def __init__(self, config: ModelConfig, *, causal: bool, layer_number: int):
+        self.causal, self.window = causal, config.pre_tokens
+        self.kernels = [chosen_kernel(config, causal=causal, has_dropout=has_dropout) for has_dropout in (False, True)]
+        self._explicit: Callable[..., Tensor] | None = None
+        if config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling:
+            divisor = layer_number if config.apply_query_key_layer_scaling else 1
+            self._explicit = partial(explicit_attention, divisor=divisor, in_fp32=config.attention_softmax_in_fp32)
+        if config.compile:  # documents differ in each batch, and the compiler would start again for every one
+            self._limited = torch.compiler.disable(self._limited)  # type: ignore[method-assign]
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """Attention within segments and windows."""
+        if segment_ids is None and self.causal and self.window >= query.size(2) - 1:
+            return self.dense(query, key, value, dropout=dropout)
+        return self._limited(query, key, value, segment_ids, dropout)
+
+    def dense(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        *,
+        is_causal: bool | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """[b, n, q, d], [b, g, k, d] twice -> [b, n, q, d], with all scores that ``mask`` does not hide.
+
+        ``mask``, [q, k] or [b, 1, q, k], is True where a query attends to a key, or is added to the scores. Without a
+        mask attention is causal if ``is_causal``, by default as the model is.
+        """
+        is_causal = mask is None and (self.causal if is_causal is None else is_causal)
+        if self._explicit is not None:
+            return self._explicit(query, key, value, mask, is_causal=is_causal, dropout=dropout)
+        is_grouped = query.size(1) != key.size(1)
+        if is_grouped and not self.kernels[dropout > 0].shares_keys:
+            (key, value), is_grouped = repeated_for_queries(query, key, value), False
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=is_grouped
+        )
+
+    def _limited(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float) -> Tensor:
+        assert self.causal or segment_ids is not None, "without segment ids padding cannot be masked"
+        limits, core = self.kernels[dropout > 0].limits, partial(self.dense, dropout=dropout)
+        return _LIMITED.get(limits, attend_in_blocks)(query, key, value, segment_ids, self.causal, self.window, core)
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    dropout: float = 0.0,
+    divisor: int = 1,
+    in_fp32: bool = False,
+) -> Tensor:
+    """Attention step by step, for options that no fused kernel has: a softmax of fp32 scores, and scaled scores.
+
+    Scores are divided by ``divisor`` before they are rounded, and multiplied by it again afterwards, in fp32.
+    """
+    key, value = repeated_for_queries(query, key, value)
+    if in_fp32:  # an fp32 softmax of rounded scores would gain nothing
+        query, key = query.float(), key.float()
+    scores = (query / (math.sqrt(query.size(-1)) * divisor)) @ key.transpose(-1, -2)  # [b, n, q, k]
+    if is_causal:
+        mask = window_mask(scores.size(-1), scores.size(-1), scores.device)
+    scores = scores.float() * divisor
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return F.dropout(scores.softmax(-1).to(value.dtype), dropout) @ value
+
+
+def repeated_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """key and value [b, g, k, d] -> [b, n, k, d]: each head repeated for the queries that share it."""
+    repeats = query.size(1) // key.size(1)
+    return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
+
+
+def _attend_flex(*arguments: object) -> Tensor:
+    from megatron.ops.flex_attention import attend_flex  # which imports torch's compiler
+
+    return attend_flex(*arguments)  # type: ignore[arg-type]
+
+
+_LIMITED: dict[str, Callable[..., Tensor]] = {
+    "varlen": attend_varlen,
+    "flex": _attend_flex,
+    "mask": attend_with_mask,
+    "blocks": attend_in_blocks,
+}
+"""How segments and windows are kept apart, by the name in ``AttentionKernel.limits``."""
