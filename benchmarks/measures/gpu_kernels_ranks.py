@@ -200,7 +200,8 @@ def choices() -> Iterator[dict[str, Any]]:
     for dtype, size, groups, dropout in product(DTYPES, (32, 64, 72, 128, 256, 264), (N, 2), (0.0, 0.1)):
         config = replace(LAYER, hidden_size=N * size, attention_dropout=dropout)
         config = replace(config, num_query_groups=groups, group_query_attention=groups < N)
-        named = attention_kernel(config, device_facts(device), seq_length=S, dtype=dtype)
+        model = replace(config, dtype=dtype)
+        named = attention_kernel(model, device_facts(device), causal=True, seq_length=S)
         query, key, value = _heads(dtype, groups if named.shares_keys else N, size)
         shares = query.size(1) != key.size(1)
         try:
