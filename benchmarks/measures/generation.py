@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from megatron.tools.inference.linear import InferenceLinear, stored_by_inputs
 from tokenizers import pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
