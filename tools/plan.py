@@ -25,13 +25,14 @@ from megatron.config.presets import PRESETS
 from megatron.launch.environment import never_collected
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of
+from megatron.parallel.pipeline.simulation import PassSeconds
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.candidates import Candidate
+from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
 from megatron.tools.planning.request import Request, bytes_of_text, make_request, positive, share, whole
 from megatron.tools.planning.search import search
-from megatron.tools.planning.timing import DEVICES, GB, TERA, Machine
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """Default precision by device; bf16 on the others."""
@@ -77,15 +78,15 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
 
 def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
     """The pictures of a layout: memory, and for a pipeline its schedule."""
-    from megatron.tools.planning.pictures import draw_memory, draw_schedule
+    from megatron.tools.planning.pictures import draw_memory, schedules_as_svg
 
-    memory, schedule = folder / "memory.png", folder / "schedule.png"
+    memory, schedule = folder / "memory.png", folder / "schedule.svg"
     with atomic_file(memory, "--plot", binary=True) as file:
         draw_memory(memories, chosen.request.room, file)
     if chosen.run.parallel.pipe_stages == 1:
         return [memory]
-    with atomic_file(schedule, "--plot", binary=True) as file:
-        draw_schedule(schedule_of(chosen.run), file)
+    with atomic_file(schedule, "--plot") as file:
+        file.write(schedules_as_svg([schedule_of(chosen.run)], PassSeconds()))
     return [memory, schedule]
 
 

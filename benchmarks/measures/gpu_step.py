@@ -23,7 +23,7 @@ from benchmarks.gpu.machine import Machine, checked, probe
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import Shape
 from megatron.common.errors import ResourceError, UserError
-from megatron.tools.planning.timing import TERA, device_of_name
+from megatron.tools.planning.machine import TERA, device_of_name
 
 SHAPES = {
     "tiny": Shape(layers=2, hidden=64, heads=2, sequence=64, batch=2, vocabulary=512),

@@ -13,8 +13,8 @@ from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.config.fields import Provided, Source
 from megatron.model.architectures import BERT, GPT2, T5
+from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.request import make_request as planned
-from megatron.tools.planning.timing import DEVICES, Machine
 from megatron.tools.verify.request import make_request as verified
 
 ROOT = Path(__file__).resolve().parents[2]

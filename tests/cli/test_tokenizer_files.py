@@ -18,8 +18,8 @@ from megatron.config.tokenizer_files import (
 )
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.inference.source import TokenizerFiles
+from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.request import make_request
-from megatron.tools.planning.timing import DEVICES, Machine
 
 sys.path.insert(0, str(ROOT / "tools"))
 import preprocess_data  # noqa: E402

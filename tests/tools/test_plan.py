@@ -13,10 +13,10 @@ from support.refusals import ROOT
 
 from megatron.cli import parse_run
 from megatron.common.units import with_prefix
+from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.output import files
 from megatron.tools.planning.request import bytes_of_text, make_request
 from megatron.tools.planning.search import search
-from megatron.tools.planning.timing import DEVICES, Machine
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -128,8 +128,8 @@ def test_an_emitted_run_saves_warms_up_and_decays():
 
 def test_pictures_are_drawn(planned):
     folder, _ = planned
-    for name in ("memory.png", "schedule.png"):
-        assert (folder / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+    assert (folder / "pictures" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "pictures" / "schedule.svg").read_text().startswith("<svg ")
 
 
 def test_nothing_fits(programs):

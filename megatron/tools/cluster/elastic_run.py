@@ -38,9 +38,9 @@ from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, t
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import code_after_signal, read_exit_codes, supervise
+from megatron.tools.planning.machine import DEVICES, Device
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
-from megatron.tools.planning.timing import DEVICES, Device
 
 LOCK = ".supervisor.lock"
 STRAGGLERS = "stragglers.json"

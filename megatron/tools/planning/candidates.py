@@ -1,12 +1,11 @@
-"""Layouts with their memory, traffic and time. What several layouts of a request share is computed once."""
+"""Layouts with their memory, traffic and time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 
-from megatron.cli.validation import broken_rule
 from megatron.config import RunConfig
 from megatron.config.fields import Provided
 from megatron.model.partition import Stage, plan
@@ -14,7 +13,7 @@ from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.in_flight import stages_that_keep_most
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
-from megatron.tools.planning.memory import Memory, working
+from megatron.tools.planning.memory import Memory, rank_memory
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, states
 from megatron.tools.planning.timing import Timing, Traffic, timing, traffic
@@ -28,9 +27,9 @@ class Candidate:
     request: Request
     run: RunConfig
     given: Mapping[str, Provided]
-    """All flags of it."""
+    """All of its flags."""
     stages: Sequence[tuple[Stage, Memory]]
-    """Its distinct pipeline stages, each with the memory of one of its ranks."""
+    """Its distinct pipeline stages, each with the memory of one of their ranks."""
     hidden: int
     """Bytes of hidden states between two stages."""
 
@@ -86,50 +85,39 @@ class Candidate:
         return words(self.given)
 
 
-def rules_count_micro_batches(run: RunConfig) -> bool:
-    """Whether another micro-batch may break a rule that ``run`` keeps; otherwise all sizes break the same ones."""
-    return run.parallel.pipeline_schedule in ("interleaved", "dualpipev") or bool(run.train.batch_steps)
-
-
 class Candidates:
-    """Makes the candidates of a request."""
+    """Makes the candidates of a request. What several of them share is computed once."""
 
     def __init__(self, request: Request):
         self._request = request
-        self._grids: dict[tuple[int | bool, ...], _Grid] = {}
-        self._legal: dict[tuple[object, ...], bool] = {}
+        self._stages: dict[tuple[object, ...], list[_Stages]] = {}
         self._activations: dict[tuple[Sizes, bool], Activations] = {}
 
     def make(self, run: RunConfig, given: Mapping[str, Provided]) -> Candidate:
         """The candidate that is ``run``, from the flags ``given``."""
-        grid, micro_batch = self._grid(run), self._micro_batch(run)
-        return Candidate(self._request, run, given, list(grid.stages_of(run, micro_batch)), micro_batch.hidden)
-
-    def make_if_fits(self, run: RunConfig, given: Mapping[str, Provided]) -> Candidate | None:
-        """The same; None as soon as a stage does not fit in memory."""
-        grid, micro_batch, stages = self._grid(run), self._micro_batch(run), []
-        for stage, memory in grid.stages_of(run, micro_batch):
-            if memory.total > self._request.room:
-                return None
-            stages.append((stage, memory))
+        schedule, micro_batch = schedule_of(run), self._micro_batch(run)
+        stages = [
+            (equal.stage, rank_memory(run, equal.stage, number, micro_batch, equal.weights, equal.states(run)))
+            for equal in self._distinct_stages(run)
+            for number in stages_that_keep_most(schedule, equal.first, equal.last)
+        ]
         return Candidate(self._request, run, given, stages, micro_batch.hidden)
 
-    def is_legal(self, run: RunConfig) -> bool:
-        """Whether ``run`` breaks no rule."""
-        if rules_count_micro_batches(run):
-            return broken_rule(run) is None
-        key = run.parallel, run.zero, run.activation
-        if key not in self._legal:
-            self._legal[key] = broken_rule(run) is None
-        return self._legal[key]
-
-    def _grid(self, run: RunConfig) -> "_Grid":
+    def _distinct_stages(self, run: RunConfig) -> "list[_Stages]":
+        """The stages, which layouts with the same sizes and model chunks share."""
         parallel = run.parallel
-        sizes = parallel.model_parallel_size, parallel.pipe_stages, parallel.context_parallel_size
-        key = (*sizes, parallel.expert_model_parallel_size, parallel.chunks_per_stage, parallel.is_v_shaped)
-        if key not in self._grids:
-            self._grids[key] = _Grid(run)
-        return self._grids[key]
+        key = (
+            parallel.model_parallel_size,
+            parallel.pipe_stages,
+            parallel.context_parallel_size,
+            parallel.expert_model_parallel_size,
+            parallel.chunks_per_stage,
+            parallel.is_v_shaped,
+        )
+        if key not in self._stages:
+            equal = groupby(enumerate(plan(run)), key=lambda one: one[1].layers_of_chunks)
+            self._stages[key] = [_Stages(run, list(stages)) for _, stages in equal]
+        return self._stages[key]
 
     def _micro_batch(self, run: RunConfig) -> Activations:
         """Bytes of a micro-batch: of one request they follow from the sizes, and whether attention is recomputed."""
@@ -139,27 +127,18 @@ class Candidates:
         return self._activations[key]
 
 
-class _Grid:
-    """What the layouts with the same sizes and model chunks share: distinct stages, their parameters and states."""
+class _Stages:
+    """Neighboring stages with equal layers."""
 
-    def __init__(self, run: RunConfig):
-        alike = groupby(enumerate(plan(run)), key=lambda one: one[1].layers_of_chunks)
-        runs = [list(equal) for _, equal in alike]
-        self._stages = [(equal[0][1], equal[0][0], equal[-1][0]) for equal in runs]
-        self._weights = [stage_weights(run, stage) for stage, *_ in self._stages]
-        self._parameters = [(weights.numel, weights.trained.numel) for weights in self._weights]
-        self._states: dict[tuple[int, bool], list[States]] = {}
+    def __init__(self, run: RunConfig, numbered: Sequence[tuple[int, Stage]]):
+        self.first, self.stage = numbered[0]
+        self.last, _ = numbered[-1]
+        self.weights = stage_weights(run, self.stage)
+        self._states: dict[tuple[int, bool], States] = {}
 
-    def stages_of(self, run: RunConfig, micro_batch: Activations) -> Iterator[tuple[Stage, Memory]]:
-        """The distinct stages with the memory of a rank of each."""
-        schedule = schedule_of(run)
-        for (stage, *ends), counts, held in zip(self._stages, self._parameters, self._states_of(run), strict=True):
-            for number in stages_that_keep_most(schedule, *ends):
-                yield stage, Memory(*counts, held, working(run, stage, number, micro_batch, held))
-
-    def _states_of(self, run: RunConfig) -> list[States]:
-        """Model states of each kind of stage: they depend on the ZeRO stage, and on when gradients are reduced."""
+    def states(self, run: RunConfig) -> States:
+        """Model states: of one request they depend on the ZeRO stage, and on when gradients are reduced."""
         key = run.zero.zero_stage, run.coalesces_grad_reduction
         if key not in self._states:
-            self._states[key] = [states(run, weights) for weights in self._weights]
+            self._states[key] = states(run, self.weights)
         return self._states[key]

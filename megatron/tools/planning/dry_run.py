@@ -22,7 +22,8 @@ from megatron.parallel.pipeline.schedule import chunks_of
 from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.planning.activations import activations
 from megatron.tools.planning.explain import ranks_as_text
-from megatron.tools.planning.memory import Memory, working
+from megatron.tools.planning.memory import Memory
+from megatron.tools.planning.memory import rank_memory as memory_of_rank
 from megatron.tools.planning.states import states
 from megatron.tools.planning.weights import Weight, Weights
 from megatron.training.summary import describe_config, describe_stages
@@ -112,9 +113,8 @@ def rank_memory(run: RunConfig, rank: int) -> Rank:
             "pipe": layout.pipe_group,
         }
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-    held = states(run, weights, owner)
-    at_work = working(run, plan(run)[stage], stage, activations(run), held)
-    memory = Memory(weights.numel, weights.trained.numel, held, at_work)
+    of_states = states(run, weights, owner)
+    memory = memory_of_rank(run, plan(run)[stage], stage, activations(run), weights, of_states)
     return Rank(rank, stage, members, memory)
 
 

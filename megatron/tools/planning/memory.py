@@ -13,7 +13,7 @@ from megatron.parallel.pipeline.in_flight import Moment, micro_batches_in_flight
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
 from megatron.tools.planning.activations import Activations, activations, deferred_bytes
 from megatron.tools.planning.states import States, states
-from megatron.tools.planning.weights import stage_weights
+from megatron.tools.planning.weights import Weights, stage_weights
 
 
 class Working(NamedTuple):
@@ -62,16 +62,23 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
 
     ``run`` has its batch and vocabulary settled.
     """
-    found, kept = [], activations(run)
+    found, micro_batch = [], activations(run)
     for number, stage in enumerate(plan(run)):
         weights = stage_weights(run, stage)
-        held = states(run, weights, owner)
-        found.append(Memory(weights.numel, weights.trained.numel, held, working(run, stage, number, kept, held)))
+        found.append(rank_memory(run, stage, number, micro_batch, weights, states(run, weights, owner)))
     return found
 
 
-def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations, held: States) -> Working:
-    """The working memory of a rank of ``stage``, which is the one of that number, beside what is ``held``."""
+def rank_memory(
+    run: RunConfig, stage: Stage, number: int, micro_batch: Activations, weights: Weights, states: States
+) -> Memory:
+    """Peak memory of a rank of pipeline stage ``number``, from the bytes of a micro-batch and of its model states."""
+    working = _working(run, stage, number, micro_batch, states.new_gradients)
+    return Memory(weights.numel, weights.trained.numel, states, working)
+
+
+def _working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations, new_gradients: int) -> Working:
+    """The working memory of a rank of stage ``number``, whose step begins without ``new_gradients``."""
     if run.parallel.uses_pipeline:
         schedule = schedule_of(run).shortened
         moments, in_flight = peaks(schedule, number), micro_batches_in_flight(schedule, number)
@@ -86,7 +93,7 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
         kept, chunk = sum(map(mul, moment.counts, sizes)), chunks[moment.chunk]
         of_pass = _needed(moment.kind, kept, inside, chunk, micro_batch)
         is_first = moment.is_first and moment.kind == BACKWARD
-        points += _before_gradients(run, stage, of_pass, chunk, held.new_gradients) if is_first else of_pass
+        points += _before_gradients(run, stage, of_pass, chunk, new_gradients) if is_first else of_pass
     activations, logits = max(points, key=sum)
     return Working(
         activations=activations,

@@ -1,23 +1,17 @@
-"""Pictures of a layout: memory of its stages and the schedule of its pipeline, drawn or as text."""
+"""Pictures of a layout: the memory of its stages as PNG, the schedule of its pipeline as SVG or as text."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
-from megatron.common.errors import counted
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
+from megatron.tools.planning.machine import GB
 from megatron.tools.planning.memory import Memory
-from megatron.tools.planning.timing import GB
 from megatron.tools.reporting.pictures import box, text
 
 _MOST_LINES = 16
 _KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 _MOST_BARS = 64
-_MOST_PASSES = 1200
-"""Stages x micro-batches that are distinguishable in a picture."""
-_MOST_NUMBERS = 800
-"""Passes whose numbers are legible."""
 
 
 def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
@@ -44,9 +38,10 @@ _WIDTH, _LEFT, _ROW = 1200, 70, 22
 def schedules_as_svg(schedules: Sequence[Schedule], seconds: PassSeconds) -> str:
     """Each of ``schedules`` as a block with a row for each stage, all on one scale of time. SVG text.
 
-    ``seconds`` are those of the passes of a whole stage; those of a chunk take a part of them.
+    ``seconds`` are the seconds of the passes of a stage; a chunk takes a part of them. Of a schedule with many
+    micro-batches the first ones are drawn.
     """
-    timed = [simulate(one, PassSeconds(*(part / one.chunks for part in seconds))) for one in schedules]
+    timed = [simulate(one.shortened, PassSeconds(*(part / one.chunks for part in seconds))) for one in schedules]
     scale = (_WIDTH - _LEFT - 20) / max(one.end for passes in timed for one in passes)
     parts, top = list(_legend(24)), 60.0
     for schedule, passes in zip(schedules, timed, strict=True):
@@ -108,51 +103,5 @@ def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> Non
     axes.axhline(room / GB, color="black", linestyle="--", linewidth=1, label="room")
     axes.set(xlabel="pipeline stage", ylabel="GB of a rank", title="Memory at its peak")
     axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(file, format="png")
-
-
-_COLORS = {"F": "tab:blue", "B": "tab:green", "I": "tab:green", "W": "tab:orange"}
-
-
-def draw_schedule(schedule: Schedule, file: IO[bytes], seconds: PassSeconds | None = None) -> None:
-    """A row for each stage with its passes in time, and the share of it that is idle; PNG into ``file``.
-
-    Without ``seconds`` the three parts of a micro-batch's passes take equally long. Later chunks of a stage are paler.
-    """
-    from matplotlib.figure import Figure
-
-    p, m = schedule.stages, schedule.micro_batches
-    part = 1.0 / schedule.chunks
-    seconds = seconds or PassSeconds(part, part, part)
-    shown = schedule if m * p <= _MOST_PASSES else schedule.shortened
-    timed = simulate(shown, seconds)
-    end = max(one.end for one in timed)
-    figure = Figure(figsize=(max(6.0, min(end * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
-    axes = figure.subplots()
-    kinds = [kind for kind in _KINDS if any(one.action.kind == kind for one in timed)]
-    for kind, turn in itertools.product(kinds, range(schedule.chunks)):
-        own = [one for one in timed if one.action.kind == kind and one.action.chunk // p == turn]
-        axes.barh(
-            [one.stage for one in own],
-            [one.end - one.begin for one in own],
-            left=[one.begin for one in own],
-            color=_COLORS[kind],
-            alpha=1 - 0.6 * turn / schedule.chunks,
-            edgecolor="white",
-            linewidth=0.4,
-            label=_KINDS[kind] + (f", chunk {turn}" if schedule.chunks > 1 else ""),
-        )
-    if len(timed) <= _MOST_NUMBERS:
-        for one in timed:
-            number = str(one.action.micro_batch + 1)
-            axes.text((one.begin + one.end) / 2, one.stage, number, ha="center", va="center", fontsize=6)
-    some = f", {shown.micro_batches} of them drawn" if shown != schedule else ""
-    idle = idle_share(schedule, seconds)
-    title = f"{schedule.name}: {counted(p, 'stage')}, {counted(m, 'micro-batch')}{some}: {idle:.1%} of the time idle"
-    axes.invert_yaxis()
-    axes.set(xlabel="time, in forward passes of a stage", ylabel="stage", title=title)
-    if p <= 32:
-        axes.set_yticks(range(p))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(file, format="png")

@@ -18,7 +18,7 @@ from megatron.config.presets import PRESETS, preset_words
 from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.planning.timing import Machine
+from megatron.tools.planning.machine import Machine
 
 _OF_TOOL = {
     "world_size": "say --devices",

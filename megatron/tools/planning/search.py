@@ -8,16 +8,19 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
-from megatron.config import ModelConfig, RunConfig, TrainConfig
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron.config.fields import Provided
 from megatron.config.model import padded_vocabulary
-from megatron.tools.planning.best_schedule import with_schedule
-from megatron.tools.planning.candidates import Candidate, Candidates, rules_count_micro_batches
+from megatron.model.partition import explicit
+from megatron.parallel.pipeline.schedule import has_order, schedule_with
+from megatron.tools.planning.candidates import Candidate, Candidates
 from megatron.tools.planning.request import Request, as_flag
+from megatron.tools.planning.timing import idle_ratio
 
 RECOMPUTE = (None, "selective", "full")
 LONG = 8192
@@ -160,6 +163,11 @@ def _count(rejected: dict[str, Rejection], reason: str, example: str) -> None:
     rejected[reason] = replace(earlier, layouts=earlier.layouts + 1)
 
 
+def rules_count_micro_batches(run: RunConfig) -> bool:
+    """Whether another micro-batch may break a rule that ``run`` keeps; otherwise all sizes break the same rules."""
+    return run.parallel.pipeline_schedule in ("interleaved", "dualpipev") or bool(run.train.batch_steps)
+
+
 @lru_cache(maxsize=64)
 def _with_vocabulary(model: ModelConfig, size: int, tensor_parallel_size: int) -> ModelConfig:
     padded = padded_vocabulary(size, tensor_parallel_size, model.make_vocab_size_divisible_by)
@@ -176,3 +184,54 @@ def _with_micro_batches(run: RunConfig) -> Iterator[TrainConfig]:
 @lru_cache(maxsize=1024)
 def _divisors(number: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+_SCHEDULE_FLAGS = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank")
+_GAIN = 0.01
+"""Share of the time of an iteration for which the planner leaves 1F1B."""
+
+
+def with_schedule(plain: Candidate, candidates: Candidates) -> Candidate:
+    """``plain`` with the pipeline schedule that makes it fastest and lets it fit in memory; 1F1B if none does."""
+    if not plain.fits or plain.timing.bubble < _GAIN * plain.timing.total or plain.run.model.encoder_num_layers:
+        return plain
+    enough = (1 - _GAIN) * plain.timing.total
+    for estimate, parallel in sorted(_other_schedules(plain), key=itemgetter(0)):
+        if estimate >= enough:
+            break
+        run = replace(plain.run, parallel=parallel)
+        flags = {name: value for name in _SCHEDULE_FLAGS if (value := getattr(parallel, name)) is not None}
+        given = {name: as_flag(name, value) for name, value in flags.items()}
+        found = candidates.make(run, {**plain.given, **given})
+        if found.fits and found.timing.total < enough and broken_rule(run) is None:
+            return found
+    return plain
+
+
+def _other_schedules(plain: Candidate) -> Iterator[tuple[float, ParallelConfig]]:
+    """The layout of ``plain`` with each pipeline schedule but 1F1B that its layers and micro-batches allow.
+
+    With about the seconds of an iteration, in which each chunk sends as much as a stage of ``plain`` did.
+    """
+    micro_batches, spent = plain.run.train.gradient_accumulation_steps, plain.timing
+    for parallel in _with_other_schedules(plain.run.parallel, plain.run.model.num_layers):
+        chunks = parallel.chunks_per_stage
+        is_round = parallel.pipeline_schedule != "interleaved" or micro_batches % parallel.pipe_stages == 0
+        if is_round and has_order(parallel.pipeline_schedule, parallel.pipe_stages, micro_batches, chunks):
+            useful = spent.compute + spent.tensor + chunks * spent.pipeline
+            idle = idle_ratio(schedule_with(parallel, micro_batches), spent.passes)
+            yield useful * (1 + idle) + spent.data, parallel
+
+
+@lru_cache(maxsize=1024)
+def _with_other_schedules(parallel: ParallelConfig, layers: int) -> tuple[ParallelConfig, ...]:
+    """``parallel`` with each schedule for which there are enough of the model's ``layers``."""
+    stages = parallel.pipe_stages
+    if stages == 1 or explicit(parallel.pipeline_partition):
+        return ()
+    found = [replace(parallel, pipeline_schedule=name) for name in ("zbh1", "zbv", "dualpipev")]
+    for chunks in range(2, layers // stages + 1):
+        if layers % (stages * chunks) == 0:
+            virtual = replace(parallel, num_virtual_stages_per_pipeline_rank=chunks)
+            found.append(replace(virtual, pipeline_schedule="interleaved"))
+    return tuple(one for one in found if one.model_chunks <= layers)

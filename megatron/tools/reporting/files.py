@@ -20,8 +20,9 @@ from megatron.common.reading import parse_json, read_json, regular
 from megatron.config import RunConfig
 from megatron.model.partition import TRACE, plan
 from megatron.tools.planning.activations import activations
+from megatron.tools.planning.machine import Machine, device_of_name
 from megatron.tools.planning.memory import Memory, stage_memory
-from megatron.tools.planning.timing import Machine, device_of_name, timing, traffic
+from megatron.tools.planning.timing import timing, traffic
 from megatron.tools.reporting.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
 from megatron.training.summary import describe_config
 

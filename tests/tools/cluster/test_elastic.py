@@ -37,8 +37,8 @@ from megatron.tools.cluster.elastic_watch import Watch, connections
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal, read_exit_codes
+from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
-from megatron.tools.planning.timing import DEVICES
 from megatron.tools.reporting.callbacks import FirstIteration
 
 A, B, C = (Host(name, (0, 1)) for name in "abc")

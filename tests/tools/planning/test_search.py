@@ -14,10 +14,10 @@ from megatron.common.errors import ConfigError
 from megatron.config.model import padded_vocabulary
 from megatron.config.presets import PRESETS
 from megatron.model.architectures import T5
+from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.request import Request, make_request
 from megatron.tools.planning.search import search
-from megatron.tools.planning.timing import DEVICES, Machine
 
 BATCH = ["--global-batch-size", "16"]
 

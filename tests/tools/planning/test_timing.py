@@ -16,9 +16,10 @@ from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, sim
 from megatron.parallel.sequence import ring
 from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.candidates import Candidate
+from megatron.tools.planning.machine import DEVICES, TERA, Machine, device_of_name
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
-from megatron.tools.planning.timing import DEVICES, TERA, Machine, device_of_name, pipeline, tensor
+from megatron.tools.planning.timing import pipeline, tensor
 
 # arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
 WEAK_SCALING = [
