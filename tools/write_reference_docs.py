@@ -15,7 +15,8 @@ from megatron.cli.classic_flags.accepted import UNCHANGED
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import build_parser
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import RULES
+from megatron.cli.validation import RULES, Rule
+from megatron.cli.validation.relations import REASONS
 from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
@@ -65,9 +66,9 @@ Of a flag that is repeated the last value counts, with a warning.
 CLASSIC_FLAGS = """\
 # Flags of Megatron-LM and Megatron-DeepSpeed
 
-This page is generated from the flags by `python tools/write_reference_docs.py`. It lists the flags of Megatron-LM,
-Megatron-DeepSpeed, DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) and Megatron for Ascend NPUs, and what
-becomes of each. `name=value` is one value of a flag, and `*` a family of flags. For whole commands see
+This page is generated from the flags by `python tools/write_reference_docs.py`. It lists the training flags of
+Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5), and what becomes of each.
+`name=value` is one value of a flag, and `*` a family of flags. For whole commands see
 [Coming from Megatron-LM](coming-from-megatron.md).
 """
 
@@ -190,15 +191,21 @@ def broken_rules(words: str) -> list[int]:
     assert not problems, problems
     run, unresolved = resolve_run(provided, {"DS_ACCELERATOR": device, "WORLD_SIZE": "8"})
     assert not unresolved, unresolved
-    return [number for number, rule in enumerate(RULES, start=1) if not rule.only_warns and rule.check(run) is not None]
+    numbers = {row: number for number, row in enumerate(rule_rows(), start=1)}
+    broken = (rule for rule in RULES if not rule.only_warns and rule.check(run) is not None)
+    return sorted({numbers[rule.kind or rule.name] for rule in broken})
 
 
-def rules() -> list[str]:
-    """A row for each rule."""
-    return [
-        f"| {number} | {rule.name}{' (a warning)' * rule.only_warns} | {rule.why} | {rule.otherwise} |\n"
-        for number, rule in enumerate(RULES, 1)
-    ]
+def rule_rows() -> dict[str, Rule]:
+    """The rules that have a row: one for each function, and one for each kind of what the flags say of each other."""
+    return {rule.kind or rule.name: rule for rule in RULES}
+
+
+def rules() -> Iterator[str]:
+    """The rows of the rules."""
+    for number, (name, rule) in enumerate(rule_rows().items(), start=1):
+        why = REASONS.get(rule.kind, rule.why)
+        yield f"| {number} | {name}{' (a warning)' * rule.only_warns} | {why} | {rule.otherwise} |\n"
 
 
 def command_line() -> str:

@@ -10,7 +10,7 @@ from megatron.cli.deepspeed_json.settings import read_settings
 from megatron.cli.flags import read_extra_args, read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import size_problems, value_problems, violations, warnings
+from megatron.cli.validation import oversized, value_problems, violations, warnings
 from megatron.cli.validation.accelerate import accelerate_conflicts
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig, flag_fields
@@ -61,11 +61,11 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
             raise ConfigError([*problems, *error.messages]) from None
         problems += file_problems
     provided, contradictions = _merge(flags, read_settings(file))
-    if oversized := size_problems(provided):
-        raise ConfigError([*problems, *contradictions, *oversized])
+    problems += contradictions + value_problems(provided, architecture)
+    if oversized(provided):
+        raise ConfigError(problems)
     run, unresolved = resolve_run(provided, environ, architecture)
-    problems += contradictions + value_problems(provided, architecture) + unresolved
-    problems += violations(run) + conflicts(run, file.tree, provided)
+    problems += unresolved + violations(run) + conflicts(run, file.tree, provided)
     problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, file.tree))

@@ -23,7 +23,6 @@ from megatron.cli.layer import (
     read_layer,
 )
 from megatron.cli.parser import SETTINGS_FILE, build_parser, negative_flag
-from megatron.cli.validation import EXCLUSIVE
 from megatron.common.errors import ConfigError, did_you_mean
 from megatron.common.reading import unreadable_words
 from megatron.config import flag_fields
@@ -36,7 +35,10 @@ from megatron.model.huggingface import model_words, read_config, shape_of
 from megatron.model.spec import ArchitectureSpec
 
 PRESET, HF_FOLDER = "model_preset", "load_hf"
-_ALTERNATIVES = (*EXCLUSIVE, ("fp16", "bf16"))
+_ALTERNATIVES = (
+    ("fp16", "bf16"),
+    *((name, other) for name, field in flag_fields().items() for other in field.metadata["flag"]["instead_of"]),
+)
 """Fields of which a layer that gives one replaces all in the layers before it."""
 
 

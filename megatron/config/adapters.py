@@ -23,17 +23,28 @@ class AdapterConfig:
         "(default: no adapters).",
         within="[1, inf)",
         masked_lm=False,
+        excludes={
+            "offload_param=nvme": "DeepSpeed would save checkpoints without the frozen weights",
+            "optimizer=muon": "it orthogonalizes the update of a full matrix, and A and B are factors of one",
+        },
     )
     lora_alpha: float = flag(
-        16.0, "The output of an adapter is multiplied by this / --lora-rank.", within="(0, inf)", masked_lm=False
+        16.0,
+        "The output of an adapter is multiplied by this / --lora-rank.",
+        within="(0, inf)",
+        masked_lm=False,
+        needs="lora_rank",
     )
-    lora_dropout: float = flag(0.0, "Dropout probability of the input of adapters.", within="[0, 1)", masked_lm=False)
+    lora_dropout: float = flag(
+        0.0, "Dropout probability of the input of adapters.", within="[0, 1)", masked_lm=False, needs="lora_rank"
+    )
     lora_target: tuple[str, ...] = flag(
         (),
         "Linear layers that have an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or the names of the "
         "same matrices in models of the Llama family, such as q_proj k_proj v_proj (default: all four).",
         metavar="NAME ...",
         masked_lm=False,
+        needs="lora_rank",
     )
 
     @property

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron.config.fields import derived, flag
-from megatron.config.tokenizer_files import NULL_TOKENIZER, TOKENIZER_TYPES
+from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, TOKENIZER_TYPES
 
 
 class Part(NamedTuple):
@@ -82,18 +82,28 @@ class DataConfig:
         "WEIGHT PREFIX for each, which are sampled in proportion to their weights.",
         metavar=_BLEND,
         pretraining=True,
+        instead_of=("mock_data",),
     )
     train_data_path: tuple[str, ...] = flag(
         (),
         "Data set or blend for training only, instead of --data-path and --split.",
         metavar=_BLEND,
         pretraining=True,
+        instead_of=("data_path", "split", "mock_data"),
     )
     valid_data_path: tuple[str, ...] = flag(
-        (), "Data set or blend for validation; needs --train-data-path.", metavar=_BLEND, pretraining=True
+        (),
+        "Data set or blend for validation; needs --train-data-path.",
+        metavar=_BLEND,
+        pretraining=True,
+        needs="train_data_path",
     )
     test_data_path: tuple[str, ...] = flag(
-        (), "Data set or blend for the test; needs --train-data-path.", metavar=_BLEND, pretraining=True
+        (),
+        "Data set or blend for the test; needs --train-data-path.",
+        metavar=_BLEND,
+        pretraining=True,
+        needs="train_data_path",
     )
     split: str = flag("969, 30, 1", "Proportions of the documents for training, validation and test.", pretraining=True)
     data_cache_path: str | None = flag(
@@ -112,16 +122,16 @@ class DataConfig:
     )
     data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"), pretraining=True)
     mmap_warmup: bool = flag(False, "Read the data set once at the start to warm the page cache.", pretraining=True)
-    num_workers: int = flag(2, "Number of data loader processes per rank.", within="[0, inf)", pretraining=True)
+    num_workers: int = flag(2, "Number of data loader processes per rank.", within="[0, 1024]", pretraining=True)
     seq_length: int = flag(
         0,
         "Sequence length in tokens; of T5 that of the encoder.",
         aliases=("encoder-seq-length",),
-        within="[1, inf)",
+        within="[1, 1073741824]",
         required=True,
     )
     decoder_seq_length: int = flag(
-        0, "Sequence length of the decoder in tokens (required).", within="[1, inf)", encoder_decoder="only"
+        0, "Sequence length of the decoder in tokens (required).", within="[1, 1073741824]", encoder_decoder="only"
     )
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
@@ -129,6 +139,8 @@ class DataConfig:
         "GPT2BPETokenizer). HuggingFaceTokenizer (HFTokenizer) reads a tokenizer.json, GPTSentencePieceTokenizer "
         "(Llama2Tokenizer) a SentencePiece model. NullTokenizer has no files; its text is token ids.",
         choices=(*TOKENIZER_TYPES, NULL_TOKENIZER),
+        needs=f"{NULL_TOKENIZER}: vocab_size",
+        excludes=tuple(f"{NULL_TOKENIZER}: {file}" for file in ("vocab_file", "merge_file", "tokenizer_model")),
     )
     vocab_file: str | None = flag(
         None,
@@ -136,18 +148,23 @@ class DataConfig:
         "--tokenizer-model, NullTokenizer and --mock-data.",
         aliases=("vocab",),
         metavar="FILE",
+        instead_of=("tokenizer_model",),
     )
     vocab_size: int | None = flag(
         None,
         "Tokens of NullTokenizer, the last of which ends documents (default with --mock-data: 50257, and 30522 for "
         "BERT). With HuggingFaceTokenizer and GPTSentencePieceTokenizer: rows of the model's vocabulary, if they are "
         "more than the tokens (default: as many).",
-        within="[8, inf)",
+        within="[8, 1073741824]",
+        ignored_without={
+            f"tokenizer_type={NULL_TOKENIZER}|{'|'.join(PUBLISHED)}": "the others count the tokens of their files"
+        },
     )
     merge_file: str | None = flag(
         None,
         "Merges file of the BPE tokenizer (default: the one beside --vocab-file, such as merges.txt).",
         metavar="FILE",
+        instead_of=("tokenizer_model",),
     )
     tokenizer_model: str | None = flag(
         None,
@@ -162,6 +179,7 @@ class DataConfig:
         "that the files beside the tokenizer name, or SentencePiece's own).",
         name="eod-token",
         metavar="TEXT",
+        needs=f"tokenizer_type={'|'.join(PUBLISHED)}",
     )
     reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", masked_lm=False)
     reset_attention_mask: bool = flag(False, "Restrict attention to tokens of the same document.", masked_lm=False)
@@ -173,11 +191,13 @@ class DataConfig:
         "texts and targets of --json-keys input target.",
         masked_lm=False,
         encoder_decoder="also",
+        instead_of=("mock_data",),
+        excludes={"eod_mask_loss": "the loss mask of the data set decides which tokens count"},
     )
     vocab_extra_ids: int = flag(
         100,
         "Sentinels added to the vocabulary, each of which stands for a span that was taken out of a sample.",
-        within="[0, inf)",
+        within="[0, 1048576]",
         encoder_decoder="only",
     )
     mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", masked_lm=True)

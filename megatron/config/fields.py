@@ -1,10 +1,12 @@
 """Config fields as command-line flags, and the values a user provides for them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import Field, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+Relations: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
+"""Conditions on other flags, maybe with the reason of each."""
 
 
 def flag(
@@ -21,14 +23,26 @@ def flag(
     masked_lm: bool | None = None,
     encoder_decoder: str | None = None,
     pretraining: bool = False,
+    needs: Relations = (),
+    ignored_without: Relations = (),
+    excludes: Relations = (),
+    instead_of: tuple[str, ...] = (),
 ) -> Any:
     """A field with a command-line flag named after it, or ``name``, and ``aliases``.
 
     ``switches`` are further flags without a value, each with the value it sets; ``within`` is the
-    interval of legal numbers in mathematical notation, such as ``"[0, 1)"`` or ``"[1, inf)"``; ``masked_lm``
+    interval of valid numbers in mathematical notation, such as ``"[0, 1)"`` or ``"[1, inf)"``; ``masked_lm``
     restricts the flag to masked (True) or causal (False) language models, ``pretraining`` to both. Models with an
     encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have this one, too
     ("also"), that no other model has it ("only"), or that they have not ("not").
+
+    ``needs`` and ``excludes`` are the conditions with which the flag can, or cannot, be combined; without those of
+    ``ignored_without`` it has no effect, which is a warning. A condition is the name of a field, which holds if its
+    value is not the default, a field with values (``zero_stage=2|3``), or several with ``or``. Before a condition may
+    stand the values of the flag itself that it is for: ``nvme: zero_stage=3``. A mapping gives the reason of each. Of
+    the conditions that a flag needs only the first that does not hold is reported.
+
+    ``instead_of`` names fields of which only one may be provided.
     """
     metadata = {
         "help": help,
@@ -42,8 +56,19 @@ def flag(
         "masked_lm": masked_lm,
         "encoder_decoder": encoder_decoder,
         "pretraining": pretraining or masked_lm is not None or encoder_decoder == "only",
+        "needs": _with_reasons(needs),
+        "ignored_without": _with_reasons(ignored_without),
+        "excludes": _with_reasons(excludes),
+        "instead_of": instead_of,
     }
     return field(default=default, metadata={"flag": metadata})
+
+
+def _with_reasons(relations: Relations) -> Mapping[str, str]:
+    """Each condition with its reason, which may be empty."""
+    if isinstance(relations, Mapping):
+        return relations
+    return dict.fromkeys((relations,) if isinstance(relations, str) else relations, "")
 
 
 def derived(default: Any) -> Any:
@@ -89,10 +114,22 @@ def inside(value: float, interval: str) -> bool:
     return above and below
 
 
-def interval_as_text(interval: str) -> str:
-    """An interval such as ``"[0, 1)"`` as text, for messages."""
+_MANY = 1000
+"""Limits from here on are those of computers, not of the meaning of a value."""
+
+
+def is_above(value: float, interval: str) -> bool:
+    """Whether ``value`` is beyond what a computer has."""
+    _, high = ends(interval)
+    return value > high >= _MANY
+
+
+def interval_as_text(interval: str, value: float) -> str:
+    """The interval that ``value`` is outside of, such as ``"[0, 1)"``, as text for messages."""
     low, high = ends(interval)
-    if math.isinf(high):
+    if is_above(value, interval):
+        return f"{high:,.0f} at most"
+    if high >= _MANY:
         return f"{low:g} or more" if interval[0] == "[" else f"more than {low:g}"
     return f"from {low:g} to {high:.0f}" + ("" if interval[-1] == "]" else f", {high:g} excluded")
 

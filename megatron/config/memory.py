@@ -9,9 +9,13 @@ from megatron.config.fields import flag
 class PrecisionConfig:
     """Mixed precision."""
 
-    fp16: bool = flag(False, "Train in fp16 with a dynamic loss scale (GPU only).")
+    fp16: bool = flag(
+        False, "Train in fp16 with a dynamic loss scale (GPU only).", excludes={"bf16": "weights have one type"}
+    )
     bf16: bool = flag(False, "Train in bf16.")
-    loss_scale: float | None = flag(None, "Static loss scale for fp16 (default: dynamic).", within="(0, inf)")
+    loss_scale: float | None = flag(
+        None, "Static loss scale for fp16 (default: dynamic).", within="(0, inf)", ignored_without="fp16"
+    )
     initial_loss_scale: float = flag(2.0**16, "Initial dynamic loss scale for fp16, a power of two.", within="[1, inf)")
     loss_scale_window: int = flag(
         1000, "Iterations without overflow after which the loss scale doubles.", within="[1, inf)"
@@ -26,6 +30,8 @@ class PrecisionConfig:
         "Type in which half-precision gradients are accumulated over micro-batches (default: that of the weights).",
         choices=("fp32", "bf16"),
         switches={"accumulate-allreduce-grads-in-fp32": "fp32"},
+        needs="bf16: bf16",
+        ignored_without="fp32: bf16 or fp16",
     )
 
     @property
@@ -53,55 +59,77 @@ class ZeroConfig:
         True,
         "Reduce-scatter gradients instead of all-reducing them; enabled by default.",
         switches={"no-zero-reduce-scatter": False},
+        ignored_without="zero_stage=1|2|3",
     )
     zero_contiguous_gradients: bool = flag(
         True,
         "Copy gradients into a contiguous buffer as they are computed; enabled by default.",
         aliases=("zero-contigious-gradients",),
         switches={"no-zero-contiguous-gradients": False, "no-zero-contigious-gradients": False},
+        ignored_without="zero_stage=1|2|3",
     )
     zero_reduce_bucket_size: float = flag(
         0.0,
         "Number of elements reduced at a time, at most those of the model; 0 uses DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
         within="[0, 9007199254740992]",
+        ignored_without="zero_stage=1|2|3",
     )
     zero_allgather_bucket_size: float = flag(
-        0.0, "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.", within="[0, 9007199254740992]"
+        0.0,
+        "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.",
+        within="[0, 9007199254740992]",
+        ignored_without="zero_stage=1|2|3",
     )
     zero_overlap_comm: bool | None = flag(
         None,
         "Overlap the reduction of gradients with the backward pass (default: at stage 3 only).",
         switches={"no-zero-overlap-comm": False},
+        needs="zero_stage=1|2|3",
+        excludes={"pipe_parallel_size": "a pipeline reduces gradients after its last micro-batch"},
     )
     zero_round_robin_gradients: bool = flag(
-        False, "Distribute gradients over ranks in turn, so that all ranks copy at the same time (stages 1 and 2)."
+        False,
+        "Distribute gradients over ranks in turn, so that all ranks copy at the same time (stages 1 and 2).",
+        needs="zero_stage=1|2",
     )
     zero_coalesce_grad_reduction: bool = flag(
         False,
         "Accumulate the gradients of all micro-batches on each rank, and reduce them once per step (stages 2 and 3): "
         "less communication, and the memory of unsharded gradients.",
+        needs={"zero_stage=2|3": "the other stages reduce gradients once per step in any case"},
     )
     offload_optimizer: str = flag(
         "none",
         "Offload optimizer state to the CPU or NVMe, and run the optimizer on the CPU. nvme needs ZeRO 3.",
         choices=("none", "cpu", "nvme"),
         switches={"cpu-optimizer": "cpu", "optimizer-cpu-offload": "cpu"},
+        needs=("cpu: zero_stage=1|2|3", "nvme: zero_stage=3", "nvme: nvme_path"),
     )
     offload_param: str = flag(
         "none",
         "Offload weights that are not in use to the CPU or NVMe (ZeRO 3).",
         aliases=("remote-device",),
         choices=("none", "cpu", "nvme"),
+        needs=("zero_stage=3", "nvme: nvme_path"),
     )
-    nvme_path: str | None = flag(None, "Folder on the NVMe device for offloaded state.", metavar="DIR")
+    nvme_path: str | None = flag(
+        None,
+        "Folder on the NVMe device for offloaded state.",
+        metavar="DIR",
+        needs="offload_optimizer=nvme or offload_param=nvme",
+    )
     offload_pin_memory: bool = flag(
-        True, "Offload to page-locked memory; enabled by default.", switches={"no-offload-pin-memory": False}
+        True,
+        "Offload to page-locked memory; enabled by default.",
+        switches={"no-offload-pin-memory": False},
+        needs="offload_optimizer or offload_param",
     )
     cpu_torch_adam: bool = flag(
         False,
         "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.",
         aliases=("use-torch-optimizer-for-cpu-offload",),
+        needs="offload_optimizer",
     )
 
     @property
@@ -130,32 +158,46 @@ class ActivationConfig:
         "Implies --checkpoint-activations, whose default is full.",
         choices=("full", "selective"),
         switches={"recompute-activations": "selective"},
+        excludes=("selective: partition_activations", "selective: checkpoint_num_layers"),
     )
     checkpoint_num_layers: int = flag(
         1,
         "Number of layers per activation checkpoint.",
         aliases=("recompute-num-layers", "activations-checkpoint-num-layers"),
         within="[1, inf)",
+        ignored_without="checkpoint_activations",
     )
     partition_activations: bool = flag(
         False,
         "Partition checkpointed activations over the tensor-parallel ranks.",
         aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
         encoder_decoder="not",
+        ignored_without="checkpoint_activations",
+        excludes={"sequence_parallel": "each rank keeps a part of the sequence already"},
     )
     contiguous_checkpointing: bool = flag(
         False,
         "Keep checkpointed activations in a contiguous buffer; needs --partition-activations.",
         aliases=("contigious_checkpointing",),
         encoder_decoder="not",
+        ignored_without="checkpoint_activations",
+        needs="partition_activations",
     )
     checkpoint_in_cpu: bool = flag(
         False,
         "Keep checkpointed activations in CPU memory; needs --partition-activations.",
         encoder_decoder="not",
+        ignored_without="checkpoint_activations",
+        needs="partition_activations",
     )
-    synchronize_each_layer: bool = flag(False, "Synchronize the device before and after each recomputed layer.")
-    profile_backward: bool = flag(False, "Measure the forward and backward time of recomputed layers.")
+    synchronize_each_layer: bool = flag(
+        False,
+        "Synchronize the device before and after each recomputed layer.",
+        ignored_without="checkpoint_activations",
+    )
+    profile_backward: bool = flag(
+        False, "Measure the forward and backward time of recomputed layers.", ignored_without="checkpoint_activations"
+    )
 
     @property
     def layers_together(self) -> int:

@@ -24,42 +24,49 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         0,
         "Number of transformer layers; of T5 those of the encoder.",
         aliases=("encoder-num-layers",),
-        within="[1, inf)",
+        within="[1, 20000]",
         required=True,
     )
     decoder_num_layers: int = flag(
         0,
         "Number of layers of the decoder (default: as many as the encoder).",
-        within="[1, inf)",
+        within="[1, 20000]",
         encoder_decoder="only",
     )
-    hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, inf)", required=True)
-    num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, inf)", required=True)
+    hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, 1048576]", required=True)
+    num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, 1048576]", required=True)
     num_query_groups: int = flag(
         0,
         "Number of key and value heads, each of which a group of query heads shares: grouped-query attention "
         "(default: as many as heads).",
         aliases=("num-key-value-heads",),
-        within="[1, inf)",
+        within="[1, 1048576]",
         masked_lm=False,
     )
     group_query_attention: bool = flag(
-        False, "Grouped-query attention; --num-query-groups alone selects it, too.", masked_lm=False
+        False,
+        "Grouped-query attention; --num-query-groups alone selects it, too.",
+        masked_lm=False,
+        needs="num_query_groups",
     )
-    kv_channels: int = flag(0, "Size of a head (default: hidden size / heads).", within="[1, inf)")
+    kv_channels: int = flag(0, "Size of a head (default: hidden size / heads).", within="[1, 1048576]")
     ffn_hidden_size: int = flag(
-        0, "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).", within="[1, inf)"
+        0, "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).", within="[1, 8388608]"
     )
     swiglu: bool = flag(
-        False, "Gate the MLP with SiLU instead of GELU: SiLU(gate) x up (arXiv 2002.05202).", masked_lm=False
-    )
-    geglu: bool = flag(False, "Gate the MLP with GELU: GELU(gate) x up (arXiv 2002.05202).", encoder_decoder="only")
-    normalization: str = flag(
-        "LayerNorm",
-        "Kind of the norms.",
-        choices=("LayerNorm", "RMSNorm"),
+        False,
+        "Gate the MLP with SiLU instead of GELU: SiLU(gate) x up (arXiv 2002.05202).",
         masked_lm=False,
-        encoder_decoder="also",
+        excludes=("openai_gelu", "bias_gelu_fusion"),
+    )
+    geglu: bool = flag(
+        False,
+        "Gate the MLP with GELU: GELU(gate) x up (arXiv 2002.05202).",
+        encoder_decoder="only",
+        excludes=("bias_gelu_fusion",),
+    )
+    normalization: str = flag(
+        "LayerNorm", "Kind of the norms.", choices=("LayerNorm", "RMSNorm"), masked_lm=False, encoder_decoder="also"
     )
     qk_layernorm: bool = flag(
         False, "Normalize the queries and keys of each head, before their rotation (Qwen3).", masked_lm=False
@@ -75,7 +82,9 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         encoder_decoder="also",
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "Pad the vocabulary size to a multiple of this value times the tensor-parallel size.", within="[1, inf)"
+        128,
+        "Pad the vocabulary size to a multiple of this value times the tensor-parallel size.",
+        within="[1, 1073741824]",
     )
     layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",), within="(0, inf)")
     apply_residual_connection_post_layernorm: bool = flag(
@@ -85,9 +94,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation.")
     bias_gelu_fusion: bool = flag(
-        False,
-        "Fuse bias and GELU of the MLP into one kernel (torch.compile).",
-        switches={"no-bias-gelu-fusion": False},
+        False, "Fuse bias and GELU of the MLP into one kernel (torch.compile).", switches={"no-bias-gelu-fusion": False}
     )
     bias_dropout_fusion: bool = flag(
         False,
@@ -98,6 +105,10 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         False,
         "Compile each transformer layer (torch.compile), which takes up to a minute at the start.",
         encoder_decoder="not",
+        excludes={
+            "zero_stage=3": "ZeRO 3 gathers weights between the operations that are compiled together",
+            "tiled_mlp": "torch's compiler cannot look into a backward pass inside another",
+        },
     )
     tiled_mlp: bool = flag(
         False,
@@ -108,20 +119,33 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         0,
         "Number of parts of --tiled-mlp (default: as many as there are parts of --hidden-size tokens).",
         within="[1, inf)",
+        needs="tiled_mlp",
     )
     gradient_accumulation_fusion: bool = flag(
         False,
         "Accumulate weight gradients over micro-batches inside the matrix multiplication that computes them.",
         switches={"no-gradient-accumulation-fusion": False},
+        needs={"gradient_accumulation_steps": "it adds the gradients of micro-batches"},
+        excludes={
+            "compile": "torch's compiler cannot see a gradient change that it does not compute",
+            "zero_stage=2|3": "DeepSpeed moves gradients after each micro-batch",
+            "zero_overlap_comm": "DeepSpeed moves gradients after each micro-batch",
+            "offload_optimizer": "DeepSpeed moves gradients after each micro-batch",
+        },
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
-        False, "Require the fused causal attention kernel; an error if another flag excludes it.", masked_lm=False
+        False,
+        "Require the fused causal attention kernel; an error if another flag excludes it.",
+        masked_lm=False,
+        excludes=("attention_softmax_in_fp32", "apply_query_key_layer_scaling", "reset_attention_mask", "sft"),
     )
     flex_attention: bool = flag(
         False,
         "On GPUs, keep documents and windows apart by torch's FlexAttention, which compiles a kernel that skips blocks "
         "of keys: for fp32, where varlen_attn does not work.",
         encoder_decoder="not",
+        needs="attention_dropout=0",
+        excludes=("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
     )
     fused_kernels: str = flag(
         "auto",
@@ -139,7 +163,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     attention_softmax_in_fp32: bool = flag(False, "Compute attention scores and their softmax in fp32.")
     fp16_lm_cross_entropy: bool = flag(
-        False, "Compute the cross entropy in the model's half precision instead of fp32."
+        False, "Compute the cross entropy in the model's half precision instead of fp32.", needs="bf16 or fp16"
     )
     use_cpu_initialization: bool = flag(
         False, "Initialize weights on the CPU, so that they are the same on any device."
@@ -169,6 +193,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         False,
         "Keep the residual connection in fp32 when weights are in half precision.",
         encoder_decoder="not",
+        needs="bf16 or fp16",
     )
     architecture: str = derived("GPT-2")
     """Name of its spec among ``megatron.model.spec.ARCHITECTURES``."""

@@ -16,25 +16,43 @@ class CheckpointConfig:
         "Number of iterations between checkpoints (default: only at the end).",
         aliases=("persistent-save-interval",),
         within="[1, inf)",
+        ignored_without="save",
     )
     no_save_optim: bool = flag(False, "Do not save optimizer state.")
     no_save_rng: bool = flag(False, "Do not save random number generator states.")
-    async_save: bool = flag(False, "Copy the state to host memory, and write it during training.")
+    async_save: bool = flag(False, "Copy the state to host memory, and write it during training.", needs="save")
     snapshot_interval: int | None = flag(
         None,
         "Number of iterations between snapshots: the state in host memory, of each rank on its own host and on the "
         "next one, from which the run resumes after a fault if it is newer than the checkpoint on disk.",
         within="[1, inf)",
+        needs="save",
+        excludes={
+            "no_save_optim": "a run that continues after a fault needs the state of the optimizer",
+            "offload_optimizer=nvme": "its state is in files of its host",
+            "offload_param=nvme": "its state is in files of its host",
+        },
     )
     snapshot_dir: str = flag(
-        "/dev/shm", "With --snapshot-interval: folder in memory (tmpfs) for snapshots.", metavar="DIR"
+        "/dev/shm",
+        "With --snapshot-interval: folder in memory (tmpfs) for snapshots.",
+        metavar="DIR",
+        needs="snapshot_interval",
     )
-    keep_last: int | None = flag(None, "Number of newest checkpoints to keep (default: all).", within="[1, inf)")
+    keep_last: int | None = flag(
+        None, "Number of newest checkpoints to keep (default: all).", within="[1, inf)", needs="save"
+    )
     keep_every: int | None = flag(
-        None, "With --keep-last: also keep checkpoints of iterations divisible by this value.", within="[1, inf)"
+        None,
+        "With --keep-last: also keep checkpoints of iterations divisible by this value.",
+        within="[1, inf)",
+        needs="keep_last",
     )
     on_save_error: str = flag(
-        "stop", "Whether training stops or continues if a checkpoint cannot be written.", choices=("stop", "continue")
+        "stop",
+        "Whether training stops or continues if a checkpoint cannot be written.",
+        choices=("stop", "continue"),
+        needs="save",
     )
     load: str | None = flag(
         None,
@@ -47,19 +65,26 @@ class CheckpointConfig:
         "pretrain_t5.py T5 1.1) to train on from, at iteration 0: its weights, and the flags of its model.",
         metavar="DIR",
         pretraining=True,
+        excludes={"load": "weights have one source", "model_preset": "the folder describes its model"},
     )
     load_strict: bool = flag(
-        False, "Refuse to load a broken checkpoint, instead of falling back to the newest complete one."
+        False,
+        "Refuse to load a broken checkpoint, instead of falling back to the newest complete one.",
+        needs="load or auto_resume",
     )
     auto_resume: bool = flag(
-        False, "Resume from --save if it has a checkpoint; otherwise start from --load, or from scratch."
+        False,
+        "Resume from --save if it has a checkpoint; otherwise start from --load, or from scratch.",
+        needs="save",
+        excludes={"finetune": "a resumed run would start at iteration 0 again"},
     )
     no_load_optim: bool = flag(False, "Do not load optimizer state.")
     no_load_rng: bool = flag(False, "Do not load random number generator states.")
-    finetune: bool = flag(False, "Load weights only, and start at iteration 0.")
+    finetune: bool = flag(False, "Load weights only, and start at iteration 0.", needs="load")
     override: bool = flag(
         False,
         "Resume even if data, tokenizer, batch size, learning rate or other settings differ from the checkpoint's.",
+        needs="load",
     )
 
 
@@ -92,23 +117,32 @@ class LoggingConfig:
         within="(0, inf)",
         metavar="SHARE",
     )
-    straggler_window: int = flag(50, "Iterations that are compared at a time.", within="[1, inf)")
-    log_timers_to_tensorboard: bool = flag(False, "Also write these times to --tensorboard-dir.")
+    straggler_window: int = flag(
+        50, "Iterations that are compared at a time.", within="[1, inf)", needs="straggler_report"
+    )
+    log_timers_to_tensorboard: bool = flag(
+        False, "Also write these times to --tensorboard-dir.", ignored_without=("timing_log_level", "tensorboard_dir")
+    )
     watchdog_minutes: float | None = flag(
         None,
         "End the run if an iteration, a save or an evaluation takes longer than this many minutes. Each rank writes "
         "its stack to hang-rankN.txt in --save, or else in the working folder; the rank that is behind is printed.",
-        within="(0, inf)",
+        within="[0.01, 525600]",
     )
     verbose: bool = flag(False, "Show DeepSpeed's own output.")
     explain: bool = flag(
-        False, "Print the layout, the rank groups, the DeepSpeed config and the result of every rule, and exit."
+        False,
+        "Print the layout, the rank groups, the DeepSpeed config and the result of every rule, and exit.",
+        excludes=("dry_run",),
     )
     dry_run: bool = flag(
         False, "Build the layers of some ranks on the meta device, print their parameters, groups and memory, and exit."
     )
     rank: str | None = flag(
-        None, "With --dry-run: ranks to build, such as 0,513 (default: one per pipeline stage).", metavar="RANKS"
+        None,
+        "With --dry-run: ranks to build, such as 0,513 (default: one per pipeline stage).",
+        metavar="RANKS",
+        needs="dry_run",
     )
 
     @property
@@ -131,13 +165,21 @@ class ObserveConfig:
         metavar="DIR",
     )
     trace_steps: str = flag(
-        "2:4", "First and last iteration to trace, counted from the start of this process.", metavar="A:B"
+        "2:4",
+        "First and last iteration to trace, counted from the start of this process.",
+        metavar="A:B",
+        needs="trace",
     )
     profile_steps: str | None = flag(
         None, "First and last iteration to profile with torch's profiler, counted likewise.", metavar="A:B"
     )
     flops_profile_step: int | None = flag(
-        None, "Iteration to profile with DeepSpeed's FLOPs profiler (plain engine).", within="[1, inf)"
+        None,
+        "Iteration to profile with DeepSpeed's FLOPs profiler (plain engine).",
+        within="[1, inf)",
+        excludes={
+            "pipe_parallel_size": "the pipeline engine writes no profile; --explain prints the FLOPs of each stage"
+        },
     )
     profile_dir: str | None = flag(None, "Folder for profiles (default: --trace).", metavar="DIR")
     run_dir: str | None = flag(

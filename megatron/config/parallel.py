@@ -16,7 +16,7 @@ class ParallelConfig:
         1,
         "Tensor-parallel size: number of ranks over which each layer is split.",
         aliases=("tensor-model-parallel-size",),
-        within="[1, inf)",
+        within="[1, 1048576]",
     )
     pipe_parallel_size: int = flag(
         0,
@@ -24,7 +24,7 @@ class ParallelConfig:
         "(ZeRO 0 or 1).",
         aliases=("pipeline-model-parallel-size",),
         switches={"no-pipeline-parallel": 0},
-        within="[0, inf)",
+        within="[0, 1048576]",
     )
     pipeline_partition: str = flag(
         "type:ParallelTransformerLayer",
@@ -33,6 +33,7 @@ class ParallelConfig:
         "layers whose class name matches REGEX (type:REGEX); or give the number of transformer layers of each stage, "
         "such as 5,6,6,4. The embeddings belong to the first stage, the head to the last.",
         metavar="METHOD",
+        needs="pipe_parallel_size",
     )
     repartition_from: str | None = flag(
         None,
@@ -40,6 +41,7 @@ class ParallelConfig:
         "the layers over the stages.",
         metavar="TRACE",
         encoder_decoder="not",
+        needs="pipe_parallel_size",
     )
     pipeline_model_parallel_split_rank: int | None = flag(
         None,
@@ -57,35 +59,51 @@ class ParallelConfig:
         "needs at least two micro-batches per stage. An explicit partition gives a number for each chunk.",
         switches={"enable-zbh1-pipeline": "zbh1"},
         choices=SCHEDULES,
+        needs="pipe_parallel_size",
+        excludes={
+            "zbh1|zbv: compile": "the compiler does not look into layers that defer the gradients of weights",
+            "zbh1|zbv: tiled_mlp": "the gradients of weights are deferred, which would keep all tiles until then",
+        },
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "Transformer layers of each model chunk of --pipeline-schedule interleaved, which it selects.",
         within="[1, inf)",
         encoder_decoder="not",
+        needs="pipe_parallel_size",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None,
         "Model chunks of each stage of --pipeline-schedule interleaved, which it selects: in place of "
         "--num-layers-per-virtual-pipeline-stage if the layers cannot be divided evenly.",
         within="[2, inf)",
+        needs="pipe_parallel_size",
     )
     sequence_parallel: bool = flag(
         False,
         "Megatron's sequence parallelism: split layer norms, dropout and residual connections along the sequence over "
         "the tensor-parallel ranks.",
+        needs="model_parallel_size",
     )
     ds_sequence_parallel_size: int = flag(
         1,
         "DeepSpeed-Ulysses: number of ranks over which the sequence of each sample is split; around attention they "
         "exchange parts of the sequence for attention heads. With --context-parallel-size they split its parts.",
-        within="[1, inf)",
+        within="[1, 1048576]",
+        excludes={
+            "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
+            "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
+        },
     )
     context_parallel_size: int = flag(
         1,
         "Context parallelism: number of ranks over which the sequence of each sample is split, attention included. "
         "--cp-comm-type selects how the ranks communicate.",
-        within="[1, inf)",
+        within="[1, 1048576]",
+        excludes={
+            "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
+            "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
+        },
     )
     cp_comm_type: str = flag(
         "p2p",
@@ -94,24 +112,32 @@ class ParallelConfig:
         "part of the heads each (a2a, as --ds-sequence-parallel-size); a2a+p2p combines groups of a2a with rings over "
         "them.",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        needs="context_parallel_size",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
         (),
         "With --cp-comm-type a2a+p2p: ranks of an a2a group, and ranks of a ring. Their product is "
         "--context-parallel-size.",
         metavar="A2A P2P",
+        needs="cp_comm_type=a2a+p2p",
     )
     expert_model_parallel_size: int = flag(
         1,
         "Expert-parallel size: number of data-parallel ranks over which the experts of each layer are divided.",
         aliases=("moe-expert-parallel-size",),
-        within="[1, inf)",
+        within="[1, 1048576]",
         masked_lm=False,
+        needs="num_experts",
+        excludes={
+            "zero_stage=3": "DeepSpeed divides weights among all data-parallel ranks, which have different experts",
+            "offload_optimizer": "DeepSpeed computes the gradient norm of experts by code that is not tested here",
+            "optimizer=adafactor": "its state depends on the ranks",
+        },
     )
     expert_tensor_parallel_size: int = flag(
         0,
         "Number of ranks over which each expert is split; as many as --model-parallel-size, which is the default.",
-        within="[1, inf)",
+        within="[1, 1048576]",
         masked_lm=False,
     )
     distributed_backend: str | None = flag(
@@ -120,9 +146,7 @@ class ParallelConfig:
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: float = flag(
-        30.0,
-        "Timeout in minutes of collectives, in every process group, and of the start.",
-        within="(0, inf)",
+        30.0, "Timeout in minutes of collectives, in every process group, and of the start.", within="[0.01, 525600]"
     )
     local_rank: int | None = flag(
         None, "Set by the launcher: the local rank of this process on its host.", within="[0, inf)"
@@ -130,7 +154,7 @@ class ParallelConfig:
     world_size: int = flag(
         1,
         "With --explain or --dry-run: number of processes of the run; otherwise the launcher sets it.",
-        within="[1, inf)",
+        within="[1, 1048576]",
     )
     elastic_layout: bool = flag(
         False,

@@ -16,6 +16,11 @@ class OptimConfig:
         "Optimizer: AdamW (adam), SGD with momentum (sgd), Lion, Muon for the matrices of the transformer layers with "
         "AdamW for all other parameters, or Adafactor.",
         choices=("adam", "sgd", "lion", "muon", "adafactor"),
+        excludes={
+            "muon: zero_stage=3": "it needs full matrices, which ZeRO 3 divides",
+            "muon: offload_optimizer": "its matmuls are too slow on the CPU",
+            "sgd|lion: offload_optimizer=nvme": "DeepSpeed tests its exchange of states with NVMe for Adam only",
+        },
     )
     lr: float = flag(0.0, "Peak learning rate.", within="(0, inf)", required=True)
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)")
@@ -23,10 +28,14 @@ class OptimConfig:
         "linear",
         "Style of the learning-rate decay from --lr to --min-lr.",
         choices=("constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD"),
+        needs="WSD: lr_wsd_decay_iters or lr_wsd_decay_samples",
     )
     lr_decay_iters: int | None = flag(None, "Number of iterations of the decay (default: all).", within="[1, inf)")
     lr_decay_samples: int | None = flag(
-        None, "Number of samples of the decay, instead of iterations.", within="[1, inf)"
+        None,
+        "Number of samples of the decay, instead of iterations.",
+        within="[1, inf)",
+        instead_of=("lr_decay_iters",),
     )
     lr_warmup_fraction: float = flag(
         0.01,
@@ -35,16 +44,32 @@ class OptimConfig:
         aliases=("lr-warmup-fraction",),
         within="[0, 1]",
     )
-    lr_warmup_iters: int | None = flag(None, "Number of warm-up iterations, instead of a fraction.", within="[0, inf)")
-    lr_warmup_samples: int | None = flag(None, "Number of warm-up samples, instead of iterations.", within="[0, inf)")
+    lr_warmup_iters: int | None = flag(
+        None,
+        "Number of warm-up iterations, instead of a fraction.",
+        within="[0, inf)",
+        instead_of=("lr_warmup_fraction",),
+    )
+    lr_warmup_samples: int | None = flag(
+        None,
+        "Number of warm-up samples, instead of iterations.",
+        within="[0, inf)",
+        instead_of=("lr_warmup_fraction", "lr_warmup_iters"),
+    )
     lr_wsd_decay_style: str = flag(
         "exponential",
         "Style of the decay phase of WSD (warmup, stable, decay).",
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "Number of iterations of WSD's decay phase.", within="[1, inf)")
+    lr_wsd_decay_iters: int | None = flag(
+        None, "Number of iterations of WSD's decay phase.", within="[1, inf)", needs="lr_decay_style=WSD"
+    )
     lr_wsd_decay_samples: int | None = flag(
-        None, "Number of samples of WSD's decay phase, instead of iterations.", within="[1, inf)"
+        None,
+        "Number of samples of WSD's decay phase, instead of iterations.",
+        within="[1, inf)",
+        needs="lr_decay_style=WSD",
+        instead_of=("lr_wsd_decay_iters",),
     )
     weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.", within="[0, inf)")
     clip_grad: float = flag(1.0, "Clip gradients to this global norm; 0 disables it.", within="[0, inf)")
@@ -55,41 +80,49 @@ class OptimConfig:
         0.999, "Decay rate of Adam's second moment; for Lion, that of its momentum.", within="[0, 1)"
     )
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", within="(0, inf)")
-    sgd_momentum: float = flag(0.9, "Momentum of SGD.", within="[0, 1)")
-    muon_momentum: float = flag(0.95, "Momentum of Muon.", within="[0, 1)")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", within="[0, 1)", needs="optimizer=sgd")
+    muon_momentum: float = flag(0.95, "Momentum of Muon.", within="[0, 1)", needs="optimizer=muon")
     muon_nesterov: bool = flag(
         True,
         "Nesterov momentum in Muon (default: true).",
         aliases=("muon-use-nesterov",),
         switches={"muon-no-use-nesterov": False, "muon-no-nesterov": False},
+        needs="optimizer=muon",
     )
-    muon_num_ns_steps: int = flag(5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)")
+    muon_num_ns_steps: int = flag(
+        5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)", needs="optimizer=muon"
+    )
     muon_coefficient_type: str = flag(
         "quintic",
         "Coefficients of Muon's Newton-Schulz iterations: another set for each of five iterations (quintic), or the "
         "same for all (simple), as in torch.optim.Muon.",
         choices=("simple", "quintic"),
+        needs="optimizer=muon",
     )
     muon_scale_mode: str = flag(
         "spectral",
         "Factor of Muon's orthogonal update of a matrix [out, in]: sqrt(max(out, in)) (spectral), sqrt(out / in) "
         "(unit_rms_norm), or the same but at least 1 (shape_scaling).",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        needs="optimizer=muon",
     )
     muon_extra_scale_factor: float = flag(
         1.0,
         "Another factor of Muon's update; with 0.2 and the spectral mode it is as large as an update of Adam.",
         within="(0, inf)",
+        needs="optimizer=muon",
     )
     muon_split_qkv: bool = flag(
         True,
         "Orthogonalize queries, keys and values as three matrices (default: true).",
         switches={"muon-no-split-qkv": False},
+        needs="optimizer=muon",
     )
     override_lr_scheduler: bool = flag(
         False,
         "On resume, use the learning-rate schedule of the command line instead of the checkpoint's.",
         aliases=("override-opt_param-scheduler",),
+        excludes=("use_checkpoint_lr_scheduler",),
     )
     use_checkpoint_lr_scheduler: bool = flag(
         False,
@@ -129,31 +162,38 @@ class TrainConfig:
         "Micro-batch size per data-parallel rank; this or --global-batch-size is required.",
         name="batch-size",
         aliases=("micro-batch-size",),
-        within="[1, inf)",
+        within="[1, 1048576]",
     )
     gradient_accumulation_steps: int = flag(
         1,
         "Gradient accumulation steps: number of micro-batches per iteration.",
         name="gas",
         aliases=("gradient-accumulation-steps",),
-        within="[1, inf)",
+        within="[1, 1048576]",
     )
     global_batch_size: int = flag(
-        0, "Samples per iteration: micro-batch size x gas x data-parallel size.", within="[1, inf)"
+        0, "Samples per iteration: micro-batch size x gas x data-parallel size.", within="[1, 1073741824]"
     )
     rampup_batch_size: tuple[int, ...] = flag(
         (),
         "Ramp up the global batch size: start with START samples and add INCR at a time, in equal intervals over the "
         "first SAMPLES samples, up to --global-batch-size. Needs --train-samples.",
         metavar="START INCR SAMPLES",
+        needs="train_samples",
+        excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
     )
     step_batch_size_schedule: str | None = flag(
         None,
         'Change the global batch size in steps, such as "0:768 250B:1536": from so many tokens on, batches of so '
         "many samples (units K, M, B and T; the largest size is the global batch size). Needs --train-samples.",
         metavar="TOKENS:SIZE",
+        needs="train_samples",
+        excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
+        instead_of=("rampup_batch_size", "global_batch_size"),
     )
-    train_iters: int = flag(0, "Number of training iterations; this or --train-samples is required.", within="[1, inf)")
+    train_iters: int = flag(
+        0, "Number of training iterations; this or --train-samples is required.", within="[1, 10000000000]"
+    )
     loss_normalization: str = flag(
         "global-batch",
         "With --eod-mask-loss: average the loss over all unmasked tokens of the global batch, which is independent of "
@@ -161,7 +201,12 @@ class TrainConfig:
         choices=("global-batch", "micro-batch"),
         pretraining=True,
     )
-    train_samples: int | None = flag(None, "Number of training samples, instead of iterations.", within="[1, inf)")
+    train_samples: int | None = flag(
+        None,
+        "Number of training samples, instead of iterations.",
+        within="[1, 10000000000000]",
+        instead_of=("train_iters",),
+    )
     exit_interval: int | None = flag(
         None, "Save and exit after an iteration divisible by this value.", within="[1, inf)"
     )
@@ -178,16 +223,18 @@ class TrainConfig:
         False,
         "At a spike of the loss, or after --max-consecutive-bad-steps, rewind to the newest checkpoint in --save and "
         "skip the samples that caused it.",
+        needs="save_interval",
     )
     spike_factor: float = flag(
         2.0,
         "With --rewind-on-spike: a loss of this many times the mean of the last 20 losses is a spike.",
         within="(1, inf)",
+        needs="rewind_on_spike",
     )
     eval_iters: int = flag(
         100,
         "Number of global batches per evaluation; 0 disables it (default: a tenth of the iterations, 1 to 100).",
-        within="[0, inf)",
+        within="[0, 10000000]",
     )
     eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
     skip_train: bool = flag(

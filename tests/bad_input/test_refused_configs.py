@@ -97,12 +97,12 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
     "weights offloaded without ZeRO 3": (
         '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
         "",
-        ["--offload-param cpu works at ZeRO 3 only: use --zero-stage 3, or remove it"],
+        ["--offload-param needs --zero-stage 3: add it, or remove --offload-param"],
     ),
     "NVMe without a place": (
         '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
         "",
-        ["offload to nvme needs a folder on that device: add --nvme-path"],
+        ["--offload-optimizer nvme needs --nvme-path: add it, or remove --offload-optimizer nvme"],
     ),
 }
 

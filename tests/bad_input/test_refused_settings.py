@@ -58,7 +58,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "activations in CPU memory that are not partitioned": (
         "--checkpoint-activations --checkpoint-in-cpu",
         {},
-        ["--checkpoint-in-cpu cannot work without --partition-activations: add it"],
+        ["--checkpoint-in-cpu needs --partition-activations: add it, or remove --checkpoint-in-cpu"],
     ),
     "ZeRO 2 under a pipeline": (
         "--pipe-parallel-size 1 --zero-stage 2",
@@ -73,12 +73,12 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "fp16 and bf16": (
         "--fp16 --bf16",
         {"DS_ACCELERATOR": "cuda"},
-        ["--fp16 and --bf16 exclude each other: remove one"],
+        ["--fp16 and --bf16 exclude each other: weights have one type; remove one"],
     ),
     "apex on the CPU": (
         "--fused-kernels apex",
         {},
-        ["--fused-kernels apex needs CUDA, and this host has no GPU: use auto or torch"],
+        ["--fused-kernels apex needs CUDA, and this run is on cpu: remove it"],
     ),
     "more tokens than positions": (
         "--seq-length 1024",
@@ -180,7 +180,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
             "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)",
             "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
-            "--checkpoint-in-cpu cannot work without --partition-activations: add it",
+            "--checkpoint-in-cpu needs --partition-activations: add it, or remove --checkpoint-in-cpu",
         ],
     ),
 }

@@ -85,8 +85,8 @@ def test_iterations_and_rates_follow_from_samples() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (f"{SMALL} {RAMP}", "--rampup-batch-size needs --train-samples: give it instead of --train-iters"),
-        (f"{SAMPLES} {RAMP} --lr-warmup-iters 3", "--lr-warmup-iters cannot be combined with --rampup-batch-size: use"),
+        (f"{SMALL} {RAMP}", "--rampup-batch-size needs --train-samples: add it, or remove --rampup-batch-size"),
+        (f"{SAMPLES} {RAMP} --lr-warmup-iters 3", "--rampup-batch-size and --lr-warmup-iters exclude each other"),
         (
             f"{SAMPLES} {RAMP} --step-batch-size-schedule 0:4",
             "--rampup-batch-size 4 4 20 and --step-batch-size-schedule",

@@ -140,10 +140,11 @@ def test_torchs_adam_steps_unless_the_cpu_or_the_file_does(
 def test_another_optimizer_gets_the_parameters_it_takes(config_file, config_file_errors) -> None:
     params = parse(config_file({"optimizer": {"type": "adagrad"}})).ds_config["optimizer"]
     assert params == {"type": "Adagrad", "params": {"lr": 0.001, "eps": 1e-8, "weight_decay": 0.01}}
-    for flag in ("--adam-beta1 0.5", "--muon-momentum 0.8"):
-        assert config_file_errors({"optimizer": {"type": "SGD"}}, f"{flag} --zero-stage 1") == [
-            f"{flag} has no effect on optimizer SGD: remove it",
-        ]
+    for flag, message in {
+        "--adam-beta1 0.5": "--adam-beta1 0.5 has no effect on optimizer SGD: remove it",
+        "--muon-momentum 0.8": "--muon-momentum needs --optimizer muon: add it, or remove --muon-momentum",
+    }.items():
+        assert config_file_errors({"optimizer": {"type": "SGD"}}, f"{flag} --zero-stage 1") == [message]
     assert config_file_errors({"optimizer": {"type": "Lamb"}}, "--zero-stage 1") == [
         'optimizer Lamb is untested with ZeRO: use AdamW, --zero-stage 0, or "zero_allow_untested_optimizer": true',
         "optimizer Lamb needs a GPU, and this host has none: use AdamW",

@@ -52,7 +52,7 @@ def test_mock_data_and_their_tokenizer(
 def test_the_size_of_another_vocabulary_has_no_effect() -> None:
     (warning,) = read("--vocab-size 9").warnings
     assert warning.startswith(
-        "--vocab-size 9 has no effect with GPT2BPETokenizer, which counts the tokens of its files"
+        "--vocab-size has no effect without --tokenizer-type NullTokenizer, HuggingFaceTokenizer or GPTSentencePiece"
     )
 
 
@@ -65,12 +65,12 @@ def test_the_size_of_another_vocabulary_has_no_effect() -> None:
         (
             GPT2,
             "--mock-data --merge-file m",
-            "--merge-file m has no effect with NullTokenizer: remove it, or give another --tokenizer-type",
+            "--tokenizer-type NullTokenizer and --merge-file exclude each other: remove one",
         ),
         (
             GPT2,
             "--data-path d --tokenizer-type NullTokenizer",
-            "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens",
+            "--tokenizer-type NullTokenizer needs --vocab-size: add it, or remove --tokenizer-type NullTokenizer",
         ),
         (
             BERT,

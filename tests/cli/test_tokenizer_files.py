@@ -121,7 +121,7 @@ def test_a_published_tokenizer_needs_its_file(tmp_path: Path) -> None:
     words = f"{GPT2_WORDS} --tokenizer-type HuggingFaceTokenizer"
     cases = {
         words: "--tokenizer-model is required with --tokenizer-type HuggingFaceTokenizer",
-        f"{GPT2_WORDS} --vocab-file {__file__} --merge-file m --eod-token x": "--eod-token x has no effect with",
+        f"{GPT2_WORDS} --vocab-file {__file__} --merge-file m --eod-token x": "--eod-token needs --tokenizer-type",
         f"{BERT_WORDS} --tokenizer-type HFTokenizer --tokenizer-model x": "HuggingFaceTokenizer does not suit BERT",
     }
     for line, message in cases.items():

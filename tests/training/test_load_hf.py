@@ -128,8 +128,8 @@ def test_a_checkpoint_in_save_is_preferred(run_ranks, folders, tmp_path: Path):
         ("--num-layers 3", "--num-layers 3 contradicts --load-hf {llama}, whose model has --num-layers 4: remove it"),
         ("--num-query-groups 4", "--num-query-groups 4 contradicts --load-hf {llama}"),
         ("--qk-layernorm", "--qk-layernorm contradicts --load-hf {llama}, whose model has --qk-layernorm False"),
-        ("--load elsewhere", "--load-hf and --load exclude each other: remove one"),
-        ("--model-preset gpt2", "exclude each other: remove one"),
+        ("--load elsewhere", "--load-hf and --load exclude each other"),
+        ("--model-preset gpt2", "exclude each other"),
     ],
 )
 def test_contradictions(folders, words: str, message: str):
@@ -142,9 +142,9 @@ def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.argv", ["own.py"])
     monkeypatch.setitem(ARCHITECTURES, "own.py", None)  # is removed in the end
     provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
-    with pytest.raises(ConfigError, match="--load-hf is for the model of pretrain_gpt2.py: remove it"):
+    with pytest.raises(ConfigError, match="--load-hf: the model of own.py has no list of layers"):
         parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, provided)
-    with pytest.raises(ConfigError, match="--lora-rank: own.py has no layer with adapters: remove it"):
+    with pytest.raises(ConfigError, match="--lora-rank: the model of own.py has no list of layers"):
         parse_run([*RUN, "--lora-rank", "4"], {}, provided)
 
 

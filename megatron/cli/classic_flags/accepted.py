@@ -58,7 +58,7 @@ FULFILLED = {
     "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
     "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
     "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
-    "throughput is always logged": "log-throughput op-cal-tflops",
+    "throughput is always logged": "log-throughput",
     "offloaded state is page-locked by default": "use-pin-memory",
     "memory is never emptied": "empty-unused-memory-level=0",
     "processes of mpirun are recognized": "deepspeed-mpi",
@@ -79,19 +79,17 @@ IGNORED = {
     "--scaled-upper-triang-masked-softmax-fusion requires it": (
         "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder "
         "attention-backend=flash attention-backend=fused attention-backend=auto scaled-masked-softmax-fusion "
-        "no-masked-softmax-fusion use-fusion-attn-v2"
+        "no-masked-softmax-fusion"
     ),
     "the attention mask follows from --pre-tokens and --reset-attention-mask": (
-        "sparse-mode=0 sparse-mode=2 sparse-mode=3 sparse-mode=4 attention-mask-type=causal "
-        "attention-mask-on-cpu no-create-attention-mask-in-dataloader"
+        "no-create-attention-mask-in-dataloader"
     ),
     "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
         "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
-        "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
-        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding jit-compile "
-        "optimization-level use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb"
+        "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln cross-entropy-loss-fusion "
+        "cross-entropy-fusion-impl no-clone-scatter-output-in-embedding"
     ),
-    "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam optimizer-selection",
+    "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam",
     "Muon's iterations are in bf16 with --bf16, otherwise in fp32": "muon-fp32-matmul-prec",
     "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
         "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp "
@@ -107,25 +105,21 @@ IGNORED = {
     "DeepSpeed's pipeline engine decides how tensors are sent between stages": (
         "no-scatter-gather-tensors-in-pipeline overlap-p2p-communication no-overlap-p2p-communication "
         "overlap-p2p-communication-warmup-flush use-ring-exchange-p2p "
-        "microbatch-group-size-per-virtual-pipeline-stage use-multiparameter-pipeline-model-parallel "
-        "optimize-send-recv-comm optimize-vpp-send-recv-comm"
+        "microbatch-group-size-per-virtual-pipeline-stage"
     ),
     "tensor-parallel communication is not overlapped": (
-        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-* decoder-tp-comm-overlap "
-        "use-ascend-coc use-ascend-mc2 coc-* enable-overlap-ag-with-matmul enable-overlap-matmul-with-rs "
-        "enable-backward-overlap-ag-with-matmul"
+        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-*"
     ),
     "process groups and backends are those of the parallel layout": (
-        "enable-gloo-process-groups disable-gloo-process-groups disable-gloo-group high-priority-stream-groups "
-        "nccl-communicator-config-path hccl-slice-size use-nccl-ub use-sharp sharp-enabled-group "
-        "disable-symmetric-registration distributed-timeout-seconds-after-init"
+        "enable-gloo-process-groups disable-gloo-process-groups high-priority-stream-groups "
+        "nccl-communicator-config-path use-nccl-ub use-sharp sharp-enabled-group disable-symmetric-registration "
+        "distributed-timeout-seconds-after-init"
     ),
-    "ZeRO shards the fp32 copy of the weights: see --zero-stage": "reuse-fp32-param",
     "the allocator keeps freed memory; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": (
-        "empty-unused-memory-level memory-fragmentation"
+        "empty-unused-memory-level"
     ),
-    "samples are shuffled for each epoch, and epochs repeat until the end of training (data sets of pretrain() are "
-    "not shuffled)": "dataloader-type=cyclic repeated-dataloader",
+    "samples are shuffled for each epoch, and epochs repeat until the end of training (data sets of pretrain() "
+    "are not shuffled)": "dataloader-type=cyclic repeated-dataloader",
     "data sets are memory-mapped, and built by one thread": (
         "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
         "dataloader-defer-npy-index-mmap"
@@ -133,14 +127,13 @@ IGNORED = {
     "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
     "TensorBoard gets every metric of every logged iteration: see --log-interval": (
         "tensorboard-log-interval tensorboard-queue-size log-batch-size-to-tensorboard "
-        "no-log-learnig-rate-to-tensorboard no-log-learning-rate-to-tensorboard "
-        "no-log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard "
-        "log-world-size-to-tensorboard"
+        "no-log-learnig-rate-to-tensorboard no-log-learning-rate-to-tensorboard no-log-loss-scale-to-tensorboard "
+        "log-validation-ppl-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard"
     ),
     "--metrics-file and --run-dir have the progress and the configuration of a run": (
         "log-progress logging-level config-logger-dir"
     ),
-    "metrics are written to --metrics-file and --tensorboard-dir": ("wandb-* log-energy"),
+    "metrics are written to --metrics-file and --tensorboard-dir": "wandb-* log-energy",
     "the optimizer's state is not logged: see --log-params-norm and --log-num-zeros-in-grad": (
         "log-optimizer-states-to-tensorboard log-max-attention-logit"
     ),
@@ -156,14 +149,11 @@ IGNORED = {
         "ckpt-format use-dist-ckpt dist-ckpt-* auto-detect-ckpt-format ckpt-fully-parallel-save "
         "no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
         "use-persistent-ckpt-worker universal-checkpoint distrib-optim-fully-reshardable-mem-efficient "
-        "no-strict-fsdp-dtensor-load checkpoint-io-buffer-size checkpoint-data-parallel "
-        "checkpoint-writer-decoupled aio-intra-op-parallelism"
+        "no-strict-fsdp-dtensor-load checkpoint-io-buffer-size checkpoint-data-parallel checkpoint-writer-decoupled "
+        "aio-intra-op-parallelism"
     ),
     "a --load folder without a checkpoint ends the run, unless it is the --save folder": "exit-on-missing-checkpoint",
     "weights are initialized before a checkpoint is loaded": "no-initialization init-model-with-meta-device",
-    "it is for text generation: see tools/generate.py": (
-        "inference-batch-times-seqlen-threshold max-tokens-to-oom flash-decode"
-    ),
     "it is a service of NVIDIA's own cluster": "no-one-logger one-logger-* app-tag-*",
 }
 """What happens instead of what a flag asks for; a warning says so."""

@@ -159,10 +159,6 @@ def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapp
     for field, param in of_adam.items():
         if field in provided and param not in OPTIMIZERS[name]:
             problems.append(f"{provided[field].source} has no effect on optimizer {name}: remove it")
-    for field, given in provided.items():
-        prefix, _, rest = field.partition("_")
-        if prefix in ("sgd", "muon") and rest and prefix != run.optim.optimizer:
-            problems.append(f"{given.source} has no effect on optimizer {name}: remove it")
     return problems
 
 

@@ -1,6 +1,6 @@
 """Rules about tokenizers and data sets."""
 
-from megatron.cli.validation.rules import Messages, excludes, needs, rule
+from megatron.cli.validation.rules import Messages, rule
 from megatron.config import RunConfig
 from megatron.config.data import read_blend
 from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, unused_merges
@@ -34,55 +34,21 @@ def merges(run: RunConfig) -> Messages:
 
 
 @rule(
-    "a vocabulary of whole words has no merges",
-    why="Command lines for Megatron-LM name a file of merges whatever the tokenizer.",
-    otherwise="reads the file, which may not exist",
+    "--merge-file is for a tokenizer with merges",
+    why="Command lines for Megatron-LM name a file of merges with any tokenizer.",
     only_warns=True,
 )
 def merges_of_words(run: RunConfig) -> Messages:
     yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
 
 
-@rule(
-    "--eod-token is for HuggingFaceTokenizer and GPTSentencePieceTokenizer",
-    why="The end of a document is fixed in the others.",
-)
-def eod_token(run: RunConfig) -> Messages:
-    data = run.data
-    if data.eod_text is not None and data.tokenizer_type not in PUBLISHED:
-        yield f"--eod-token {data.eod_text} has no effect with {data.tokenizer_type}: remove it"
-
-
-_FILES = {"--vocab-file": "vocab_file", "--merge-file": "merge_file", "--tokenizer-model": "tokenizer_model"}
-
-
 @rule("a tokenizer has a vocabulary", why="It is in a file, or for NullTokenizer a number.")
 def tokenizer_files(run: RunConfig) -> Messages:
     data = run.data
-    if data.tokenizer_type == NULL_TOKENIZER:
-        for flag, name in _FILES.items():
-            file = getattr(data, name)
-            if file is not None:
-                yield f"{flag} {file} has no effect with NullTokenizer: remove it, or give another --tokenizer-type"
-        if data.vocab_size is None:
-            yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens"
-    elif data.vocab_file is None and _needs_tokenizer(run):
+    if data.tokenizer_type != NULL_TOKENIZER and data.vocab_file is None and _needs_tokenizer(run):
         if data.tokenizer_type in PUBLISHED:
             yield f"--tokenizer-model is required with --tokenizer-type {data.tokenizer_type}"
         yield "--vocab-file is required"
-
-
-@rule(
-    "--vocab-size is for NullTokenizer",
-    why="The others count the tokens of their files. Published models may have more rows than tokens.",
-    only_warns=True,
-)
-def vocab_size(run: RunConfig) -> Messages:
-    if run.data.vocab_size is not None and run.data.tokenizer_type not in (NULL_TOKENIZER, *PUBLISHED):
-        yield (
-            f"--vocab-size {run.data.vocab_size} has no effect with {run.data.tokenizer_type}, which counts the tokens "
-            "of its files: remove it"
-        )
 
 
 def _needs_tokenizer(run: RunConfig) -> bool:
@@ -109,7 +75,3 @@ def blends(run: RunConfig) -> Messages:
                 read_blend(words)
         except ValueError as error:
             yield f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
-
-
-needs("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-excludes("data.sft", "data.eod_mask_loss", why="The loss mask of the data set decides which tokens count.")

@@ -3,30 +3,12 @@
 import itertools
 
 from megatron.cli.validation.pipeline import partition_fits, stages_have_layers
-from megatron.cli.validation.rules import Messages, enabled, needs, rule
+from megatron.cli.validation.rules import Messages, enabled, rule
 from megatron.common.errors import nearest_multiples
 from megatron.config import RunConfig
 from megatron.config.experts import layer_list
 from megatron.model import partition
-from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline.schedule import chunks_of
-
-needs(
-    "model.num_experts",
-    "model.moe_layer_freq",
-    "model.moe_ffn_hidden_size",
-    "model.moe_router_topk",
-    "model.moe_router_pre_softmax",
-    "model.moe_router_load_balancing_type",
-    "model.moe_aux_loss_coeff",
-    "model.moe_z_loss_coeff",
-    "model.moe_router_dtype",
-    "model.moe_expert_capacity_factor",
-    "model.moe_shared_expert_intermediate_size",
-    "model.moe_grouped_gemm",
-    "model.moe_per_layer_logging",
-    "parallel.expert_model_parallel_size",
-)
 
 
 @rule("the router chooses from the experts", why="It cannot choose more than there are.")
@@ -34,16 +16,6 @@ def chosen_experts(run: RunConfig) -> Messages:
     experts, chosen = run.model.num_experts, run.model.moe_router_topk
     if 0 < experts < chosen:
         yield f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
-
-
-@rule(
-    "a router that chooses one expert has a gradient",
-    why="The softmax over the chosen logits alone is 1 whatever the one logit is.",
-)
-def weight_of_one_expert(run: RunConfig) -> Messages:
-    model = run.model
-    if model.has_experts and model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
-        yield "--moe-router-topk 1 leaves the router without a gradient: add --moe-router-pre-softmax, or choose 2"
 
 
 @rule("a list of layers with experts is of all layers", why="Each layer has experts or an MLP.")
@@ -110,24 +82,6 @@ def experts_over_data_ranks(run: RunConfig) -> Messages:
 
 
 @rule(
-    "expert parallelism needs ZeRO 0, 1 or 2 without offloading",
-    why="DeepSpeed partitions weights over all data-parallel ranks at ZeRO 3, and those hold different experts. With "
-    "offloading it computes the gradient norm of experts by other code, which is not tested here.",
-    otherwise="AssertionError: MoE not supported with Stage 3",
-)
-def expert_states(run: RunConfig) -> Messages:
-    given = enabled(
-        {
-            f"--zero-stage {run.zero.zero_stage}": run.zero.zero_stage > 2,
-            "--offload-optimizer": run.zero.offloads_optimizer,
-            f"--optimizer {run.optim.optimizer}": run.optim.optimizer == "adafactor",
-        }
-    )
-    if given and run.parallel.expert_model_parallel_size > 1:
-        yield f"--expert-model-parallel-size does not work with {given}: use Adam at --zero-stage 1 or 2"
-
-
-@rule(
     "with expert parallelism ZeRO reduces and scatters gradients",
     why="DeepSpeed has no other code for the gradients of experts that is tested.",
     otherwise="AssertionError: Reduce Scatter in ZeRO Stage 2 must be set to True for MoE",
@@ -142,54 +96,6 @@ def expert_gradients(run: RunConfig) -> Messages:
     )
     if given and run.parallel.expert_model_parallel_size > 1:
         yield f"--expert-model-parallel-size does not work with {given} at --zero-stage {stage}: remove it"
-
-
-@rule(
-    "a mixture of experts is trained by plain means",
-    why="How many tokens an expert gets is known only when they are routed, and the weights of experts are stacked.",
-)
-def plain_experts(run: RunConfig) -> Messages:
-    model = run.model
-    refused = {
-        "--optimizer muon": (run.optim.optimizer == "muon", "it takes one matrix at a time, and experts are stacked"),
-        "--lora-rank": (model.lora_rank > 0, "adapters belong to linear layers, and the MLP's are replaced by experts"),
-        "--compile": (model.compile, "the number of tokens of an expert is known only when they are routed"),
-        "--gradient-accumulation-fusion": (
-            model.gradient_accumulation_fusion,
-            "it is made for linear layers, not for the products of experts",
-        ),
-        "--tiled-mlp": (model.tiled_mlp, "there is no MLP whose tokens could be divided; experts divide them"),
-    }
-    for flag, (is_given, reason) in refused.items():
-        if is_given and model.has_experts:
-            yield f"--num-experts cannot be combined with {flag}: {reason}; remove it"
-
-
-@rule(
-    "ranks that share a sample hold all experts and drop no token of it",
-    why="Groups of expert parallelism divide the data-parallel ranks alone, and the gradients of experts would not be "
-    "summed over the ranks that share a sample. A capacity is divided among all tokens of a sample, which no rank has.",
-)
-def experts_of_parts_of_samples(run: RunConfig) -> Messages:
-    parallel, model = run.parallel, run.model
-    sizes = {
-        "--context-parallel-size": parallel.context_parallel_size,
-        "--ds-sequence-parallel-size": parallel.ds_sequence_parallel_size,
-    }
-    given = enabled({f"{flag} {size}": size > 1 for flag, size in sizes.items()})
-    if given and parallel.expert_model_parallel_size > 1:
-        yield (
-            f"{given} cannot be combined with --expert-model-parallel-size: gradients of experts would not be summed "
-            "over the ranks that share a sample; remove one"
-        )
-    if given and model.moe_expert_capacity_factor:
-        yield f"{given} cannot be combined with --moe-expert-capacity-factor, which counts whole samples: remove one"
-
-
-@rule("experts belong to layers of this suite", why="Another model has none; the flag would be silently ignored.")
-def model_of_experts(run: RunConfig) -> Messages:
-    if run.model.has_experts and architecture_of(run.model).provider is not None:
-        yield f"--num-experts: {run.model.architecture} has layers of its own: remove it"
 
 
 @rule(
@@ -236,14 +142,4 @@ def global_balance(run: RunConfig) -> Messages:
         yield (
             f"--moe-router-load-balancing-type global_aux_loss with {steps} micro-batches a step depends on their "
             "number: --gas 1 with a larger --batch-size does not, nor does seq_aux_loss"
-        )
-
-
-@rule("a balanced router has a loss", why="The coefficient would be silently ignored otherwise.")
-def balancing_loss(run: RunConfig) -> Messages:
-    model = run.model
-    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
-        yield (
-            f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} has no effect with --moe-router-load-balancing-type "
-            "none: choose another type, or remove it"
         )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from megatron.cli.validation.rules import Messages, needs, rule
+from megatron.cli.validation.rules import Messages, rule
 from megatron.common.errors import counted, nearest_multiples
 from megatron.config import RunConfig
 
@@ -47,15 +47,6 @@ def ffn_hidden_size(run: RunConfig) -> Messages:
     yield from _multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
 
 
-@rule(
-    "sequence parallelism needs tensor parallelism",
-    why="It splits the sequence over the tensor-parallel ranks; a single rank has nothing to split.",
-)
-def sequence_parallel(run: RunConfig) -> Messages:
-    if run.parallel.sequence_parallel and run.parallel.model_parallel_size == 1:
-        yield "--sequence-parallel has no effect with --model-parallel-size 1: use 2 or more, or remove it"
-
-
 @rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
 def sequence_length(run: RunConfig) -> Messages:
     parallel, splits = run.parallel, {}
@@ -90,13 +81,8 @@ def chunks_of_ranks(run: RunConfig) -> Messages:
 )
 def hierarchy(run: RunConfig) -> Messages:
     parallel, sizes = run.parallel, run.parallel.hierarchical_context_parallel_sizes
-    given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
-    if parallel.cp_comm_type != "a2a+p2p":
-        if sizes:
-            yield f"{given} has no effect with --cp-comm-type {parallel.cp_comm_type}: remove it, or use a2a+p2p"
-        return
     fits = len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == parallel.context_parallel_size
-    if not fits:
+    if parallel.cp_comm_type == "a2a+p2p" and not fits:
         halves = f"2 {max(parallel.context_parallel_size // 2, 1)}"
         yield (
             f"--cp-comm-type a2a+p2p needs two sizes whose product is --context-parallel-size "
@@ -139,9 +125,6 @@ def positions(run: RunConfig) -> Messages:
             f"--seq-length {tokens} is more than --max-position-embeddings {positions}: raise "
             "--max-position-embeddings, or lower --seq-length"
         )
-
-
-needs("parallel.context_parallel_size", "parallel.cp_comm_type")
 
 
 @rule(

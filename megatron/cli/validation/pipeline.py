@@ -2,7 +2,7 @@
 
 import re
 
-from megatron.cli.validation.rules import Messages, needs, rule
+from megatron.cli.validation.rules import Messages, rule
 from megatron.common.errors import counted, nearest_multiples
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model import partition
@@ -118,16 +118,6 @@ def stages_have_adapters(run: RunConfig) -> Messages:
     )
 
 
-needs(
-    "parallel.pipe_parallel_size",
-    "parallel.pipeline_partition",
-    "parallel.repartition_from",
-    "parallel.pipeline_schedule",
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "parallel.num_virtual_stages_per_pipeline_rank",
-)
-
-
 @rule(
     "the interleaved schedule has a multiple of its stages as micro-batches",
     why="Micro-batches pass through the model chunks of a stage in rounds of as many as there are stages.",
@@ -145,27 +135,6 @@ def micro_batches_in_rounds(run: RunConfig) -> Messages:
                 f"{parallel.pipe_stages} micro-batches, and there are {number}: use --gas "
                 f"{nearest_multiples(number, parallel.pipe_stages)}"
             )
-
-
-@rule(
-    "schedules that divide the backward pass exclude --compile",
-    why="The gradients of weights are put off by the linear layers, which the compiler does not look into.",
-)
-def divided_backward_without_compiler(run: RunConfig) -> Messages:
-    if run.model.compile and run.parallel.uses_pipeline and run.parallel.splits_backward:
-        yield (
-            f"--pipeline-schedule {run.parallel.pipeline_schedule} cannot be combined with --compile: remove one of "
-            "them, or use another schedule"
-        )
-
-
-@rule(
-    "schedules that divide the backward pass exclude --tiled-mlp",
-    why="The gradients of weights are put off, and would keep all tiles until then.",
-)
-def divided_backward_without_tiles(run: RunConfig) -> Messages:
-    if run.model.tiled_mlp and run.parallel.uses_pipeline and run.parallel.splits_backward:
-        yield f"--pipeline-schedule {run.parallel.pipeline_schedule} cannot be combined with --tiled-mlp: remove one"
 
 
 @rule(

@@ -1,15 +1,111 @@
-"""Rules about the backend, loss, optimizer, batch sizes and learning rate."""
+"""Rules about devices, precision, ZeRO, the optimizer, batch sizes and learning rate."""
 
-from megatron.cli.validation.rules import Messages, enabled, excludes, rule
+import math
+from importlib.util import find_spec
+
+from megatron.cli.validation.rules import Messages, enabled, rule
 from megatron.common.errors import nearest_multiples
 from megatron.config import RunConfig
 from megatron.model.architectures import architecture_of
 
 
-@rule("NCCL needs GPUs", why="On the CPU, gloo is the backend.")
-def backend(run: RunConfig) -> Messages:
-    if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
-        yield "--distributed-backend nccl needs GPUs, and this host has none: use gloo, or remove it"
+@rule(
+    "the pipeline runs at ZeRO 0 or 1",
+    why="It accumulates gradients over micro-batches, so that sharded gradients would be reduced for each of them.",
+    otherwise="AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
+)
+def zero_with_pipeline(run: RunConfig) -> Messages:
+    stage, stages = run.zero.zero_stage, run.parallel.pipe_parallel_size
+    if run.parallel.uses_pipeline and stage >= 2:
+        yield (
+            f"--zero-stage {stage} cannot be combined with --pipe-parallel-size {stages}: the pipeline accumulates "
+            "gradients over micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
+            "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)"
+        )
+
+
+@rule(
+    "fp16 needs a GPU",
+    why="DeepSpeed does not support fp16 on the CPU, where bf16 works without a loss scale.",
+    otherwise="ValueError: Type fp16 is not supported on your device.",
+)
+def device_precision(run: RunConfig) -> Messages:
+    if run.precision.fp16 and run.parallel.device == "cpu":
+        yield "--fp16 does not work on the CPU: use --bf16, or neither for fp32"
+
+
+@rule("NCCL, apex and FlexAttention need GPUs", why="On the CPU, gloo and torch's own kernels run.")
+def gpus(run: RunConfig) -> Messages:
+    is_cuda, needs_apex = run.parallel.device == "cuda", run.model.fused_kernels == "apex"
+    settings = {
+        "--distributed-backend nccl": run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu",
+        "--fused-kernels apex": needs_apex and run.parallel.device == "cpu",
+        "--flex-attention": run.model.flex_attention and not is_cuda,
+    }
+    if given := enabled(settings):
+        yield f"{given} needs CUDA, and this run is on {run.parallel.device}: remove it"
+    if needs_apex and find_spec("apex") is None:
+        yield "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
+
+
+@rule("the initial loss scale is a power of two", why="DeepSpeed stores its exponent.")
+def initial_loss_scale(run: RunConfig) -> Messages:
+    scale = run.precision.initial_loss_scale
+    if scale >= 1 and not math.log2(scale).is_integer():
+        power = 2 ** round(math.log2(scale))
+        yield f"--initial-loss-scale {scale:g} is not a power of two: use {power}"
+
+
+@rule("the smallest loss scale is a whole number", why="DeepSpeed stores it as an integer.")
+def min_scale(run: RunConfig) -> Messages:
+    if run.precision.min_scale != int(run.precision.min_scale):
+        yield f"--min-scale {run.precision.min_scale:g} is not a whole number: use {round(run.precision.min_scale)}"
+
+
+@rule(
+    "gradients that stay where the backward pass adds them up have the type of the weights",
+    why="They are not copied to another buffer before the end of a step.",
+    otherwise="silently accumulates in half precision",
+)
+def accumulation_in_place(run: RunConfig) -> Messages:
+    settings = {
+        "--zero-coalesce-grad-reduction": run.zero.zero_coalesce_grad_reduction,
+        "--gradient-accumulation-fusion": run.model.gradient_accumulation_fusion,
+    }
+    in_fp32 = run.precision.grad_accum_dtype == "fp32" != run.precision.dtype
+    if in_fp32 and (given := enabled(settings)):
+        yield f"{given} cannot be combined with --grad-accum-dtype fp32: remove one"
+
+
+@rule(
+    "coalesced reduction at ZeRO 2 excludes overlapped reduction",
+    why="Gradients are reduced when the last backward pass has finished.",
+    otherwise="silently reduces them without overlap",
+)
+def coalesced_without_overlap(run: RunConfig) -> Messages:
+    zero = run.zero
+    if zero.zero_coalesce_grad_reduction and zero.zero_overlap_comm and zero.zero_stage == 2:
+        yield (
+            "--zero-coalesce-grad-reduction at --zero-stage 2 leaves nothing to overlap: remove it, or "
+            "--zero-overlap-comm"
+        )
+
+
+@rule(
+    "a model of another program has no list of layers",
+    why="Adapters, experts, Muon, plans and published weights need to know the layers and their matrices.",
+)
+def provided_model(run: RunConfig) -> Messages:
+    settings = {
+        "--lora-rank": run.model.lora_rank > 0,
+        "--num-experts": run.model.has_experts,
+        "--optimizer muon": run.optim.optimizer == "muon",
+        "--load-hf": run.checkpoint.load_hf is not None,
+        "--dry-run": run.logging.dry_run,
+        "--run-dir": run.observe.run_dir is not None,
+    }
+    if architecture_of(run.model).provider is not None and (given := enabled(settings)):
+        yield f"{given}: the model of {run.model.architecture} has no list of layers, which it needs: remove it"
 
 
 _WATCHDOG_MINUTES = 0.5
@@ -43,23 +139,8 @@ def loss_normalization(run: RunConfig) -> Messages:
 
 
 @rule(
-    "Muon runs at ZeRO 0 to 2 on the device",
-    why="It orthogonalizes whole matrices, which it gathers from the partitions of ZeRO 1 and 2.",
-)
-def muon(run: RunConfig) -> Messages:
-    if run.optim.optimizer != "muon":
-        return
-    if run.zero.zero_stage == 3:
-        yield "--optimizer muon does not work at --zero-stage 3, which divides every matrix: use --zero-stage 2"
-    if run.zero.offloads_optimizer:
-        yield "--optimizer muon cannot be offloaded: its products are too slow on the CPU; remove --offload-optimizer"
-    if architecture_of(run.model).provider is not None:
-        yield "--optimizer muon needs a model with a spec, which states its matrices: use --optimizer adam"
-
-
-@rule(
     "Adafactor runs without ZeRO and tensor parallelism",
-    why="Its state is the sums of a whole matrix's rows and columns, and its step depends on a whole matrix's norm.",
+    why="Its state is the sums of a full matrix's rows and columns, and its step depends on that matrix's norm.",
     otherwise="computes another update on each layout",
 )
 def adafactor(run: RunConfig) -> Messages:
@@ -69,17 +150,7 @@ def adafactor(run: RunConfig) -> Messages:
         "--model-parallel-size 1": run.parallel.model_parallel_size > 1,
     }
     if run.optim.optimizer == "adafactor" and (needed := enabled(remedies)):
-        yield f"--optimizer adafactor needs whole matrices on each rank: use {needed}, or --optimizer adam"
-
-
-@rule(
-    "an optimizer on NVMe is Adam",
-    why="DeepSpeed 0.19.8 tests its exchange of states with NVMe for Adam only.",
-)
-def swapped_optimizer(run: RunConfig) -> Messages:
-    optimizer = run.optim.optimizer
-    if run.zero.offload_optimizer == "nvme" and optimizer in ("sgd", "lion"):
-        yield f"--optimizer {optimizer} does not work with --offload-optimizer nvme: use --offload-optimizer cpu"
+        yield f"--optimizer adafactor needs full matrices on each rank: use {needed}, or --optimizer adam"
 
 
 @rule("--min-lr is at most --lr", why="The learning rate decays from --lr to --min-lr.")
@@ -106,25 +177,6 @@ def batch_sizes(run: RunConfig) -> Messages:
             )
 
 
-@rule(
-    "a batch size that varies needs --train-samples",
-    why="The sizes follow from the consumed samples, and so do the number of iterations and the learning rate.",
-)
-def sample_based(run: RunConfig) -> Messages:
-    train, optim = run.train, run.optim
-    if not (train.rampup_batch_size or train.step_batch_size_schedule):
-        return
-    if train.train_samples is None:
-        yield f"{_batch_flag(run)} needs --train-samples: give it instead of --train-iters"
-    counted_in_iterations = {
-        "--lr-decay-iters": optim.lr_decay_iters is not None,
-        "--lr-warmup-iters": optim.lr_warmup_iters is not None,
-        "--lr-wsd-decay-iters": optim.lr_wsd_decay_iters is not None,
-    }
-    if flags := enabled(counted_in_iterations):
-        yield f"{flags} cannot be combined with {_batch_flag(run)}: use {flags.replace('iters', 'samples')}"
-
-
 def _batch_flag(run: RunConfig) -> str:
     return "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
 
@@ -141,21 +193,3 @@ def warmup(run: RunConfig) -> Messages:
     if optim.lr_decay_style == "WSD" and warmup + last > decay:
         flag = "--lr-wsd-decay-samples" if optim.lr_wsd_decay_samples else "--lr-wsd-decay-iters"
         yield f"the warm-up of {warmup} {unit}s and {flag} {last} do not fit into {decay} {unit}s: shorten one"
-
-
-@rule("WSD needs --lr-wsd-decay-iters", why="The length of its decay phase has no default.")
-def wsd(run: RunConfig) -> Messages:
-    optim = run.optim
-    lengths = {"iters": optim.lr_wsd_decay_iters, "samples": optim.lr_wsd_decay_samples}
-    given = [f"--lr-wsd-decay-{unit}" for unit, length in lengths.items() if length is not None]
-    if optim.lr_decay_style == "WSD" and not given:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
-    if optim.lr_decay_style != "WSD" and given:
-        yield f"{given[0]} has no effect without --lr-decay-style WSD: add it, or remove {given[0]}"
-
-
-excludes(
-    "optim.override_lr_scheduler",
-    "optim.use_checkpoint_lr_scheduler",
-    why="On resume, the schedule comes from either the command line or the checkpoint.",
-)

@@ -77,7 +77,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
 def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
     """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
     problems = [
-        f"--{name.replace('_', '-')} {_shown(value)} must be {interval_as_text(interval)}"
+        f"--{name.replace('_', '-')} {_shown(value)} must be {interval_as_text(interval, value)}"
         for name, interval in intervals.items()
         if (value := getattr(args, name)) is not None and not inside(value, interval)
     ]

@@ -43,9 +43,9 @@ def test_every_layout_is_listed_or_counted_with_its_reason():
     assert grids[4, 0] == 3 * 2 * 3 * 5
     reasons = {rejection.reason: rejection.layouts for rejection in plan.rejections}
     assert reasons["the pipeline runs at ZeRO 0 or 1"] == sum(
-        2 * 3 * (1 if t == 1 else 2) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 4
+        2 * 3 * 2 for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 4
     )
-    assert reasons["sequence parallelism needs tensor parallelism"] > 0
+    assert reasons["--sequence-parallel needs --model-parallel-size"] > 0
 
 
 def test_listed_layouts_are_legal_and_memory_adds_up():
