@@ -1,7 +1,7 @@
 """Speed of saving and loading checkpoints, compared with the disk and other formats; how long saves block training.
 
 One process holds a GPT-2 with Adam's state in fp32; its file is written and read by several methods in alternation.
-This project writes torch.save's format with SHA-256 and fsync; it verifies a hash and reads only tensors. Every loading
+This project writes with torch.save, xxHash and fsync; it verifies a hash and reads only tensors. Every loading
 method ends with the state in the original tensors, as a resume does. Then the same engine saves synchronously, with
 --async-save and with --snapshot-interval, measuring the time until training can continue; the first saves of each kind
 are not counted. The disk is that of TMPDIR.

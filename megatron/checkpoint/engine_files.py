@@ -1,9 +1,7 @@
 """A checkpoint engine for DeepSpeed that keeps in memory what DeepSpeed saves, until a writer puts it on disk."""
 
 import copy
-import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,13 @@ from megatron.checkpoint.tensor_files import read_file
 
 StateFile = tuple[Path, Any]
 """A file to be written, and its content."""
-_COPYING, _PART = 4, 1 << 22
-"""Threads that copy tensors, and bytes that each copies at a time."""
 
 
 class EngineFiles(CheckpointEngine):
     """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
 
-    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again.
+    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again. Otherwise
+    it keeps the tensors themselves, for a writer that is done before training continues.
     """
 
     def __init__(self, *, copies: bool):
@@ -37,6 +34,8 @@ class EngineFiles(CheckpointEngine):
             name = Path(path).name
             state_dict = in_host_memory(state_dict, self._used.get(name, []))
             self._used[name] = _tensors(state_dict)
+        else:
+            state_dict = tree_map(_without_other_data, state_dict, is_leaf=_is_size)
         self._kept.append((Path(path), state_dict))
 
     def take(self) -> list[StateFile]:
@@ -55,8 +54,8 @@ class EngineFiles(CheckpointEngine):
         return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed has to copy views, or their whole storage is saved. Copies made here are no views."""
-        return not self._copies
+        """No: DeepSpeed need not copy views, of which ``save`` would otherwise keep all of their storage."""
+        return False
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder."""
@@ -71,48 +70,33 @@ class EngineFiles(CheckpointEngine):
 
 
 def in_host_memory(item: Any, used: Sequence[Tensor] = ()) -> Any:
-    """A copy of ``item``, its tensors in host memory: that of ``used`` tensors where they have the same shapes."""
-    memory, copies = iter(used), list[tuple[Tensor, Tensor]]()
+    """A copy of ``item``, its tensors in host memory: in the memory of ``used`` ones if shapes are the same."""
+    memory = iter(used)
 
-    def placed(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         leaf, into = leaf.detach(), next(memory, None)
         if into is None or (into.shape, into.stride(), into.dtype) != (leaf.shape, leaf.stride(), leaf.dtype):
             into = torch.empty_like(leaf, device="cpu")
-        copies.append((into, leaf))
-        return into
+        return into.copy_(leaf)
 
-    placed_item = tree_map(placed, item, is_leaf=lambda part: isinstance(part, torch.Size))  # otherwise a tuple there
-    _copy(copies)
-    return placed_item
+    return tree_map(copied, item, is_leaf=_is_size)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first tensor of each pair the second one. Several threads copy what are plain bytes.
+def _without_other_data(leaf: Any) -> Any:
+    """``leaf``, or a copy of a tensor that is a part of its storage, all of which would be saved.
 
-    torch itself uses OMP_NUM_THREADS of them, which is 1 in many launchers.
+    Parts of ZeRO's storages that lack no more than padding are not copied.
     """
-    parts = list[tuple[int, int, int]]()
-    for into, leaf in pairs:
-        if _is_plain(into) and _is_plain(leaf):
-            begins = range(0, leaf.nbytes, _PART)
-            parts += [(into.data_ptr() + n, leaf.data_ptr() + n, min(_PART, leaf.nbytes - n)) for n in begins]
-        else:
-            into.copy_(leaf)
-
-    def copy_parts(first: int) -> None:
-        for part in parts[first::_COPYING]:
-            ctypes.memmove(*part)
-
-    with ThreadPoolExecutor(_COPYING, "copy") as threads:
-        for thread in [threads.submit(copy_parts, first) for first in range(_COPYING)]:
-            thread.result()
+    if not isinstance(leaf, Tensor) or leaf.nbytes >= 0.9 * leaf.untyped_storage().nbytes():
+        return leaf
+    return leaf.detach().clone()
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values are consecutive bytes in host memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_complex()
+def _is_size(item: Any) -> bool:
+    """Whether ``item`` is a shape, which pytree functions would turn into a tuple."""
+    return isinstance(item, torch.Size)
 
 
 def bytes_of(item: Any) -> int:

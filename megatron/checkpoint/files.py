@@ -1,4 +1,4 @@
-"""New files that are on disk when they are closed, with their hashes; and disk space. No torch here.
+"""New files that are on disk when they are closed, with their hash; and disk space. No torch here.
 
 Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are those of
 ``megatron.common.files``.
@@ -8,12 +8,11 @@ import errno
 import hashlib
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
@@ -23,8 +22,6 @@ from megatron.common.reading import regular
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
-_MOST_QUEUED = 64
-"""Pieces of a new file, of at most a block each, that wait for its threads."""
 _READERS = min(4, len(os.sched_getaffinity(0)))
 """Threads that verify a file."""
 Content = bytes | bytearray | memoryview
@@ -32,102 +29,61 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Record(NamedTuple):
-    """Size and hashes of a file's content."""
+    """Size and hash of a file's content."""
 
     size: int
-    sha256: str
+    sha256: str | None = None
+    """In checkpoints of earlier versions."""
     xxh128: str | None = None
-    """XXH3-128 of the digests by XXH3-128 of all blocks of 1 MiB: ten times faster to verify, and by several threads.
-    None in checkpoints of earlier versions."""
+    """XXH3-128 of the XXH3-128 digests of all blocks of 1 MiB, which several threads can verify. None in checkpoints of
+    earlier versions."""
 
 
 class NewFile:
-    """A file to write from beginning to end.
-
-    One thread computes SHA-256, another one the other hashes, and it writes. Each block is sent to disk immediately, so
-    that little is left to flush in the end.
-    """
+    """A file to write from beginning to end, such as by ``torch.save``; it is hashed meanwhile."""
 
     def __init__(self, path: Path):
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), "wb")
-        self._sha256, self._xxh128, self._block, self._size = hashlib.sha256(), xxh3_128(), xxh3_128(), 0
-        self._threads = ThreadPoolExecutor(1, "hash"), ThreadPoolExecutor(1, "write")
-        self._queued = deque[tuple[Future[Any], Future[Any]]]()
+        self._digests, self._block, self._size = xxh3_128(), xxh3_128(), 0
         self._error: OSError | None = None
 
-    def write(self, data: Content | Callable[[], bytes], check: Callable[[memoryview], None] | None = None) -> None:
-        """Append ``data``, which must not change before ``close()``, or what a function returns then.
-
-        A function is called when all data before has passed ``check``, which is called with each piece, in order. An
-        OSError is raised by ``close()``.
-        """
-        hashing, writing = self._threads
-        for piece in [data] if callable(data) else _pieces(memoryview(data).cast("B")):
-            stored = writing.submit(self._store, piece, check)
-            self._queued.append((stored, hashing.submit(self._hash, stored if callable(piece) else piece)))
-            if len(self._queued) > _MOST_QUEUED:
-                _wait(self._queued.popleft())
-
-    def _hash(self, piece: "memoryview | Future[bytes]") -> None:
-        self._sha256.update(piece.result() if isinstance(piece, Future) else piece)
-
-    def _store(self, data: memoryview | Callable[[], bytes], check: Callable[[memoryview], None] | None) -> bytes:
-        """Hash and write a piece. Returns what a function returned."""
-        made = data() if callable(data) else b""
-        rest = memoryview(made) if callable(data) else data
-        if check is not None:
-            check(rest)
-        while rest:
+    def write(self, data: Content) -> int:
+        """Append ``data``. An OSError is raised by ``close()``: torch's writer would replace it by its own."""
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        while rest and self._error is None:
             room = _BLOCK - self._size % _BLOCK
             piece, rest = rest[:room], rest[room:]
             self._block.update(piece)
             self._size += len(piece)
-            self._append(piece)
             if self._size % _BLOCK == 0:
-                self._end_block(_BLOCK)
-        return made
-
-    def _append(self, piece: memoryview) -> None:
-        if self._error is None:
+                self._end_block()
             try:
                 self._file.write(piece)
             except OSError as error:
                 self._error = error
+        return count
 
-    def _end_block(self, size: int) -> None:
-        self._xxh128.update(self._block.digest())
+    def flush(self) -> None:
+        """Do nothing: ``close()`` flushes."""
+
+    def _end_block(self) -> None:
+        self._digests.update(self._block.digest())
         self._block.reset()
-        with suppress(OSError):
-            # Starts to write the block to disk, in the background; what is not there yet stays in memory.
-            os.posix_fadvise(self._file.fileno(), self._size - size, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> Record:
         """Flush everything to disk. Raises OSError if any of it could not be written."""
         try:
-            for pair in self._queued:
-                _wait(pair)
-            if rest := self._size % _BLOCK:
-                self._end_block(rest)
+            if self._size % _BLOCK:
+                self._end_block()
             if self._error is not None:
                 raise self._error
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
-            for thread in self._threads:
-                thread.shutdown(cancel_futures=True)
             with suppress(OSError):  # if the buffer cannot be written, closing tries again
                 self._file.close()
-        return Record(self._size, self._sha256.hexdigest(), self._xxh128.hexdigest())
-
-
-def _pieces(data: memoryview) -> Iterator[memoryview]:
-    for begin in range(0, len(data), _BLOCK):
-        yield data[begin : begin + _BLOCK]
-
-
-def _wait(pair: "tuple[Future[Any], Future[Any]]") -> None:
-    for future in pair:
-        future.result()
+        return Record(self._size, xxh128=self._digests.hexdigest())
 
 
 def write_text(path: Path, text: str) -> Record:
@@ -153,7 +109,7 @@ def make_folder(path: Path) -> None:
 
 def record_of(path: Path) -> Record:
     """The record of an existing file. Raises OSError if it cannot be read."""
-    return Record(path.stat().st_size, sha256_of(path), xxh128_of(path))
+    return Record(path.stat().st_size, xxh128=xxh128_of(path))
 
 
 def sha256_of(path: Path) -> str:

@@ -1,10 +1,10 @@
-"""``manifest.json``: size and hashes of each file of a checkpoint. It is written last, so it marks a complete one.
+"""``manifest.json``: size and hash of each file of a checkpoint. It is written last, so it marks a complete one.
 
 No torch here.
 
-{"format": 1, "files": {"run.json": {"size": 4096, "sha256": "…", "xxh128": "…"}, …}, "sha256": "… of format and files"}
+{"format": 1, "files": {"run.json": {"size": 4096, "xxh128": "…"}, …}, "sha256": "… of format and files"}
 
-Verification compares ``xxh128``, described in files.py; checkpoints of earlier versions have ``sha256`` alone.
+``xxh128`` is described in files.py. Earlier versions saved ``sha256`` as well; the earliest saved only that.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
         content = json.loads(text)
         form = content["format"]
         records = {
-            name: Record(entry["size"], entry["sha256"], entry.get("xxh128"))
+            name: Record(entry["size"], entry.get("sha256"), entry.get("xxh128"))
             for name, entry in content["files"].items()
         }
     except FileNotFoundError:
@@ -73,7 +73,8 @@ def _is_possible(entry: tuple[str, Record]) -> bool:
     name, record = entry
     path = PurePosixPath(name)
     is_inside = name.isprintable() and not path.is_absolute() and ".." not in path.parts
-    has_hashes = isinstance(record.sha256, str) and isinstance(record.xxh128, str | None)
+    hashes = [digest for digest in (record.sha256, record.xxh128) if digest is not None]
+    has_hashes = bool(hashes) and all(isinstance(digest, str) for digest in hashes)
     return is_inside and has_hashes and type(record.size) is int and record.size >= 0
 
 

@@ -6,14 +6,14 @@ is whole while of any two hosts that follow one another in the order of ranks on
 looks into the memory of its hosts. If they have all shards of a snapshot that is newer than the newest checkpoint on
 disk, its ranks write it to the folder of checkpoints, from where it is loaded like any other, on any layout.
 
-    DIR/megatron-ID/START/SLOT/FILES            the files of this host's ranks, and copies of the previous host's
-    DIR/megatron-ID/START/SLOT/rank_00003.json  written last: rank 3's are complete; their sizes and hashes
-    SAVE/.snapshots                             START: of all snapshots, only those of the newest start are valid
-    SAVE/.memory-of-HOST                        megatron-ID of a host that the supervisor leaves idle
+    DIR/megatron-ID/START/ITERATION/FILES            the files of this host's ranks, and copies of the previous host's
+    DIR/megatron-ID/START/ITERATION/rank_00003.json  written last: rank 3's are complete; their sizes and hashes
+    SAVE/.snapshots                                  START: of all snapshots, only those of the newest start are valid
+    SAVE/.memory-of-HOST                             megatron-ID of a host that the elastic agent leaves idle
 
-ID is a hash of the path of ``--save``, the same on all hosts. There are two slots: a snapshot is written over the one
-before the newest complete one, so that a fault in the middle of it loses nothing. A shard whose hash is wrong counts as
-lost, and so does a snapshot of another start, which may be of another layout or of samples that were skipped later.
+ID is a hash of the path of ``--save``, the same on all hosts. A snapshot is removed when the next one is complete, so
+that a fault in the middle loses nothing. A shard whose hash is wrong counts as lost, and so does a snapshot of another
+start, which may be of another layout or of samples that were skipped later.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ from megatron.model.spec import is_trained
 from megatron.parallel import AXES, axis_sizes
 
 START_FILE = ".snapshots"
-SLOTS = ("0", "1")
+_SNAPSHOTS = 2
+"""In memory at a time, while one replaces the other."""
 _BROUGHT = ".memory-of-"
 
 Files = dict[str, tuple[int, str]]
@@ -92,8 +93,8 @@ def read_start(save: Path) -> str:
     return ""
 
 
-def make_slots(folder: Path, start: str) -> None:
-    """Remove the snapshots of other starts, and make the empty folders for those of ``start``.
+def make_start_folder(folder: Path, start: str) -> None:
+    """Remove the snapshots of other starts, and make the empty folder for those of ``start``.
 
     Raises CheckpointError if ``folder`` belongs to another user, or cannot be made.
     """
@@ -105,8 +106,7 @@ def make_slots(folder: Path, start: str) -> None:
             raise CheckpointError(f"--snapshot-dir: {folder} is not a folder of this user: remove it")
         for earlier in folder.iterdir():
             shutil.rmtree(earlier)
-        for slot in SLOTS:
-            (folder / start / slot).mkdir(0o700, parents=True)
+        (folder / start).mkdir(0o700)
     except OSError as error:
         raise CheckpointError(f"--snapshot-dir: {folder} cannot be prepared ({error.strerror})") from error
 
@@ -239,7 +239,7 @@ def planned_host_bytes(run: RunConfig, ranks_on_host: int) -> int:
     sizes = planned_bytes(run)
     of_hosts = [sum(sizes[first : first + ranks_on_host]) for first in range(0, len(sizes), ranks_on_host)]
     copies = of_hosts[-1:] + of_hosts[:-1] if len(of_hosts) > 1 else [0]
-    return len(SLOTS) * max(own + copy for own, copy in zip(of_hosts, copies, strict=True))
+    return _SNAPSHOTS * max(own + copy for own, copy in zip(of_hosts, copies, strict=True))
 
 
 def check_memory(run: RunConfig, ranks_on_host: int) -> None:

@@ -37,15 +37,56 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
     """
     if run.checkpoint.snapshot_interval is None:
         return select_checkpoint(run)
-    memory = _Memory(run, lock)
-    on_disk = on_rank_0(memory.newest_on_disk)
-    recovered = memory.recover(on_disk)
+    hosts = on_all_ranks(this_host)
+    shards = _find_shards(run, hosts)
+    on_disk = on_rank_0(lambda: _newest_on_disk(run))
+    recovered = _recover(run, lock, hosts, shards, after=on_disk)
     saved = select_checkpoint(run)
     # Verification has found that the newest checkpoint is damaged: the snapshot may be the newest one now.
     if not recovered and on_disk and (saved is None or saved.iteration < on_disk):
-        if memory.recover(saved.iteration if saved else 0):
+        if _recover(run, lock, hosts, shards, after=saved.iteration if saved else 0):
             saved = select_checkpoint(run)
     return saved
+
+
+def _find_shards(run: RunConfig, hosts: Sequence[str]) -> dict[int, list[Shard]]:
+    """The shards in the memory of each host, by its first rank; what idle hosts brought to the disk is rank 0's."""
+    save, rank = Path(run.checkpoint.save or ""), dist.get_rank()
+    start = on_rank_0(lambda: read_start(save))
+    folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
+    folders += brought_folders(save) if rank == 0 else []
+    return dict(enumerate(on_all_ranks(lambda: [shard for folder in folders for shard in read_shards(folder, start)])))
+
+
+def _newest_on_disk(run: RunConfig) -> int:
+    """The iteration of the newest checkpoint that has all its files; 0 if there is none."""
+    try:
+        return tracker.newest(run.checkpoint.save or "").iteration
+    except CheckpointError:
+        return 0
+
+
+def _recover(
+    run: RunConfig, lock: FolderLock | None, hosts: Sequence[str], found: Mapping[int, Sequence[Shard]], after: int
+) -> bool:
+    """Save the newest complete snapshot, if it is of an iteration after ``after``. Returns whether there was one."""
+    broken: dict[Place, str] = {}
+    while (snapshot := newest_whole(found, after, broken)) is not None:
+        work = divide(snapshot, hosts)
+        iteration = next(iter(snapshot.values()))[0][1].iteration
+        what = f"the snapshot of iteration {iteration}"
+        damaged = _save(run, lock, work, iteration)
+        if not damaged:
+            names = sorted({hosts[first].split()[0] for shards in work.values() for first, _ in shards})
+            _print(f"> {what}: saved as {tracker.tag_name(iteration)}, from the memory of {' '.join(names)}")
+            return True
+        broken |= damaged
+        for text in damaged.values():
+            _print(f"> warning: {what}: {text}")
+    newest = max((shard.iteration for shards in found.values() for shard in shards), default=0)
+    if newest > after:
+        _print(f"> the snapshot of iteration {newest} is not complete on the hosts that are left")
+    return False
 
 
 class _Written(NamedTuple):
@@ -53,91 +94,59 @@ class _Written(NamedTuple):
 
     records: Mapping[str, Record]
     description: Mapping[str, Any] | None
-    broken: Sequence[tuple[Place, str]]
+    broken: Mapping[Place, str]
     """Shards that are damaged, and how."""
 
 
-class _Memory:
-    """The snapshots of a run in the memory of all hosts. Every rank must call every method but the first."""
+def _save(
+    run: RunConfig, lock: FolderLock | None, work: Mapping[int, Sequence[tuple[int, Shard]]], iteration: int
+) -> dict[Place, str]:
+    """Save the snapshot of ``iteration`` as a checkpoint, unless shards of it are damaged, which are returned.
 
-    def __init__(self, run: RunConfig, lock: FolderLock | None) -> None:
-        self._config, self._save, self._lock = run.checkpoint, Path(run.checkpoint.save or ""), lock
-        self._hosts = on_all_ranks(this_host)
-        start = on_rank_0(lambda: read_start(self._save))
-        rank = dist.get_rank()
-        # Of each host the first rank looks; what other hosts have brought to the disk counts as rank 0's.
-        folders = [snapshot_folder(run.checkpoint)] if self._hosts.index(self._hosts[rank]) == rank else []
-        folders += brought_folders(self._save) if rank == 0 else []
-        shards = on_all_ranks(lambda: [shard for folder in folders for shard in read_shards(folder, start)])
-        self._found = dict(enumerate(shards))
+    ``work`` has the shards that each rank writes, with the first rank of the host that has them.
+    """
+    save = Path(run.checkpoint.save or "")
+    tag, what = tracker.tag_name(iteration), f"the snapshot of iteration {iteration}"
+    size = sum(shard.size for shards in work.values() for _, shard in shards)
 
-    def newest_on_disk(self) -> int:
-        """The iteration of the newest checkpoint that has all its files; 0 if there is none."""
-        try:
-            return tracker.newest(self._save).iteration
-        except CheckpointError:
-            return 0
+    @disk_errors(save, what, size)
+    def begin() -> Path:
+        path = tracker.begin_tag(save, tag)
+        check_disk_space(save, f"--save {save}: {what}", size)
+        return path
 
-    def recover(self, after: int) -> bool:
-        """Save the newest whole snapshot, if it is of an iteration after ``after``. Returns whether there was one."""
-        broken: dict[Place, str] = {}
-        while (snapshot := newest_whole(self._found, after, broken)) is not None:
-            iteration = next(iter(snapshot.values()))[0][1].iteration
-            work = divide(snapshot, self._hosts)
-            size = sum(shard.size for shards in work.values() for _, shard in shards)
-            what, path = f"the snapshot of iteration {iteration}", self._begin(iteration, size)
+    path = on_rank_0(begin)
 
-            @disk_errors(self._save, what, size)
-            def write() -> _Written:
-                return _write(work.get(dist.get_rank(), []), path)  # noqa: B023
+    @disk_errors(save, what, size)
+    def write() -> _Written:
+        return _write(work.get(dist.get_rank(), ()), path)
 
-            written = on_all_ranks(write)
-            damaged = {place: text for one in written for place, text in one.broken}
-            if not damaged:
-                on_rank_0(lambda: self._commit(written, path))  # noqa: B023
-                names = sorted({self._hosts[first].split()[0] for shards in work.values() for first, _ in shards})
-                _print(f"> {what}: saved as {tracker.tag_name(iteration)}, from the memory of {' '.join(names)}")
-                return True
-            broken |= damaged
-            for text in damaged.values():
-                _print(f"> warning: {what}: {text}")
-        newest = max((shard.iteration for shards in self._found.values() for shard in shards), default=0)
-        if newest > after:
-            _print(f"> the snapshot of iteration {newest} is not complete on the hosts that are left")
-        return False
+    written = on_all_ranks(write)
+    damaged = {place: text for one in written for place, text in one.broken.items()}
 
-    def _begin(self, iteration: int, size: int) -> Path:
-        """The empty folder to write a checkpoint into."""
-        tag, what = tracker.tag_name(iteration), f"the snapshot of iteration {iteration}"
-
-        @disk_errors(self._save, what, size)
-        def begin() -> Path:
-            path = tracker.begin_tag(self._save, tag)
-            check_disk_space(self._save, f"--save {self._save}: {what}", size)
-            return path
-
-        return on_rank_0(begin)
-
-    def _commit(self, written: Sequence[_Written], path: Path) -> None:
+    @disk_errors(save, what, size)
+    def commit() -> None:
+        if lock is not None:
+            lock.check()
         records = {name: record for one in written for name, record in one.records.items()}
         description = next(dict(one.description) for one in written if one.description is not None)
-        with disk_errors(self._save, path.stem, 0):
-            if self._lock is not None:
-                self._lock.check()
-            iteration = description["iteration"]
-            tracker.commit_tag(self._save, tracker.tag_name(iteration), description, records)
-            tracker.remove_old_tags(self._save, iteration, self._config)
+        tracker.commit_tag(save, tag, description, records)
+        tracker.remove_old_tags(save, iteration, run.checkpoint)
+
+    if not damaged:
+        on_rank_0(commit)
+    return damaged
 
 
 def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> _Written:
-    """Write shards of this host's memory to disk, in the form of a checkpoint, with all its hashes."""
+    """Write shards of this host's memory to disk, as files of a checkpoint."""
     records: dict[str, Record] = {}
-    description, broken = None, []
+    description, broken = None, {}
     for first, shard in shards:
         try:
             contents = _read(shard)
         except CheckpointError as error:
-            broken.append(((first, shard.folder, shard.rank), str(error)))
+            broken[first, shard.folder, shard.rank] = str(error)
             continue
         if shard.rank == 0:
             description = read_description(shard)

@@ -1,25 +1,24 @@
-"""Files of tensors, read without letting them run code."""
+"""Files of tensors, written by ``torch.save``, and read without letting them run code.
 
-import pickle
+A manifest shows that a file is the one that was saved; that its content makes sense is checked as well.
+"""
+
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-import safetensors
+import numpy as np
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
-from torch.serialization import _get_storage_alignment, _save
 
-from megatron.checkpoint.file_structure import structure_problem
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
-from megatron.checkpoint.safetensors_files import broken, read_entries
-from megatron.checkpoint.tensor_archive import ArchiveFile, TensorArchive
 from megatron.common.errors import CheckpointError, first_line
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -30,19 +29,12 @@ def write_file(path: Path, content: Any) -> Record:
     """Write ``content`` to a new file, and flush it to disk. Raises OSError if it cannot be written."""
     file = NewFile(path)
     try:
-        write_archive(file, content)
+        torch.save(content, cast(IO[bytes], file))  # which calls no other methods than write() and flush()
     except BaseException:
         with suppress(Exception):
             file.close()
         raise
     return file.close()
-
-
-def write_archive(file: ArchiveFile, content: Any) -> None:
-    """Write ``content`` to ``file`` as ``torch.save`` does."""
-    archive = TensorArchive(file, _get_storage_alignment())
-    _save(content, archive, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
-    archive.finish()
 
 
 def read_file(path: Path, *, mapped: bool = False) -> Any:
@@ -91,19 +83,14 @@ def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
 def check_structure(path: Path) -> None:
     """Raises CheckpointError as ``check_harmless``, or if ``path`` does not contain what its name says."""
     check_harmless(path)
-    try:
-        with torch.serialization.safe_globals(ALLOWED):
-            # Tensors are mapped into memory, and so not read.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a file of tensors ({first_line(error)})") from None
-    _checked(path, content)
+    read_checked_file(path, mapped=True)
 
 
 def _checked(path: Path, content: Any) -> Any:
     """``content``. Raises CheckpointError if a file with that name cannot have it."""
-    if problem := structure_problem(path.name, content):
-        raise CheckpointError(f"{path} cannot be used: {problem}")
+    for pattern, problem_of in _KINDS.items():
+        if re.fullmatch(pattern, path.name) and (problem := problem_of(content)):
+            raise CheckpointError(f"{path} cannot be used: {problem}")
     return content
 
 
@@ -122,83 +109,54 @@ def _asks_for_code(path: Path, names: str) -> str:
     return f"{path} asks for {names}, which could run code; it is not loaded"
 
 
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for and not kept, so that a model need not fit into memory."""
-
-    def __init__(self, outlines: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        """``outlines`` are tensors of the same shapes and types on the meta device, without data."""
-        self.outlines, self._read = outlines, read
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.outlines:
-            raise KeyError(name)
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.outlines)
-
-    def __len__(self) -> int:
-        return len(self.outlines)
+def _layer_problem(content: Any) -> str | None:
+    # A module may save a state of its own besides, of any type.
+    if not isinstance(content, Mapping) or not all(
+        isinstance(value, Tensor) or str(name).endswith("_extra_state") for name, value in content.items()
+    ):
+        return "it does not contain the weights of a layer"
+    return None
 
 
-def outlines_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of the same shapes and types; none is read."""
-    return tensors.outlines if isinstance(tensors, LazyTensors) else tensors
+def _model_problem(content: Any) -> str | None:
+    if not isinstance(content, Mapping) or not isinstance(content.get("module"), Mapping | None):
+        return "it does not contain the state of a model"
+    return None
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+def _optimizer_problem(content: Any) -> str | None:
+    if not isinstance(content, Mapping) or not isinstance(content.get("optimizer_state_dict"), Mapping):
+        return "it does not contain the state of an optimizer"
+    return None
+
+
+def _random_problem(content: Any) -> str | None:
+    """Why generators reject the states; they are tried on new ones."""
+    try:
+        random.Random().setstate(content["random_rng_state"])
+        kind, keys, position, has_gauss, gauss = content["np_rng_state"]
+        np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+        torch.Generator().set_state(content["torch_rng_state"])
+        states = [content["cuda_rng_state"], *content["rng_tracker_states"].values()]
+        if all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in states):
+            return None
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RuntimeError):
+        pass
+    return "it does not contain random number states"
+
+
+def _experts_problem(content: Any) -> str | None:
+    states = content.values() if isinstance(content, Mapping) else [None]
+    if not all(isinstance(state, Mapping) and isinstance(state.get("fp32"), Tensor) for state in states):
+        return "it does not contain the states of experts"
+    return None
+
+
+_KINDS: dict[str, Callable[[Any], str | None]] = {
+    r"layer_\d+-model_\d+-model_states\.pt": _layer_problem,
+    r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt": _model_problem,
+    r"\w*optim_states\.pt": _optimizer_problem,
+    r"expert_rank_\d+_mp_rank_\d+_states\.pt": _experts_problem,
+    r"rng_state_\d+\.pt": _random_problem,
 }
-
-
-class SafetensorsFiles(LazyTensors):
-    """The tensors in one or several safetensors files, by ``read_entries``, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError as ``read_entries``, and for a type of tensor that is not known."""
-        self._entries = read_entries(path)
-        self._opened: dict[Path, Any] = {}
-        for name, entry in self._entries.items():
-            if entry.dtype not in _DTYPES:
-                raise CheckpointError(f"{entry.file}: {name} is of type {entry.dtype}, which is not supported")
-        super().__init__(
-            {
-                name: torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
-                for name, entry in self._entries.items()
-            },
-            self._whole,
-        )
-
-    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """Indices from ``begin`` to ``end`` in dimension ``dim`` of a tensor; the rest of it is not read."""
-        with self._errors(name):
-            return self._file(name).get_slice(name)[tuple([slice(None)] * dim + [slice(begin, end)])]
-
-    def _whole(self, name: str) -> Tensor:
-        with self._errors(name):
-            return self._file(name).get_tensor(name)
-
-    def _file(self, name: str) -> Any:
-        file = self._entries[name].file
-        if file not in self._opened:
-            self._opened.clear()  # tensors are mostly read in the order of their files
-            self._opened[file] = safetensors.safe_open(file, framework="pt")
-        return self._opened[file]
-
-    @contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (safetensors.SafetensorError, OSError) as error:
-            raise broken(self._entries[name].file, error) from None
+"""Pattern of a name -> what is wrong with the content."""

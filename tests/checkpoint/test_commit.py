@@ -220,11 +220,10 @@ def test_a_flipped_bit_in_any_block_is_found(tmp_path: Path) -> None:
         file.write(memoryview(content)[begin:end])
     record = file.close()
     assert path.read_bytes() == content and record == record_of(path)
-    assert record.sha256 == hashlib.sha256(content).hexdigest()
     changes = [content[block : 2 * block] + content[:block] + content[2 * block :]]
     for position in (0, block - 1, block, 2 * block + 100, len(content) - 1):
         changes.append(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-    for known in (record, Record(record.size, record.sha256)):
+    for known in (record, Record(record.size, hashlib.sha256(content).hexdigest())):
         path.write_bytes(content)
         check_content(path, known)
         for changed in changes:
