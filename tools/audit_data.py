@@ -4,11 +4,9 @@
     python tools/audit_data.py seen --load checkpoints/my --iteration 700
     python tools/audit_data.py proof --load checkpoints/my --metrics-file runs/my.jsonl
     python tools/audit_data.py overlap --load checkpoints/my
-    python tools/audit_data.py statistics --load checkpoints/my
-    python tools/audit_data.py picture --load checkpoints/my --output data.png
 
 If the data or the vocabulary have moved, give their current paths with the flags of pretrain_gpt2.py: --data-path and
-the like, --vocab-file, --merge-file. With these flags, overlap and statistics need no checkpoint.
+the like, --vocab-file, --merge-file. With these flags, overlap needs no checkpoint.
 
 Exit code 0: success; 1: not proven, or splits overlap; 2: wrong usage, another vocabulary; 3: wrong data; 4: wrong
 checkpoint.
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file, check_picture_name, write_picture
+from _atomic_file import atomic_file
 
 from megatron.cli.flags import read_flags
 from megatron.common.errors import ConfigError
@@ -33,7 +31,7 @@ from megatron.config.fields import Provided
 from megatron.config.tokenizer_files import check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, tokenizer_of
-from megatron.tools.audit import proof, samples, statistics
+from megatron.tools.audit import overlaps, proof, samples
 from megatron.tools.audit.case import Case, check_contents, open_case
 from megatron.tools.command_line import ToolParser, run_tool
 
@@ -86,23 +84,9 @@ def _proof(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
 
 def _overlap(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     data, tokenizer = _data_and_tokenizer(args, data_fields)
-    found = statistics.find_overlaps(all_sources(data), tokenizer.eod)
-    _print(args, found, statistics.overlaps_as_text(found))
-    return not statistics.overlaps(found)
-
-
-def _statistics(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
-    data, tokenizer = _data_and_tokenizer(args, data_fields)
-    found = statistics.statistics_of(all_sources(data), tokenizer)
-    _print(args, found, statistics.statistics_as_text(found))
-    return True
-
-
-def _picture(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
-    check_picture_name(args.output, "--output")
-    write_picture(statistics.draw(open_case(args.load, data_fields)), args.output, "--output")
-    _print(args, {"picture": str(args.output)}, [str(args.output)])
-    return True
+    found = overlaps.find_overlaps(all_sources(data), tokenizer.eod)
+    _print(args, found, overlaps.overlaps_as_text(found))
+    return not overlaps.overlaps(found)
 
 
 def _data_and_tokenizer(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> tuple[DataConfig, Tokenizer]:
@@ -191,8 +175,6 @@ COMMANDS = {
         _proof, ("--load!", "--metrics-file"), "prove that each sample was used once, through all restarts and layouts"
     ),
     "overlap": Command(_overlap, ("--load",), "documents in more than one of training, validation and test"),
-    "statistics": Command(_statistics, ("--load",), "tokens, documents and their lengths, and the vocabulary"),
-    "picture": Command(_picture, ("--load!", "--output!"), "draw lengths of documents and the mix of data sets"),
 }
 
 

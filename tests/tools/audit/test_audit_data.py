@@ -69,21 +69,12 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     assert found["between"][1]["examples"][0] == [f"{second} document 90", f"{first} document 9"]
     assert [row["documents"] - row["different"] for row in found["within"]] == [80, 0, 0]
 
-    code, output, _ = audit("statistics", *load)
-    assert code == 0 and f"training, 70.00%: {first}" in output and "160 documents (0 empty)" in output
-    assert "of 92 tokens of the vocabulary" in output
-    code, output, _ = audit("picture", *load, "--output", tmp_path / "data.png")
-    assert code == 0 and (tmp_path / "data.png").read_bytes().startswith(b"\x89PNG")
-
 
 def test_data_without_a_checkpoint(audit: Callable, programs: Programs, restarted: Restarted) -> None:
     vocabulary = programs.data_arguments[2:6]
     own = ("--train-data-path", restarted.blend[2], "--valid-data-path", restarted.blend[4])
     code, output, _ = audit("overlap", *own, *vocabulary)
     assert code == 1 and "validation in training: 100 of 100 documents" in output
-    code, output, _ = audit("statistics", "--data-path", restarted.blend[2], "--split", "1", *vocabulary, "--json")
-    (row,) = json.loads(output)
-    assert code == 0 and row["documents"] == row["ends_of_documents"] == 200 and row["beyond_vocabulary"] == 0
 
 
 @pytest.fixture
@@ -126,7 +117,6 @@ BAD = {
     "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
     "no metrics in it": ("proof --load {ck} --metrics-file {place}/metrics", 3, "metrics:1: not JSON"),
     "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
-    "no picture": ("picture --load {ck} --output x.txt", 2, "the name must end in .png, .svg, .pdf"),
     "no data flag": ("overlap --load {ck} --seed 3", 2, "--seed 3 is not about data"),
     "no flag": ("overlap --load {ck} --sed 3", 2, "unknown flag --sed"),
 }

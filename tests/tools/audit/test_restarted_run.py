@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from audit.conftest import SETTINGS, Restarted
 from support.programs import Programs, read_metrics
@@ -15,7 +14,6 @@ from megatron.data.loader import MicroBatches
 from megatron.tools.audit.case import Case, open_case
 from megatron.tools.audit.proof import prove
 from megatron.tools.audit.samples import batch_of, seen_up_to
-from megatron.tools.audit.statistics import source_mix
 
 EXACT = ("consumed_samples", "lm_loss", "grad_norm", "validation_loss", "test_loss")
 
@@ -106,9 +104,3 @@ def test_seen_samples_equal_those_of_the_batches(case: Case, iteration: int, ski
     }
     assert report == {key: tokens for key, tokens in counted.items() if tokens}
     assert sum(seen.tokens.sum() for seen in found) == 4 * iteration * 32
-
-
-def test_the_mix_over_time(case: Case) -> None:
-    ends, mix = source_mix(case)
-    assert ends.tolist() == [1, 2, 3, 4, 5, 6] and np.allclose(mix.sum(axis=1), 1)
-    assert np.abs(mix.cumsum(axis=0)[:, 0] * 4 - 0.7 * 4 * ends).max() < 1
