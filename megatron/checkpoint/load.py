@@ -17,7 +17,7 @@ from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.reshard import load_weights_and_optimizer
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file, read_file
 from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import SHARED_FILE, cached

@@ -10,7 +10,11 @@ the other, padded at the end.
 
 With expert parallelism, an optimizer's group of experts is partitioned over the ranks that hold the same experts. What
 else DeepSpeed's files contain of experts is that of the first rank of each expert group. The other ranks have files of
-their own (``expert_files``).
+their own, with the experts that DeepSpeed does not save:
+
+    TAG/expert_rank_EE_mp_rank_RR_states.pt    {name: state} of the experts of rank EE of the group, from 1 on
+
+RR is the model-parallel rank, stage x tensor-parallel size + tensor rank.
 
 Weights that are frozen beside adapters have no state. They are with the other weights in DeepSpeed's files; at ZeRO 3
 as parts of their own.
@@ -24,17 +28,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megatron.checkpoint import expert_files
-from megatron.checkpoint.expert_files import WEIGHT, State
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import SavedLayout
-from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
+from megatron.config import RunConfig
+from megatron.engines.state import parameter_states
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
+from megatron.parallel import coordinates
+from megatron.parallel.expert import expert_group_of
 
+State = dict[str, Any]
+"""The state of a parameter by name: its weight, and the optimizer's moments and step count."""
+WEIGHT = "fp32"
+"""Name of the weight."""
 Shapes = Mapping[str, torch.Size]
 """Names and shapes of the parameters of an optimizer's group, in its order."""
 
@@ -44,7 +56,7 @@ def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     weights, layout = _first_weights(saved, tensor_rank), saved.layout
     if layout.expert_parallel_size > 1:
         for stage in range(max(layout.pipe_parallel_size, 1)):
-            others = expert_files.read_others(saved, stage * layout.model_parallel_size + tensor_rank)
+            others = read_others(saved, stage * layout.model_parallel_size + tensor_rank)
             for name in others[0]:
                 weights[name] = torch.cat([weights[name], *(other[name][WEIGHT] for other in others)])
     return weights
@@ -142,14 +154,14 @@ def rank_states(saved: SavedRun, mp_rank: int, weights: Mapping[str, Tensor] | N
     else:
         blocks = _zero0_blocks(model["optimizer"], groups, weights or {})
     states = _assemble(blocks, shapes, saved.path)
-    return _with_experts(states, expert_files.read_others(saved, mp_rank))
+    return _with_experts(states, read_others(saved, mp_rank))
 
 
 def _with_expert_partitions(
     saved: SavedRun, partitions: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], shapes: Shapes
 ) -> dict[str, State]:
     """The states at ZeRO 1 and 2, whose ``partitions`` of experts are those of the ranks with the same experts."""
-    ranks, experts = saved.layout.expert_parallel_size, expert_files.expert_names(saved)
+    ranks, experts = saved.layout.expert_parallel_size, expert_names(saved)
     found: list[dict[str, State]] = []
     for rank in range(ranks):
         blocks = [
@@ -261,3 +273,40 @@ def _whole(name: str, parts: Mapping[str, list[Tensor]], shape: torch.Size, fold
     if WEIGHT not in whole or any(tensor.numel() < shape.numel() for tensor in whole.values()):
         raise CheckpointError(f"{folder} contains only a part of {name}: save the checkpoint again")
     return {key: tensor.view(shape) for key, tensor in whole.items()}
+
+
+def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
+    """The file of one rank of an expert group."""
+    return folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt"
+
+
+def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[Path, dict[str, State]] | None:
+    """The file that this rank has to write into ``folder``, and its content; None if there is none.
+
+    Of the ranks that hold the same experts one writes. With ZeRO the optimizer's state is in DeepSpeed's files.
+    """
+    parallel, place = run.parallel, coordinates(run.parallel, dist.get_rank())
+    replica, expert_rank = divmod(place["data"], parallel.expert_model_parallel_size)
+    if replica > 0 or expert_rank == 0:
+        return None
+    has_state = run.zero.zero_stage == 0 and not run.checkpoint.no_save_optim
+    states = parameter_states(engine) if has_state else {}
+    content = {
+        name: {**states.get(name, {}), WEIGHT: parameter.detach().clone()}
+        for name, parameter in engine.module.named_parameters()
+        if expert_group_of(parameter) is not None
+    }
+    mp_rank = place["pipe"] * parallel.model_parallel_size + place["tensor"]
+    return expert_file(folder, expert_rank, mp_rank), content
+
+
+def read_others(saved: SavedRun, mp_rank: int) -> list[Mapping[str, State]]:
+    """States of the experts of a model-parallel rank, of all ranks of its expert group but the first, in order."""
+    ranks = range(1, saved.layout.expert_parallel_size)
+    return [read_file(expert_file(saved.path, rank, mp_rank), mapped=True) for rank in ranks]
+
+
+def expert_names(saved: SavedRun) -> set[str]:
+    """Names of the parameters whose first dimension is that of experts."""
+    config = saved.whole_model_config()
+    return {name for name, spec in architecture_of(config).named_parameters(config).items() if spec.is_expert}

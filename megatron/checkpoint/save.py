@@ -24,10 +24,10 @@ from torch.serialization import set_crc32_options
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.engine_files import EngineFiles, StateFile, bytes_of
-from megatron.checkpoint.expert_files import own_experts
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
+from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import write_file

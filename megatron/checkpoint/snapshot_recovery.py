@@ -11,7 +11,7 @@ from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, xxh128_of
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import select_checkpoint
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.snapshot_files import (
     Place,
     Shard,

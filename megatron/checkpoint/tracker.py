@@ -23,8 +23,7 @@ from typing import Any
 from megatron.checkpoint.compatibility import check_compatible
 from megatron.checkpoint.files import make_folder, replace_text, write_text
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
-from megatron.checkpoint.run_file import RUN_FILE, check_description
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun, check_description
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder
 from megatron.common.reading import read_bytes, read_json

@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optimizer_file, rank_weights, stage_states
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.folder_lock import check_unlocked
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
-from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.snapshot_files import check_memory
 from megatron.checkpoint.tracker import resolve
 from megatron.common.environment import ranks_on_host
@@ -19,6 +18,7 @@ from megatron.config.data import MOCK_DATA
 from megatron.config.model import padded_vocabulary
 from megatron.config.tokenizer_files import check_tokenizer_folder, used_merges
 from megatron.data.datasets import check_data
+from megatron.data.fingerprint import blend_hash, tokenizer_hash
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_config, shape_problems

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from megatron.checkpoint.load import Loaded
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun
 from megatron.common.errors import counted
 from megatron.config import RunConfig
 from megatron.engines import warn_if_untested_version

@@ -8,8 +8,7 @@ import pytest
 from support.command_lines import complaints, parse, read
 
 from megatron.checkpoint.compatibility import overridden_settings
-from megatron.checkpoint.run_file import describe
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.common.environment import check_place
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import RunConfig

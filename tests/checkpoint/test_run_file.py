@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_lines import parse
 
-from megatron.checkpoint.run_file import describe
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.model.partition import layer_groups
 
 

@@ -13,10 +13,10 @@ from support.command_lines import CPU
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.cli import parse_run
 from megatron.common.errors import DataError
 from megatron.config.tokenizer_files import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
+from megatron.data.fingerprint import tokenizer_hash
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.inference.detokenizer import Detokenizer

@@ -6,12 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.sample_history import Segment
-from megatron.checkpoint.saved_run import SavedRun
 from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import DataConfig, TrainConfig
 from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets
+from megatron.data.fingerprint import blend_hash, tokenizer_hash
 from megatron.data.index_maps import sample_at
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tokenizer import Tokenizer, tokenizer_of

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 
-from megatron.checkpoint.fingerprint import data_hash
 from megatron.checkpoint.folder_lock import machine_id, start_time
+from megatron.data.fingerprint import data_hash
 from megatron.launch.environment import extensions_folder
 
 MARK = "megatron-probe "

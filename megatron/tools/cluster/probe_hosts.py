@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint import fingerprint, folder_lock
+from megatron.checkpoint import folder_lock
 from megatron.common import reading
 from megatron.config import RunConfig
+from megatron.data import fingerprint
 from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, probe
 from megatron.tools.cluster.hostfile import Host, is_this_host, runs_here_alone

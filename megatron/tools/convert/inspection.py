@@ -10,9 +10,8 @@ from typing import Any
 import safetensors
 
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
-from megatron.checkpoint.run_file import RUN_FILE
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
-from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.common.errors import CheckpointError, counted
 from megatron.config import ModelConfig

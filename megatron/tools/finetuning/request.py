@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tracker import holds_checkpoint, newest
 from megatron.cli import parse_run, read_run
 from megatron.cli.flags import read_flags

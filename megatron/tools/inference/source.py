@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import (
@@ -17,6 +16,7 @@ from megatron.config.tokenizer_files import (
     tokenizer_kind,
     used_merges,
 )
+from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import GPT2, T5
 from megatron.model.huggingface import format_of, llama, t5
 from megatron.model.huggingface import read_config as read_folder_config

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.parameter_state import WEIGHT, stage_states
-from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tracker import newest, tag_at, tag_name
 from megatron.common.errors import CheckpointError
 from megatron.config import OptimConfig

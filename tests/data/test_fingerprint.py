@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.fingerprint import BLOCK, BLOCKS, data_hash, tokenizer_hash
+from megatron.data.fingerprint import BLOCK, BLOCKS, data_hash, tokenizer_hash
 
 LARGE = 3 * BLOCK * BLOCKS + 17
 
