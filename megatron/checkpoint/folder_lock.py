@@ -1,7 +1,8 @@
 """One run at a time saves into a folder: ``SAVE/.writer.lock`` names the process that does. No torch here.
 
 This is a lease, not a lock of ``filelock``: on many network file systems flock() does not exclude other hosts, or the
-lock of a host that is lost is never released. The file is created exclusively, which also works on NFS, and its owner renews it every few seconds. It is stale
+lock of a host that is lost is never released. The file is created exclusively, which also works on NFS, and its owner
+renews it every few seconds. It is stale
 
 - if its owner ran on this host and has ended: no process has its id and start time;
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
