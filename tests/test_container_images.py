@@ -1,14 +1,10 @@
 """Pinned requirements, Dockerfiles, compose.yaml and docker/run.sh."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import sysconfig
-import zipfile
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
@@ -17,12 +13,6 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
 VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
-
-GPU_IMAGE = {
-    **{"torch": "2.8.0a0+5228986c39.nv25.6", "numpy": "1.26.4", "apex": "0.1", "matplotlib": "3.10.3"},
-    **{"pydantic": "2.11.5", "scipy": "1.15.3", "tqdm": "4.67.1"},
-}
-"""Python packages of nvcr.io/nvidia/pytorch:25.06-py3, in versions that users of the image have published."""
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-docs.txt", "requirements-test.txt"])
@@ -75,59 +65,6 @@ def test_the_gpu_image_keeps_its_own_torch(tmp_path) -> None:
     wanted = {line.partition("#")[0].strip() for line in finished.stdout.splitlines()}
     assert {"torch", "numpy", "setuptools"} <= wanted
     assert {name.partition("==")[0] for name in wanted if "==" in name} == {"deepspeed", "mpi4py", "tokenizers"}
-
-
-@pytest.mark.parametrize("constrained", [True, False], ids=["constraints file", "no constraints file"])
-def test_pip_keeps_the_packages_of_the_gpu_image(tmp_path, constrained) -> None:
-    """pip itself resolves what the GPU image installs beside NVIDIA's packages.
-
-    Both are metadata without files. The index has, with their real dependencies, the packages installed here: among
-    them a newer torch and numpy.
-    """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "image"], check=True)
-    scheme = {"base": str(tmp_path / "image"), "platbase": str(tmp_path / "image")}
-    folder = Path(sysconfig.get_path("purelib", "venv", scheme))
-    (tmp_path / "index").mkdir()
-    for distribution in distributions():
-        write_wheel(tmp_path / "index", distribution)
-    for name, version in GPU_IMAGE.items():
-        write_installed(folder, name, version)
-    (tmp_path / "constraint.txt").write_text("".join(f"{name}=={it}\n" for name, it in GPU_IMAGE.items()))
-
-    step = re.search(r"RUN (sed .*?) >", (ROOT / "docker" / "Dockerfile").read_text())[1]
-    wanted = subprocess.run(["bash", "-c", step], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (tmp_path / "wanted.txt").write_text(wanted)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    environ["PIP_CONFIG_FILE"] = os.devnull
-    if constrained:
-        environ["PIP_CONSTRAINT"] = str(tmp_path / "constraint.txt")
-    words = ["pip", "--python", tmp_path / "image" / "bin" / "python", "install", "--dry-run", "--quiet"]
-    words += ["--report", "-", "--requirement", tmp_path / "wanted.txt"]
-    words += ["--no-index", "--find-links", tmp_path / "index"]
-    finished = subprocess.run([sys.executable, "-m", *words], env=environ, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-
-    packages = [package["metadata"] for package in json.loads(finished.stdout)["install"]]
-    installed = {package["name"].lower(): package["version"] for package in packages}
-    assert not installed.keys() & GPU_IMAGE.keys()
-    pins = dict(re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
-    assert {name: installed[name] for name in ("deepspeed", "mpi4py", "tokenizers")}.items() <= pins.items()
-
-
-def write_wheel(folder: Path, distribution: Distribution) -> None:
-    """A wheel with the metadata of an installed distribution, and nothing else."""
-    stem = f"{re.sub(r'[-.]+', '_', distribution.metadata['Name'])}-{distribution.version}"
-    metadata = re.sub(r"^(?=License)", "X-", distribution.read_text("METADATA") or "", flags=re.MULTILINE)
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{stem}.dist-info/METADATA", metadata)
-        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-
-
-def write_installed(folder: Path, name: str, version: str) -> None:
-    """What pip finds of an installed package."""
-    place = folder / f"{name}-{version}.dist-info"
-    place.mkdir()
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def test_an_environment_that_cannot_be_installed_ends_the_build(tmp_path) -> None:

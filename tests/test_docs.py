@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from support.pages import PAGES, ROOT, commands_in_blocks, help_of, words_of
 
 from megatron.cli.classic_flags import OUTCOMES
@@ -37,12 +36,6 @@ def test_the_site_builds_without_warnings(tmp_path) -> None:
     assert finished.returncode == 0, finished.stderr
     pages = "".join(page.read_text() for page in (tmp_path / "site").glob("*.html"))
     assert re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://[^"]*', pages) == [], "all assets are local"
-
-
-@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
-def test_links_outside_the_site_are_valid(page) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", page.read_text())
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
 def test_the_readme_is_short_and_has_the_two_commands() -> None:

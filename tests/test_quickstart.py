@@ -43,12 +43,6 @@ def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
     assert continued.startswith(prompt) and len(continued.partition("\n== done")[0]) > len(prompt) + 20
 
 
-def test_an_unknown_argument_shows_the_variables(programs: Programs) -> None:
-    finished = programs.run("bash", "examples/quickstart.sh", "--slow")
-    assert finished.returncode == 2
-    assert "--fast" in finished.output and "OUT" in finished.output
-
-
 @pytest.mark.parametrize("name", ["quickstart.sh", "mixture_of_experts.sh", "extend_context.sh"])
 def test_files_that_are_not_of_an_earlier_run_are_kept(programs: Programs, tmp_path, name: str) -> None:
     (tmp_path / "mine.txt").touch()

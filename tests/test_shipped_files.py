@@ -97,16 +97,6 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert run.train.seed == 7, "further arguments are passed on"
 
 
-@pytest.mark.parametrize(
-    "script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"]
-)
-def test_a_dry_run_is_a_command_that_a_person_would_type(script) -> None:
-    shown = dry_run_of(script, VIRTUAL_ENV=sys.prefix)
-    assert "\\" not in shown and "/../" not in shown
-    odd = ["a,b", "c d", "it's", "\\,", ""]
-    assert script in ("quickstart.sh", EXTENSION, EXPERTS) or command_of(script, *odd)[-5:] == odd
-
-
 def variables_of(script: str) -> dict[str, str]:
     """Each environment variable that a script reads, with its default."""
     text = (ROOT / "examples" / script).read_text()
@@ -152,13 +142,6 @@ def test_variables_for_hosts_that_contradict_each_other(variables, words) -> Non
         command_of(MULTINODE, **variables)
     assert caught.value.returncode == 2
     assert caught.value.stderr.startswith(f"{MULTINODE}: error: {words}")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_switch_is_on_or_off(script) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        command_of(script, CHECKPOINT_ACTIVATIONS="yes")
-    assert "yes" in caught.value.stderr
 
 
 SWITCHES = {
@@ -221,13 +204,6 @@ def test_shellcheck_passes() -> None:
     words = [str(BIN / "shellcheck"), "--external-sources", *scripts]
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout
-
-
-@pytest.mark.parametrize("script", [EXTENSION, EXPERTS, "quickstart.sh"])
-def test_an_unknown_flag_ends_an_example_that_is_started_from_another_folder(script) -> None:
-    words = ["bash", f"{ROOT.name}/examples/{script}", "--unknown"]
-    finished = subprocess.run(words, cwd=ROOT.parent, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 2 and f"bash examples/{script} --fast" in finished.stderr
 
 
 def test_the_context_is_extended_by_yarn() -> None:
@@ -439,9 +415,3 @@ def test_the_classic_command_line_trains(programs: Programs, tmp_path) -> None:
     assert "TP 2 x PP 1 x DP 2, plain engine, ZeRO 2" in finished.output
     assert "TCPStore" not in finished.output, "every rank has left the store before its host ends"
     assert read_metrics(tmp_path / "metrics")[0]["lm_loss"] == pytest.approx(math.log(92), abs=0.2)
-
-
-def test_deepspeed_reads_the_hostfile() -> None:
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    assert fetch_hostfile(str(ROOT / "hostfile.example")) == {"worker-1": 8, "worker-2": 8}

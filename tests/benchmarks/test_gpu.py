@@ -5,10 +5,8 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from support.emulated_cuda import EmulatedCuda
 from support.programs import Programs
 
@@ -18,10 +16,9 @@ from benchmarks.gpu.correctness import layouts_of
 from benchmarks.gpu.machine import Device, Machine, is_supported, problems
 from benchmarks.gpu.plan import Failed, Plan, Stage
 from benchmarks.gpu.report import PAGE, RESULTS, read_results, render
-from benchmarks.gpu.stages import GROUPS, stages
-from benchmarks.measures import gpu_profile_ranks, gpu_step
-from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, missing, results_of
-from benchmarks.measures.ranks import outside
+from benchmarks.gpu.stages import GROUPS
+from benchmarks.measures import gpu_step
+from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, results_of
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
 from megatron.common.errors import ConfigError, LaunchError, ResourceError
@@ -102,11 +99,6 @@ def test_micro_batches_are_halved_until_they_fit() -> None:
     assert SHAPES["345M"].parameters == pytest.approx(355e6, rel=0.01)
 
 
-def test_pairs_that_need_what_is_not_installed_are_left_out() -> None:
-    reasons = [missing(pair, MACHINE) for pair in PAIRS]
-    assert reasons == [None, None, "torch.compile needs Triton and a C compiler", "megatron-core is not installed"]
-
-
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_layouts_that_are_compared_are_supported_and_fit(devices: int, dtype: str, tmp_path: Path) -> None:
@@ -123,16 +115,6 @@ def a_plan(folder: Path, groups=GROUPS) -> Plan:
     for name in ("logs", "run"):
         (folder / name).mkdir(exist_ok=True)
     return Plan(("tiny",), groups, 1, True, False, folder)
-
-
-def test_stages_follow_the_machine(tmp_path: Path) -> None:
-    def groups(machine: Machine) -> list[str]:
-        return [stage.group for stage in stages(a_plan(tmp_path)._replace(quick=False), machine)]
-
-    one = replace(MACHINE, devices=[H100])
-    assert groups(one) == ["correctness"] * 5 + ["speed"] * 4 + ["run", "profile"]
-    assert groups(MACHINE) == ["correctness"] * 8 + ["speed"] * 4 + ["scaling", "run", "profile"]
-    assert groups(replace(one, bf16=False)) == ["correctness"] * 4 + ["speed"] * 4 + ["run", "profile"]
 
 
 TIMES = {"wall": [1.0, 2.0], "cpu": [1.0, 2.0]}
@@ -260,24 +242,6 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(machines, "LEAST_DISK", 1e30)
     with pytest.raises(ResourceError, match="GB free, .* are needed: make room"):
         machines.checked(MACHINE, tmp_path / "not" / "yet")
-
-
-def test_a_program_beside_the_ranks_is_of_no_launcher() -> None:
-    """Otherwise megatron-core's process waits for the store of torchrun, which started the rank beside it."""
-    launcher = ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
-    assert outside({**dict.fromkeys(launcher, "1"), "PATH": "/bin"}) == {"PATH": "/bin"}
-
-
-def test_spans_are_no_kernels() -> None:
-    """The profiler gives the GPU a span for each annotation, such as the step of an optimizer."""
-    kernel = SimpleNamespace(key="sm90_gemm", count=2, self_device_time_total=1e6, is_user_annotation=False)
-    span = SimpleNamespace(
-        key="Optimizer.step#AdamW.step", count=1, self_device_time_total=3e6, is_user_annotation=True
-    )
-    for event in (kernel, span):
-        event.device_type = torch.autograd.DeviceType.CUDA
-    found = gpu_profile_ranks.summary([kernel, span])
-    assert found["busy"] == 1.0 and found["kinds"] == {"matrix products": 1.0}
 
 
 def test_every_variant_takes_steps(run_ranks_once) -> None:

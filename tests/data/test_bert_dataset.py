@@ -7,7 +7,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.bert_dataset import BertDataset, mask_tokens, truncate_pair
+from megatron.data.bert_dataset import BertDataset, mask_tokens
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sentence_dataset import SentenceMaps, SentenceStream
@@ -127,13 +127,6 @@ def test_half_of_the_pairs_are_swapped(build):
     assert np.mean([dataset[n][2, 0] for n in range(600)]) == pytest.approx(0.5, abs=0.07)
 
 
-def test_short_samples_have_the_given_probability(build):
-    full = sum(build(400, short_seq_prob=0.0).maps.spans[:, 2] == 37)
-    assert full == len(build(400, short_seq_prob=0.0).maps.spans)
-    targets = build(400, short_seq_prob=0.5).maps.spans[:, 2]
-    assert np.mean(targets < 37) == pytest.approx(0.5, abs=0.15) and targets.min() >= 2
-
-
 @pytest.mark.parametrize("short_seq_prob", [0.0, 0.4])
 def test_every_sentence_is_in_one_pair_of_each_epoch(short_seq_prob: float):
     sizes = np.random.RandomState(1).randint(1, 30, sum(LENGTHS)).astype(np.int32)
@@ -150,16 +143,6 @@ def test_every_sentence_is_in_one_pair_of_each_epoch(short_seq_prob: float):
     for epoch in range(len(maps.order) // n):
         assert sorted(maps.order[epoch * n : epoch * n + n]) == list(range(n))
     assert stream.fits(built) and len(maps.order) >= 300
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "room", "kept"),
-    [(5, 5, 20, (5, 5)), (50, 5, 20, (15, 5)), (5, 50, 20, (5, 15)), (50, 50, 21, (11, 10)), (50, 1, 2, (1, 1))],
-)
-def test_the_longer_span_is_cut_first(a: int, b: int, room: int, kept: tuple[int, int]):
-    spans = truncate_pair(range(a), range(b), room, np.random.RandomState(0))
-    assert tuple(map(len, spans)) == kept
-    assert all((np.diff(span) == 1).all() for span in spans), "only ends are cut off"
 
 
 def test_a_blend_has_pairs_of_each_data_set(build, prefix, tmp_path):

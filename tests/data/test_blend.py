@@ -12,7 +12,6 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.blend_order import BlendOrder, BlendPlan
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
-from megatron.data.map_cache import cached
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 
@@ -57,17 +56,6 @@ def test_longer_run_continues_the_same_order() -> None:
     for requested in (7, 24, 25, 26, 300):
         short = order_of(shares, requested)
         assert [short[sample] for sample in range(requested)] == [long[sample] for sample in range(requested)]
-
-
-def test_cache_of_simple_weights_is_small(tmp_path: Path) -> None:
-    plan = BlendPlan(shares_of("0.3", "0.7"), 10**12)
-    order = BlendOrder(plan, **cached(tmp_path, "x", plan))
-    assert order.counts(10**12) == [3 * 10**11, 7 * 10**11]
-    assert order[10**12 - 1][1] < 7 * 10**11
-    assert np.load(tmp_path / "x_sources.npy").shape == (10,)
-    (tmp_path / "x_places.npy").unlink()
-    (tmp_path / "x_places.npy").write_bytes(b"torn")
-    assert BlendOrder(plan, **cached(tmp_path, "x", plan))[12345] == order[12345]
 
 
 @pytest.fixture

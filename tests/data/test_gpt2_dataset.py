@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.datasets import Datasets, build_datasets, check_data
+from megatron.data.datasets import build_datasets, check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
@@ -50,12 +50,6 @@ def test_samples_cover_the_shuffled_documents(data: DataConfig) -> None:
     assert stream == [token for document in seen for token in DOCUMENTS[document]]
 
 
-def test_a_sample_is_int64(data: DataConfig) -> None:
-    sample = build_datasets(data, **SIZES).train[0]
-    assert sample.dtype == np.int64
-    assert sample.shape == (17,)
-
-
 def test_take_returns_several_samples(data: DataConfig) -> None:
     """As one array of them: samples of few documents and of many, in any order, one of them twice."""
     dataset = build_datasets(data, **SIZES).train
@@ -88,12 +82,6 @@ def test_a_longer_run_sees_the_same_samples_first(data: DataConfig) -> None:
     assert long[: len(short)] == short
 
 
-def test_seed_and_sequence_length_change_the_samples(data: DataConfig) -> None:
-    first = all_samples(build_datasets(data, **SIZES).train)
-    assert all_samples(build_datasets(data, **{**SIZES, "seed": 6}).train) != first
-    assert len(build_datasets(replace(data, seq_length=8), **SIZES).train[0]) == 9
-
-
 def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> None:
     folder = Path(data.data_path[0]).parent / "index-cache"
 
@@ -114,21 +102,6 @@ def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> Non
         before = after
     os.utime(f"{data.data_path[0]}.bin", ns=(0, 0))
     assert len(names(data)) == len(before) + 3
-
-
-def test_the_cache_may_be_elsewhere(data: DataConfig, tmp_path: Path) -> None:
-    elsewhere = replace(data, data_cache_path=str(tmp_path / "a" / "b"))
-    assert all_samples(build_datasets(elsewhere, **SIZES).train) == all_samples(build_datasets(data, **SIZES).train)
-    assert len(list((tmp_path / "a" / "b").glob("*.npy"))) == 9
-
-
-def test_unused_splits_are_none(data: DataConfig) -> None:
-    assert build_datasets(replace(data, split="1"), **SIZES).valid is None
-    assert build_datasets(replace(data, split="1"), **SIZES).test is None
-    nothing_evaluated = build_datasets(data, **{**SIZES, "eval_iters": 0})
-    assert (nothing_evaluated.valid, nothing_evaluated.test) == (None, None)
-    assert isinstance(build_datasets(data, **{**SIZES, "train_iters": 0}), Datasets)
-    assert build_datasets(data, **{**SIZES, "train_iters": 0}).train is None
 
 
 def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
@@ -152,13 +125,6 @@ def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., 
         dataset[0]
     with pytest.raises(DataError, match=r"data\.bin holds token 99 in document 2 at offset 4, .* ends at 98"):
         dataset.take(range(4))
-
-
-def test_the_document_is_numbered_in_the_data_set_not_in_the_split(write_dataset: Callable[..., str]) -> None:
-    data = DataConfig(data_path=(write_dataset([[1] * 20, [1] * 3 + [-7] * 17], "i4"),), seq_length=8, split="1,1")
-    valid = build_datasets(data, **SIZES).valid
-    with pytest.raises(DataError, match="token -7 in document 1 at offset 3"):
-        all_samples(valid)
 
 
 def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfig) -> None:
@@ -188,8 +154,3 @@ def test_every_invalid_split_is_named(write_dataset: Callable[..., str]) -> None
         "the test split",
     ]
     assert "(no document of 0: 0 tokens)" in caught.value.messages[0]
-
-
-def test_no_data_path() -> None:
-    with pytest.raises(ConfigError, match="--data-path is missing"):
-        check_data(DataConfig(seq_length=4), train_iters=1, eval_iters=0)

@@ -59,14 +59,6 @@ def test_a_longer_run_begins_as_the_shorter_one(lengths: list[int], seq_length: 
         np.testing.assert_array_equal(part, getattr(long, name)[: len(part)])
 
 
-@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
-def test_shapes_are_known_before(lengths: list[int], seq_length: int, requested: int) -> None:
-    plan = stream(lengths, seq_length=seq_length, requested=requested)
-    maps = IndexMaps(**plan.build())
-    assert plan.fits(vars(maps))
-    assert not any(plan.fits({**vars(maps), name: vars(maps)[name][:-1]}) for name in plan.names)
-
-
 def test_golden_maps() -> None:
     """Pins the order: training that resumes with another version of the program or of NumPy must not see another."""
     maps = IndexMaps(**stream([5, 3, 7, 1, 4], seq_length=4, requested=6).build())
@@ -81,29 +73,6 @@ GOLDEN = IndexMaps(
     samples=np.array([[0, 0], [2, 0], [3, 0], [3, 4], [4, 1], [5, 0], [7, 0], [7, 4], [8, 1], [9, 1], [10, 0]]),
     shuffle=np.array([1, 2, 0, 4, 3, 8, 5, 9, 7, 6]),
 )
-
-
-def test_seed_and_salt_change_both_orders() -> None:
-    lengths = list(range(1, 40))
-    maps = [
-        IndexMaps(**stream(lengths, seq_length=8, requested=50, seed=seed, salt=salt).build())
-        for seed, salt in [(1, 0), (2, 0), (1, 1), (1 + 2**32, 0), (-1, 0)]
-    ]
-    assert len({each.documents.tobytes() for each in maps}) == 5
-    assert len({each.shuffle.tobytes() for each in maps}) == 5
-
-
-def test_epochs_differ() -> None:
-    maps = IndexMaps(**stream([3] * 20, seq_length=3, requested=40).build())
-    first, second = maps.documents[:20], maps.documents[20:40]
-    assert first.tolist() != second.tolist()
-    assert maps.shuffle[:20].tolist() != (maps.shuffle[20:40] - 20).tolist()
-
-
-def test_no_samples_requested() -> None:
-    maps = IndexMaps(**stream([5, 3], seq_length=4, requested=0).build())
-    assert maps.shuffle.shape == (0,)
-    assert maps.samples.tolist() == [[0, 0]]
 
 
 def test_a_document_longer_than_int32_widens_the_offsets() -> None:

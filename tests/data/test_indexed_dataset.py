@@ -13,7 +13,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 GOLDEN_IDX = bytes.fromhex(
     "4d4d4944494458000001000000000000000802000000000000000300000000000000"
@@ -86,25 +86,6 @@ def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
     assert dataset.span(1, 3).tolist() == [2, 3, 4]
 
 
-def test_a_data_set_without_documents_can_be_read(write_dataset: Callable[..., str]) -> None:
-    dataset = IndexedDataset(write_dataset([]))
-    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
-
-
-def test_modes_after_the_index_are_ignored(write_dataset: Callable[..., str]) -> None:
-    prefix = write_dataset(GOLDEN_DOCUMENTS)
-    with open(f"{prefix}.idx", "ab") as file:
-        file.write(b"\x00\x01")
-    assert IndexedDataset(prefix).get(1).tolist() == [4, 5]
-
-
-def test_tokens_are_views_of_the_file(write_dataset: Callable[..., str]) -> None:
-    tokens = IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).get(0)
-    assert isinstance(tokens.base.base, np.memmap)
-    assert not tokens.flags.owndata
-    assert not tokens.flags.writeable
-
-
 @pytest.mark.parametrize("ending", ["bin", "idx"])
 def test_a_file_truncated_later_is_named(write_dataset: Callable[..., str], ending: str) -> None:
     dataset = IndexedDataset(write_dataset(GOLDEN_DOCUMENTS))
@@ -119,11 +100,6 @@ def test_a_file_truncated_later_is_named(write_dataset: Callable[..., str], endi
 def test_reads_outside_of_a_sequence_are_refused(write_dataset: Callable[..., str], where: tuple) -> None:
     with pytest.raises(IndexError):
         IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).get(*where)
-
-
-@pytest.mark.parametrize(("vocab_size", "name"), [(65499, "uint16"), (65500, "int32")])
-def test_the_type_follows_from_the_vocabulary(vocab_size: int, name: str) -> None:
-    assert best_dtype(vocab_size).name == name
 
 
 def replaced(offset: int, layout: str, *values: int) -> bytes:
@@ -199,13 +175,6 @@ def test_the_content_hash_follows_the_contents(write_dataset: Callable[..., str]
     write_dataset([[1, 2, 3, 4, 5], []])
     os.utime(f"{prefix}.bin", ns=(0, 0))
     assert IndexedDataset(prefix).content_hash() != touched
-
-
-def test_exception_leaves_no_files(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
-        builder.add_sequence([1])
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_exception_keeps_the_existing_data_set(write_dataset: Callable[..., str]) -> None:

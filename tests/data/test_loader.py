@@ -96,19 +96,11 @@ def test_batches_that_grow_are_the_same_for_every_layout(data_size: int, micro_b
     assert of_rank == [[]] * data_size and sizes.iterations(len(kept)) == 8
 
 
-def test_micro_batches_have_the_given_size() -> None:
-    assert [batch.tokens.shape for batch in read(micro_batch_size=4)] == [(4, 4)] * (SAMPLES // 4)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_resumed_reader_continues_exactly(num_workers: int) -> None:
     at_once = rows(read(data_rank=1, data_size=2))
     resumed = rows(read(first_sample=24, data_rank=1, data_size=2, num_workers=num_workers))
     assert at_once[12:] == resumed
-
-
-def test_the_batch_may_grow_on_resume() -> None:
-    assert rows(read(first_sample=24, global_batch_size=16)) == list(range(24, 56))
 
 
 @pytest.mark.parametrize("first_sample", [57, 64, 100])
@@ -129,16 +121,6 @@ def test_mask_applies_to_the_input_token() -> None:
     _, (_, loss_mask) = next(read(eod_mask_loss=True))
     assert loss_mask.tolist() == [[1.0] * 4, [1.0, 1.0, 0.0, 1.0]]
     assert loss_mask.dtype == torch.float32
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_global_random_stream_is_untouched(num_workers: int) -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    reader = read(num_workers=num_workers)
-    for _ in range(3):
-        next(reader)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,7 +1,6 @@
 """The maps on disk: complete or absent, rebuilt if damaged, equal for all processes."""
 
 import multiprocessing
-import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -75,12 +74,6 @@ def test_a_file_that_cannot_be_replaced_keeps_maps_in_memory(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} <= FILES | {"x.lock"}
 
 
-def test_an_empty_stream_is_cached_too(tmp_path: Path) -> None:
-    nothing = SampleStream(np.arange(1, 5), 8, 0, 1234)
-    for _ in range(2):
-        assert_right(IndexMaps(**cached(tmp_path, "x", nothing)), nothing)
-
-
 def build_at_once(pipe: Connection, folder: Path) -> None:
     """Wait for the others, then ask for the maps."""
     pipe.send("ready")
@@ -106,12 +99,3 @@ def test_concurrent_processes_have_the_same_maps(tmp_path: Path) -> None:
     expected = IndexMaps(**STREAM.build())
     assert results == [[getattr(expected, name).tobytes() for name in ("documents", "samples", "shuffle")]] * 4
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock"}
-
-
-def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        IndexMaps(**cached(tmp_path, "x", STREAM))
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}

@@ -1,7 +1,7 @@
 """Index maps and blends are built a window at a time: the same samples as all at once, at a cost that does not grow."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -46,20 +46,6 @@ def test_windows_hold_the_samples_of_the_whole_stream(
         assert found[0] == found[1]
     with pytest.raises(IndexError):
         windowed.locate(len(windowed))
-
-
-def test_the_longest_run_starts_as_fast_as_a_short_one() -> None:
-    built = []
-
-    def load(window: SampleStream) -> Mapping[str, np.ndarray]:
-        maps = window.build()
-        built.append(sum(array.nbytes for array in maps.values()))
-        assert built[-1] >= window.nbytes
-        return maps
-
-    maps = WindowedMaps(SampleStream(np.full(1000, 300), 64, 10**15, 1234), load)
-    assert maps.locate(10**12 + 7)[0].shuffle.max() < 2 * index_maps.WINDOW
-    assert len(built) == 2 and max(built) < 16 * index_maps.WINDOW
 
 
 @pytest.fixture

@@ -103,27 +103,11 @@ def test_gigatoken_reads_what_tokenizers_would_write(tokenizer: GPT2BPETokenizer
     assert written == json.loads(tokenizer._encoder.to_str())
 
 
-def test_merges_are_applied_in_order(tokenizer: GPT2BPETokenizer, files: tuple[Path, Path]):
-    vocabulary = json.loads(files[0].read_text())
-    assert tokenizer.tokenize("the the") == [vocabulary["the"], vocabulary["Ġthe"]]
-    assert tokenizer.tokenize("xq") == [vocabulary["x"], vocabulary["q"]], "no prefix space, and no merge of rare pairs"
-
-
 def test_no_text_spells_the_end_of_a_document(tokenizer: GPT2BPETokenizer):
     assert tokenizer.eod == tokenizer.vocab_size - 1
     for text in (EOD, f"a{EOD}b", f" {EOD} ", EOD * 3):
         assert tokenizer.eod not in tokenizer.tokenize(text)
     assert tokenizer.detokenize([*tokenizer.tokenize("the"), tokenizer.eod]) == "the" + EOD
-
-
-def test_a_batch_equals_its_texts_one_by_one(tokenizer: GPT2BPETokenizer):
-    assert tokenizer.tokenize_batch(ODD_TEXTS) == [tokenizer.tokenize(text) for text in ODD_TEXTS]
-    assert tokenizer.tokenize_batch([]) == []
-
-
-def test_incomplete_character_is_replaced(tokenizer: GPT2BPETokenizer):
-    first_byte = tokenizer.tokenize("\U0010ffff")[:1]
-    assert tokenizer.detokenize(first_byte) == "\ufffd"
 
 
 def test_half_a_surrogate_pair_is_a_data_error(tokenizer: GPT2BPETokenizer):

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.common.errors import ConfigError, DataError
-from megatron.config.tokenizer_files import unused_merges, used_merges
-from megatron.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
+from megatron.common.errors import DataError
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
 
 WORDS = {"<unk>": 0, "the": 1, "cat": 2, "日本": 3, "<|endoftext|>": 4}
@@ -46,23 +44,6 @@ def test_the_two_special_tokens_are_needed(tmp_path: Path, token: str):
     with pytest.raises(DataError) as caught:
         WhitespaceTokenizer(str(path))
     assert f"lacks {token}" in str(caught.value)
-
-
-def test_merges_are_not_read_and_a_line_says_so(vocab_file: str):
-    assert build_tokenizer("WhitespaceTokenizer", vocab_file, "m.txt").tokenize("cat the") == [2, 1]
-    note = "--merge-file m.txt is not used: WhitespaceTokenizer has no merges"
-    assert unused_merges("WhitespaceTokenizer", "m.txt") == [note]
-    assert unused_merges("WhitespaceTokenizer", None) == unused_merges("GPT2BPETokenizer", "m.txt") == []
-    assert (used_merges("WhitespaceTokenizer", "m.txt"), used_merges("GPT2BPETokenizer", "m.txt")) == (None, "m.txt")
-
-
-def test_a_vocabulary_is_read_by_kind(vocab_file: str):
-    assert read_vocabulary("WhitespaceTokenizer", vocab_file, None) == Vocabulary(size=5, eod=4)
-
-
-def test_an_unknown_kind_names_those_there_are():
-    with pytest.raises(ConfigError, match="choose one of GPT2BPETokenizer, WhitespaceTokenizer"):
-        build_tokenizer("CharTokenizer", None, None)
 
 
 def test_the_package_imports_no_torch():

@@ -3,7 +3,6 @@
 Not shown here: NCCL, kernels of a GPU, streams that overlap, speed. See docs/gpu-status.md.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 from support.emulated_cuda import EmulatedCuda
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
-
-from megatron.launch.environment import free_port
 
 ITERATIONS, SAVED = 4, 2
 SETTINGS = (
@@ -212,17 +209,3 @@ def test_generation_and_evaluation(runs: Runs, programs: Programs, emulated_cuda
     on_gpu, on_cpu = emulated_cuda.run(1, *words).ok(), programs.warm(1, *words).ok()
     found, expected = (float(re.findall(r'"perplexity": ([\d.]+)', run.output)[0]) for run in (on_gpu, on_cpu))
     assert found == pytest.approx(expected, rel=BOUNDS["fp32"])
-
-
-def test_a_server_answers(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
-    """tools/serve.py, with the same completion on the GPU as on the CPU."""
-    checkpoint = runs.checkpoint("fp16, TP 2, sequence parallel", tmp_path / "saved")
-    request = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 8, "temperature": 0})
-    answers = []
-    for start in (emulated_cuda.run, programs.warm):
-        port = str(free_port())
-        words = ("tests/support/serve_once.py", "--load", checkpoint, "--port", port)
-        finished = start(1, *words, PORT=port, REQUEST=request).ok()
-        (line,) = [line for line in finished.output.splitlines() if line.startswith("answer: ")]
-        answers.append(json.loads(line.removeprefix("answer: "))["choices"])
-    assert answers[0] == answers[1] and len(answers[0][0]["text"].split()) == 8

@@ -48,29 +48,12 @@ def refusal(run: RunConfig) -> UserError:
     return caught.value
 
 
-def test_the_vocabulary_gives_its_sizes(corpus: Path) -> None:
-    run, _ = check(run_of(corpus, "--model-parallel-size 2 --make-vocab-size-divisible-by 4"))
-    assert (run.model.vocab_size, run.model.padded_vocab_size, run.model.eod_token) == (5, 8, 1)
-    assert check(run_of(corpus))[0].model.padded_vocab_size == 128
-
-
-def test_nothing_is_written(corpus: Path) -> None:
-    before = sorted(corpus.iterdir())
-    check(run_of(corpus, f"--save {corpus}/new/deep --metrics-file {corpus}/logs/metrics.jsonl"))
-    assert sorted(corpus.iterdir()) == before
-
-
 def test_missing_files_are_named_together(corpus: Path) -> None:
     (corpus / "text.idx").unlink()
     (corpus / "vocab.json").unlink()
     error = refusal(run_of(corpus))
     assert isinstance(error, DataError)
     assert "text.idx" in error.messages[0] and "vocab.json" in error.messages[1]
-
-
-def test_a_corpus_too_small_for_one_sample(corpus: Path) -> None:
-    error = refusal(run_of(corpus, "--seq-length 500"))
-    assert isinstance(error, DataError) and "500" in str(error)
 
 
 @pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path", "--trace", "--run-dir"])
@@ -80,12 +63,6 @@ def test_a_file_where_a_folder_should_be(flag: str, corpus: Path) -> None:
     assert isinstance(error, ConfigError)
     assert error.messages == [
         f"{flag} {place}: {corpus}/vocab.json is not a folder; name another folder, or move it away"
-    ]
-
-
-def test_a_metrics_file_that_is_a_folder(corpus: Path) -> None:
-    assert refusal(run_of(corpus, f"--metrics-file {corpus}")).messages == [
-        f"--metrics-file {corpus} is a folder; name a file"
     ]
 
 
@@ -189,24 +166,3 @@ def test_yarn_extends_a_model_with_rotation(corpus: Path) -> None:
     for accepted in ("--override", "--finetune"):
         assert check(run_of(corpus, f"{words} {accepted}"))[1] is not None
     assert "load a model of the same shape" in str(refusal(run_of(corpus, f"--load {folder}")))
-
-
-def test_most_severe_error_sets_the_class(corpus: Path) -> None:
-    (corpus / "text.bin").unlink()
-    error = refusal(run_of(corpus, f"--load {corpus}/none --save {corpus}/vocab.json"))
-    assert isinstance(error, ConfigError) and len(error.messages) == 3
-    assert "--save" in error.messages[0] and "text.bin" in error.messages[1] and "--load" in error.messages[2]
-
-
-def test_errors_of_parsing_leave_no_traceback() -> None:
-    words = [sys.executable, "-c", _PROGRAM, "--num-layers", "2", "--hiden-size", "8"]
-    finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 2 and "Traceback" not in finished.stderr
-    assert "unknown flag --hiden-size: did you mean --hidden-size?" in finished.stderr
-
-
-_PROGRAM = (
-    "import os, sys; from megatron.cli import parse_run; "
-    "from megatron.tools.command_line import run_tool; "
-    "run_tool(lambda: parse_run(sys.argv[1:], os.environ))"
-)
