@@ -18,26 +18,26 @@ from megatron.config import ModelConfig, RunConfig
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of a layer, as a single process without tensor parallelism holds it."""
+    """One parameter of a layer, as a single process has it, without tensor parallelism."""
 
     name: str
     """Within its layer, such as ``attention.dense.weight``; with the layer's prefix in ``named_parameters``."""
     shape: tuple[int, ...]
     shard_dim: int | None = None
-    """Dimension that tensor parallelism divides; None if every rank holds all of it."""
+    """Dimension that tensor parallelism divides; None if it is replicated."""
     weight_decay: bool = True
     is_vocabulary: bool = False
     """Whether the first dimension is the vocabulary, padded to ``padded_vocab_size``."""
     is_expert: bool = False
-    """Whether the first dimension is that of the experts of a layer, which expert parallelism divides."""
+    """Whether the first dimension counts the experts of a layer, which expert parallelism divides."""
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return math.prod(self.shape)
 
     def local_numel(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> int:
-        """Elements that one rank holds."""
+        """Elements on one rank."""
         numel = self.numel if self.shard_dim is None else self.numel // tensor_parallel_size
         return numel // expert_parallel_size if self.is_expert else numel
 
@@ -46,7 +46,7 @@ class ParameterSpec:
 class KeptActivations:
     """What a layer keeps for its backward pass: elements per token, by type and by how ranks share them.
 
-    The scores of attention are counted apart, as they grow with the square of the sequence.
+    Attention scores are counted separately, since they grow with the square of the sequence.
     """
 
     residual: int = 0
@@ -58,7 +58,7 @@ class KeptActivations:
     statistics: int = 0
     """fp32 numbers such as a norm's mean, divided in the same way."""
     sharded: int = 0
-    """In the model's type, divided over the tensor-parallel ranks always."""
+    """In the model's type, always divided over the tensor-parallel ranks."""
     index_bytes: int = 0
     """Bytes, not elements, of indices and their masks."""
 
@@ -78,20 +78,21 @@ class LayerSpec:
     """In place of the name of the class or function."""
     parameters: tuple[ParameterSpec, ...] = ()
     matmul_flops: int = 0
-    """FLOPs of the forward pass per token in products with weights; 2 for each weight."""
+    """FLOPs of the forward pass per token in matmuls with weights; 2 for each weight."""
     frozen_flops: int = 0
-    """Those of them whose weights are frozen: the backward pass computes the gradient of their input only."""
+    """Part of ``matmul_flops`` with frozen weights, of which the backward pass computes only the input's gradient."""
     repeated_flops: int = 0
-    """Those of them that the backward pass computes again in any case, with ``--tiled-mlp``."""
+    """Part of ``matmul_flops`` that the backward pass always recomputes, with ``--tiled-mlp``."""
     attention_size: int = 0
     """Columns of all heads together: the attention core takes 4 FLOPs per token, column and attended token."""
     cross_attention_size: int = 0
-    """Those of them in attention to another sequence, which has no bias of relative positions."""
+    """Part of ``attention_size`` in attention to another sequence, which has no bias of relative positions."""
     kept: KeptActivations = KeptActivations()
     tied: str | None = None
-    """Key that it shares with the other layers of the same parameters; None if it shares none."""
+    """Key that layers with the same parameters share; None for a layer with its own."""
     is_block: bool = False
-    """Whether it is one of the ``num_layers`` repeated layers, which the pipeline divides and recomputation repeats."""
+    """Whether it is one of the ``num_layers`` transformer layers, which the pipeline divides and recomputation runs
+    again."""
 
     @property
     def class_name(self) -> str:
@@ -104,7 +105,7 @@ class LayerSpec:
         return sum(parameter.numel for parameter in self.parameters)
 
     def attention_flops(self, seq_length: int) -> int:
-        """FLOPs of the attention core in the forward pass, per token; in full, without what causality would save."""
+        """FLOPs of the attention core in the forward pass, per token; a causal mask does not reduce them."""
         return 4 * seq_length * self.attention_size
 
     def flops(self, seq_length: int) -> int:
@@ -120,7 +121,7 @@ class ArchitectureSpec:
     program: str
     """The entry script that trains it."""
     tokenizers: tuple[str, ...]
-    """The kinds of tokenizer whose vocabulary has the tokens that it needs; the first one is the default."""
+    """The kinds of tokenizer whose vocabulary has the special tokens of the model; the first one is the default."""
     layers: Callable[[ModelConfig], Sequence[LayerSpec]]
     """The layers of a model of these sizes, in order: those before the blocks, the blocks, those after them."""
     loss: str
@@ -129,9 +130,9 @@ class ArchitectureSpec:
     """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens. None for a model
     that is no language model: its samples are rows of a table, each with a class."""
     is_encoder_decoder: bool = False
-    """Whether samples are texts with spans taken out, for an encoder, and those spans, for a decoder (T5)."""
+    """Whether samples are texts with masked spans, for an encoder, and the spans, for a decoder (T5)."""
     defaults: tuple[str, ...] = ()
-    """Arguments of the command line that its program has without them."""
+    """Command-line arguments that its program adds."""
     provider: Any = None
     """For a model without a spec: its ``megatron.training.model_provider.ModelProvider``; ``layers`` then says nothing
     about parameters and cost."""
@@ -166,18 +167,18 @@ class ArchitectureSpec:
 
 
 def is_trained(config: ModelConfig, name: str) -> bool:
-    """Whether training changes the parameter ``name``: with ``--lora-rank`` only those of adapters."""
+    """Whether training changes the parameter ``name``: with ``--lora-rank`` only adapters."""
     return not config.lora_rank or ".lora." in name
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
-    """Elements of all parameters of the model, and of those that are trained."""
+    """Elements of all parameters of the model, and of the trained parameters."""
     sizes = {name: spec.numel for name, spec in architecture_of(config).named_parameters(config).items()}
     return sum(sizes.values()), sum(size for name, size in sizes.items() if is_trained(config, name))
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Elements of the parameters that compute a token: of the experts those of as many as the router chooses."""
+    """Elements of the parameters that compute a token: with experts, of as many as the router chooses."""
     specs = architecture_of(config).named_parameters(config).values()
     chosen = config.moe_router_topk
     return sum(spec.numel // spec.shape[0] * chosen if spec.is_expert else spec.numel for spec in specs)
@@ -235,59 +236,3 @@ def _forward_flops(run: RunConfig, layers: Sequence[LayerSpec]) -> float:
 
 def _tokens(run: RunConfig) -> int:
     return run.train.global_batch_size * run.data.seq_length
-
-
-# Parameters of the common layers; ``h`` stands for inputs or hidden size throughout.
-
-
-def norm_parameters(name: str, h: int, kind: str = "LayerNorm") -> tuple[ParameterSpec, ...]:
-    """The weight of a norm, and the bias of a layer norm; without a name those of a layer that is one."""
-    prefix = f"{name}." if name else ""
-    names = ("weight", "bias") if kind == "LayerNorm" else ("weight",)
-    return tuple(ParameterSpec(f"{prefix}{name}", (h,), weight_decay=False) for name in names)
-
-
-def column_parallel(
-    name: str, inputs: int, outputs: int, *, bias: bool = True, parts: int = 1
-) -> tuple[ParameterSpec, ...]:
-    """Weight and bias of a ``ColumnParallelLinear``: both divided along the outputs, of which there are ``parts``."""
-    parameters = replicated_linear(name, inputs, outputs, bias=bias)
-    if parts == 1:
-        return tuple(replace(parameter, shard_dim=0) for parameter in parameters)
-    return tuple(replace(parameter, shape=(parts, *parameter.shape), shard_dim=1) for parameter in parameters)
-
-
-def row_parallel(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
-    """Weight and bias of a ``RowParallelLinear``: the weight divided along the inputs."""
-    weight, *biases = replicated_linear(name, inputs, outputs, bias=bias)
-    return replace(weight, shard_dim=1), *biases
-
-
-def expert_parameters(name: str, experts: int, inputs: int, inner: int, *, parts: int = 1) -> tuple[ParameterSpec, ...]:
-    """The two matrices of all experts of a layer, without biases: each divided along the ``inner`` size."""
-    rows, dim = ((inner,), 1) if parts == 1 else ((parts, inner), 2)
-    return (
-        ParameterSpec(f"{name}.dense_h_to_4h.weight", (experts, *rows, inputs), dim, is_expert=True),
-        ParameterSpec(f"{name}.dense_4h_to_h.weight", (experts, inputs, inner), 2, is_expert=True),
-    )
-
-
-def column_parallel_adapter(
-    name: str, inputs: int, outputs: int, rank: int, parts: int = 1
-) -> tuple[ParameterSpec, ...]:
-    """A and B of a ``ColumnParallelAdapter``; none of rank 0."""
-    shape, dim = ((outputs, rank), 0) if parts == 1 else ((parts, outputs, rank), 1)
-    a, b = ParameterSpec(f"{name}.lora.A", (rank, inputs)), ParameterSpec(f"{name}.lora.B", shape, dim)
-    return (a, b) if rank else ()
-
-
-def row_parallel_adapter(name: str, inputs: int, outputs: int, rank: int) -> tuple[ParameterSpec, ...]:
-    """A and B of a ``RowParallelAdapter``; none of rank 0."""
-    a, b = ParameterSpec(f"{name}.lora.A", (rank, inputs), 1), ParameterSpec(f"{name}.lora.B", (outputs, rank))
-    return (a, b) if rank else ()
-
-
-def replicated_linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
-    """Weight and bias of a linear layer that every rank holds whole."""
-    weight = ParameterSpec(f"{name}.weight", (outputs, inputs))
-    return (weight, ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False)) if bias else (weight,)

@@ -6,19 +6,14 @@ from megatron.config import ModelConfig
 from megatron.model.architectures.layers import (
     WITHOUT_SEGMENT_IDS,
     final_norm,
+    norm_parameters,
     positions,
+    replicated_linear,
     transformer_layer,
     word_embedding,
     word_logits,
 )
-from megatron.model.spec import (
-    ArchitectureSpec,
-    KeptActivations,
-    LayerSpec,
-    ParameterSpec,
-    norm_parameters,
-    replicated_linear,
-)
+from megatron.model.spec import ArchitectureSpec, KeptActivations, LayerSpec, ParameterSpec
 
 PAIRS = "megatron.model.embedding:PairEmbedding"
 

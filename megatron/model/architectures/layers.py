@@ -7,22 +7,12 @@ from dataclasses import replace
 
 from megatron.config import ModelConfig
 from megatron.config.adapters import LORA_TARGETS
-from megatron.model.spec import (
-    KeptActivations,
-    LayerSpec,
-    ParameterSpec,
-    column_parallel,
-    column_parallel_adapter,
-    expert_parameters,
-    norm_parameters,
-    row_parallel,
-    row_parallel_adapter,
-)
+from megatron.model.spec import KeptActivations, LayerSpec, ParameterSpec
 
 EMBED = "embed"
 """Key of the layers that share the word embedding: the first, and the head."""
-
 BLOCK = "megatron.model.transformer:ParallelTransformerLayer"
+WORDS = "megatron.model.embedding:WordEmbedding"
 
 
 def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
@@ -30,36 +20,25 @@ def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
     h, f, norm, bias = config.hidden_size, config.ffn_hidden_size, config.normalization, config.linear_bias
     q, k = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
     matrices = 2 if config.is_gated else 1
-    head_norms = [
-        parameter
-        for name in ("q_layernorm", "k_layernorm")
-        for parameter in norm_parameters(f"attention.{name}", config.head_size, norm)
-    ]
+    head_norms = ("attention.q_layernorm", "attention.k_layernorm") if config.qk_layernorm else ()
     ranks = dict.fromkeys(LORA_TARGETS, 0) | dict.fromkeys(config.adapted, config.lora_rank)
     parameters = (
         *norm_parameters("input_layernorm", h, norm),
-        *column_parallel("attention.query_key_value", h, q + 2 * k, bias=config.qkv_bias),
-        *column_parallel_adapter("attention.query_key_value", h, q + 2 * k, ranks["query_key_value"]),
-        *(head_norms if config.qk_layernorm else ()),
-        *row_parallel("attention.dense", q, h, bias=bias),
-        *row_parallel_adapter("attention.dense", q, h, ranks["dense"]),
+        *column_parallel(
+            "attention.query_key_value", h, q + 2 * k, bias=config.qkv_bias, lora_rank=ranks["query_key_value"]
+        ),
+        *(parameter for name in head_norms for parameter in norm_parameters(name, config.head_size, norm)),
+        *row_parallel("attention.dense", q, h, bias=bias, lora_rank=ranks["dense"]),
         *norm_parameters("post_attention_layernorm", h, norm),
-        *column_parallel("mlp.dense_h_to_4h", h, f, bias=bias, parts=matrices),
-        *column_parallel_adapter("mlp.dense_h_to_4h", h, f, ranks["dense_h_to_4h"], parts=matrices),
-        *row_parallel("mlp.dense_4h_to_h", f, h, bias=bias),
-        *row_parallel_adapter("mlp.dense_4h_to_h", f, h, ranks["dense_4h_to_h"]),
+        *column_parallel("mlp.dense_h_to_4h", h, f, bias=bias, matrices=matrices, lora_rank=ranks["dense_h_to_4h"]),
+        *row_parallel("mlp.dense_4h_to_h", f, h, bias=bias, lora_rank=ranks["dense_4h_to_h"]),
     )
     kept = KeptActivations(
         residual=2 * h,
         local=2 * h,
         masks=2 * h,
         statistics=4 if norm == "LayerNorm" else 2,
-        # With SwiGLU gate and up, and their product; with GELU for it the activated gate, too. A norm of heads keeps
-        # its input. Of an MLP in tiles its input is kept alone.
-        sharded=2 * q
-        + 2 * k
-        + (0 if config.tiled_mlp else (4 if config.geglu else 3 if config.swiglu else 2) * f)
-        + (q + k if config.qk_layernorm else 0),
+        sharded=2 * q + 2 * k + _kept_in_mlp(config) * f + (q + k if config.qk_layernorm else 0),
     )
     if config.lora_rank:
         kept = _with_adapters(kept, config)
@@ -77,47 +56,57 @@ def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
     )
 
 
-def moe_layer(config: ModelConfig) -> LayerSpec:
-    """The same with experts in place of the MLP, and perhaps one for all tokens.
+def _kept_in_mlp(config: ModelConfig) -> int:
+    """Tensors of size f that the MLP keeps.
 
-    Kept besides what attention keeps: the router's input in fp32 and its probabilities, and of each chosen expert its
-    input, what is inside it, and its output.
+    With GELU its input and output; with SwiGLU gate, up and their product; with GEGLU the activated gate, too; in tiles
+    none.
+    """
+    if config.tiled_mlp:
+        return 0
+    return 4 if config.geglu else 3 if config.swiglu else 2
+
+
+def moe_layer(config: ModelConfig) -> LayerSpec:
+    """A transformer layer with experts in place of the MLP, and perhaps a shared expert for all tokens.
+
+    Kept besides what attention keeps: the router's input in fp32 and its probabilities, and for each chosen expert its
+    input, the tensors inside it, and its output.
     """
     h, f, experts, chosen = config.hidden_size, config.expert_size, config.num_experts, config.moe_router_topk
     shared, bias, matrices = config.moe_shared_expert_intermediate_size, config.linear_bias, 2 if config.is_gated else 1
     dense, width = transformer_layer(config), 3 if config.is_gated else 2
     attention = tuple(parameter for parameter in dense.parameters if not parameter.name.startswith("mlp."))
     of_shared = (
-        *column_parallel("mlp.shared_expert.dense_h_to_4h", h, shared, bias=bias, parts=matrices),
+        *column_parallel("mlp.shared_expert.dense_h_to_4h", h, shared, bias=bias, matrices=matrices),
         *row_parallel("mlp.shared_expert.dense_4h_to_h", shared, h, bias=bias),
     )
     parameters = (
         *attention,
         ParameterSpec("mlp.router.weight", (experts, h)),
-        *expert_parameters("mlp.experts", experts, h, f, parts=matrices),
+        *expert_parameters("mlp.experts", experts, h, f, matrices=matrices),
         *(of_shared if shared else ()),
     )
-    inside = width * (chosen * f + shared - config.ffn_hidden_size)
-    products = chosen * f + shared - config.ffn_hidden_size
+    more = chosen * f + shared - config.ffn_hidden_size  # columns than the MLP of a dense layer
     return replace(
         dense,
         module="megatron.model.moe:MoEParallelTransformerLayer",
         parameters=parameters,
-        matmul_flops=dense.matmul_flops + 2 * h * ((matrices + 1) * products + experts),
+        matmul_flops=dense.matmul_flops + 2 * h * ((matrices + 1) * more + experts),
         kept=replace(
             dense.kept,
             local=dense.kept.local + 2 * chosen * h,
             statistics=dense.kept.statistics + h + 3 * experts,
-            sharded=dense.kept.sharded + inside,
+            sharded=dense.kept.sharded + width * more,
         ),
     )
 
 
 def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivations:
-    """What a transformer layer keeps whose own weights are frozen.
+    """What a transformer layer with frozen weights and adapters keeps.
 
-    Inputs of linear layers without an adapter are not kept, outputs of A are, and so are inputs of A and their masks
-    if they have dropout.
+    It keeps outputs of A, and inputs of A and their masks with dropout, but no inputs of linear layers without an
+    adapter.
     """
     chosen, copies = config.adapted, 2 if config.lora_dropout else 1
     h, f, q = config.hidden_size, config.ffn_hidden_size, config.num_attention_heads * config.head_size
@@ -128,9 +117,6 @@ def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivation
         chosen = tuple(target for target in chosen if target in ("query_key_value", "dense"))
     context = q * (copies - 1 if "dense" in chosen else 0)  # attention keeps it in any case
     return replace(kept, local=inputs + config.lora_rank * len(chosen), sharded=kept.sharded + inside_mlp + context)
-
-
-WORDS = "megatron.model.embedding:WordEmbedding"
 
 
 def word_embedding(config: ModelConfig, module: str = WORDS) -> LayerSpec:
@@ -156,7 +142,7 @@ def word_logits(config: ModelConfig, module: str = WORDS) -> LayerSpec:
 
 
 def output_layer(config: ModelConfig) -> LayerSpec:
-    """An output projection of its own."""
+    """An output projection with its own weight."""
     (table,) = word_embedding(config).parameters
     return replace(
         word_logits(config, "megatron.model.embedding:OutputLayer"),
@@ -191,3 +177,57 @@ def final_norm(config: ModelConfig) -> LayerSpec:
 
 
 WITHOUT_SEGMENT_IDS = LayerSpec(forward="megatron.model.embedding:without_segment_ids")
+
+
+def norm_parameters(name: str, size: int, kind: str = "LayerNorm") -> tuple[ParameterSpec, ...]:
+    """Weight and, of a layer norm, bias of the norm ``name``; without a name, of a layer that is a norm."""
+    prefix = f"{name}." if name else ""
+    parts = ("weight", "bias") if kind == "LayerNorm" else ("weight",)
+    return tuple(ParameterSpec(f"{prefix}{part}", (size,), weight_decay=False) for part in parts)
+
+
+def replicated_linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
+    """Weight and bias of a linear layer that is replicated."""
+    weight = ParameterSpec(f"{name}.weight", (outputs, inputs))
+    return (weight, ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False)) if bias else (weight,)
+
+
+def column_parallel(
+    name: str, inputs: int, outputs: int, *, bias: bool = True, matrices: int = 1, lora_rank: int = 0
+) -> tuple[ParameterSpec, ...]:
+    """``ColumnParallelLinear``: weight, bias and B of its adapter are divided along the outputs.
+
+    A gated MLP has two ``matrices`` in one parameter.
+    """
+
+    def divided(parameter: ParameterSpec) -> ParameterSpec:
+        if matrices == 1:
+            return replace(parameter, shard_dim=0)
+        return replace(parameter, shape=(matrices, *parameter.shape), shard_dim=1)
+
+    linear = [divided(parameter) for parameter in replicated_linear(name, inputs, outputs, bias=bias)]
+    if not lora_rank:
+        return tuple(linear)
+    a, b = ParameterSpec(f"{name}.lora.A", (lora_rank, inputs)), ParameterSpec(f"{name}.lora.B", (outputs, lora_rank))
+    return (*linear, a, divided(b))
+
+
+def row_parallel(
+    name: str, inputs: int, outputs: int, *, bias: bool = True, lora_rank: int = 0
+) -> tuple[ParameterSpec, ...]:
+    """``RowParallelLinear``: the weight and A of its adapter are divided along the inputs."""
+    weight, *biases = replicated_linear(name, inputs, outputs, bias=bias)
+    a = ParameterSpec(f"{name}.lora.A", (lora_rank, inputs), shard_dim=1)
+    b = ParameterSpec(f"{name}.lora.B", (outputs, lora_rank))
+    return (replace(weight, shard_dim=1), *biases, *((a, b) if lora_rank else ()))
+
+
+def expert_parameters(
+    name: str, experts: int, inputs: int, inner: int, *, matrices: int = 1
+) -> tuple[ParameterSpec, ...]:
+    """The weights of all experts of a layer, without biases: each divided along the ``inner`` size."""
+    rows, dim = ((inner,), 1) if matrices == 1 else ((matrices, inner), 2)
+    return (
+        ParameterSpec(f"{name}.dense_h_to_4h.weight", (experts, *rows, inputs), dim, is_expert=True),
+        ParameterSpec(f"{name}.dense_4h_to_h.weight", (experts, inputs, inner), 2, is_expert=True),
+    )

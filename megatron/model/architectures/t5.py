@@ -7,22 +7,17 @@ from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import HUGGINGFACE
 from megatron.model.architectures.bert import BERT
 from megatron.model.architectures.layers import (
+    column_parallel,
     final_norm,
+    norm_parameters,
     output_layer,
     positions,
+    row_parallel,
     transformer_layer,
     word_embedding,
     word_logits,
 )
-from megatron.model.spec import (
-    ArchitectureSpec,
-    KeptActivations,
-    LayerSpec,
-    ParameterSpec,
-    column_parallel,
-    norm_parameters,
-    row_parallel,
-)
+from megatron.model.spec import ArchitectureSpec, KeptActivations, LayerSpec, ParameterSpec
 
 T5_LAYERS = "megatron.model.t5"
 
