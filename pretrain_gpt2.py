@@ -77,6 +77,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
     from megatron.training.exit_conditions import ExitConditions
+    from megatron.training.learning_rates import annealing_lr
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
@@ -95,7 +96,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         log_configuration(run, log, callbacks)
 
         with deepspeed_silenced(run.logging.verbose):
-            engine = build_engine(run, layout)
+            engine = build_engine(run, layout, annealing_lr(run))
             resumed = None if run.checkpoint.finetune else saved
             history = resumed.history if resumed else ()
             checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings_text(run))

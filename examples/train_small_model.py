@@ -34,11 +34,13 @@ def main() -> None:
     prepare_environment(os.environ)  # before torch is imported
 
     from megatron.checkpoint.save import Checkpointer
-    from megatron.engines.build import build_engine, train_batch
+    from megatron.engines.build import build_engine
+    from megatron.engines.steps import train_batch
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.inference.source import open_source
     from megatron.tools.inference.weights import load_model
     from megatron.training.data_iterators import DataIterators
+    from megatron.training.learning_rates import annealing_lr
     from megatron.training.preflight import check
     from megatron.training.setup import initialized_ranks
 
@@ -49,7 +51,7 @@ def main() -> None:
     # 2. Join the process groups. The layout is this rank's place in them; it is passed to whatever needs it.
     with initialized_ranks(run, callbacks=()) as (layout, _):
         # 3. DeepSpeed's engine around model and Adam, this data-parallel rank's samples, and five steps.
-        engine = build_engine(run, layout)
+        engine = build_engine(run, layout, annealing_lr(run))
         batches = DataIterators(run, layout).training(finished=0)
         for iteration in range(1, run.train.train_iters + 1):
             loss = train_batch(engine, batches).item()  # the same on every rank

@@ -32,10 +32,11 @@ from megatron.common.files import sync
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines import deepspeed_silenced, silence_known_warnings
-from megatron.engines.build import build_engine, train_batch
-from megatron.engines.engine import use_checkpoint_engine
+from megatron.engines.build import build_engine
+from megatron.engines.steps import train_batch
 from megatron.launch.distributed import distributed
 from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.learning_rates import annealing_lr
 
 SHAPE = Shape(layers=12, hidden=512, heads=8, sequence=64, batch=1, vocabulary=1024)
 NOT_COUNTED = 2
@@ -49,7 +50,7 @@ def measure(rounds: int) -> list[Result]:
         run = run_of(SHAPE, "--save", str(Path(name) / "run"))
         with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
             model_parallel_manual_seed(1, layout)
-            engine = build_engine(run, layout)
+            engine = build_engine(run, layout, annealing_lr(run))
             tokens = torch.zeros(SHAPE.batch, SHAPE.sequence, dtype=torch.long)  # [b, s]
             train_batch(engine, iter([Batch(tokens, (tokens, torch.full(tokens.shape, 1 / tokens.numel())))]))
             return [*_of_files(engine, Path(name) / "files", rounds), *_of_waiting(engine, run, rounds)]
@@ -136,7 +137,7 @@ def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
             step = len(savers) * number + place + 1
             os.sync()
             if isinstance(saver, Checkpointer):
-                use_checkpoint_engine(engine, saver._files)
+                engine.checkpoint_engine = saver._files
             begin = time.perf_counter()
             saver.take(step) if isinstance(saver, Snapshots) else saver.save(step)
             waited[name].append(time.perf_counter() - begin)

@@ -17,10 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.build import build_engine, train_batch
+from megatron.engines.build import build_engine
+from megatron.engines.steps import train_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.learning_rates import annealing_lr
 
 STEPS = 5
 
@@ -35,7 +37,7 @@ def measured_memory(
     """
     model_parallel_manual_seed(1, layout)
     others = _live_tensors()  # held on to, so that no storage of the engine's gets the address of one of theirs
-    engine = build_engine(run, layout)
+    engine = build_engine(run, layout, annealing_lr(run))
     train_batch(engine, batches)
     held = _between_micro_batches(engine, batches)
     total = _peak_of_a_step(engine, batches, others, steps)

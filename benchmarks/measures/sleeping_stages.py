@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import SimpleQueue
@@ -57,9 +56,9 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
 
     from megatron.cli import parse_run
     from megatron.engines import deepspeed_silenced, silence_known_warnings
-    from megatron.engines.build import train_batch
-    from megatron.engines.containers import ChunkedModel, DualPipeVModel, PipelinedModel
-    from megatron.engines.schedules import scheduled_pipeline_engine
+    from megatron.engines.build import our_engines
+    from megatron.engines.pipeline_modules import ChunkedModel, DualPipeVModel, PipelinedModel
+    from megatron.engines.steps import train_batch
     from megatron.launch.distributed import distributed
     from megatron.parallel.pipeline.schedule import schedule_of
     from megatron.tools.reporting.tracing import Tracer
@@ -74,17 +73,16 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     sleep = PassSeconds(0.0, 0.0)
     with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
         parts = [LayerSpec(sleeping_chunk(sleep))] * chunks, mse_loss, run.activation, layout
-        boundaries, is_ours = range(chunks + 1), run.parallel.uses_scheduled_engine
-        if is_ours:
+        boundaries = range(chunks + 1)
+        if run.parallel.uses_scheduled_engine:
             module = ChunkedModel(*parts, partition_boundaries=boundaries, schedule=schedule_of(run))
         else:
             container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
             module = container(*parts, partition_boundaries=boundaries)
-        with scheduled_pipeline_engine() if is_ours else nullcontext():
+        with our_engines(run, layout):
             engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=module.parameters(), config=dict(run.ds_config)
             )
-        engine.routers = []  # as ``build_engine`` says of a model without experts
         tracer, data, seconds = Tracer(run, layout, module), batches(), []
         for number in range(1, last + 1):
             if number == FIRST:

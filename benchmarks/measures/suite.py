@@ -17,9 +17,11 @@ from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 from megatron.cli import parse_run
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.build import build_engine, build_module, train_batch
+from megatron.engines.build import build_engine, build_module
+from megatron.engines.steps import train_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.learning_rates import annealing_lr
 
 
 def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:
@@ -34,7 +36,7 @@ def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:
 def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
     """One step of the run's engine, over the same micro-batch again and again: tokens and labels [b, s]."""
     model_parallel_manual_seed(1, layout)
-    engine = build_engine(run, layout)
+    engine = build_engine(run, layout, annealing_lr(run))
     weights = torch.full_like(labels, 1 / labels.numel(), dtype=torch.float32)
     batches: Iterator[Batch] = repeat(Batch(tokens, (labels, weights)))
     return lambda: train_batch(engine, batches)

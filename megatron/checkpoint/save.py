@@ -34,7 +34,6 @@ from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
-from megatron.engines.engine import use_checkpoint_engine
 from megatron.engines.state import optimizer_name, save_state
 from megatron.launch.rank import exit_now
 
@@ -102,7 +101,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
-        use_checkpoint_engine(engine, self._files)
+        engine.checkpoint_engine = self._files
         if run.checkpoint.save:
             on_rank_0(disk_errors(self._folder, "ds_config.json", 0)(self._prepare))
 

@@ -1,26 +1,24 @@
-"""Everything that replaces or works around a part of DeepSpeed or torch.distributed.
+"""The seam to DeepSpeed: subclasses of its engines and optimizers, and what a process corrects before they are built.
 
-Each entry states where the part is in DeepSpeed ``TESTED_VERSION``, what it does there, the test that fails without
-the entry, and when the entry can be removed. Nothing outside of this package replaces attributes of DeepSpeed's
-objects, except for its launcher, which imports neither torch nor this package: ``megatron/tools/cluster/`` has
-``deepspeed_launcher.py`` for it, in the same form.
+``engine.py`` and ``pipeline_engine.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its optimizers,
+and ``schedules.py`` adds pipeline schedules. ``overrides.py`` compares all of it with the installed DeepSpeed. Each
+override states what DeepSpeed ``TESTED_VERSION`` does instead, and the test that fails without it. Nothing outside of
+this package uses private parts of DeepSpeed, except for its launcher, which imports neither torch nor this package:
+``megatron/tools/cluster/deepspeed_launcher.py``.
 """
 
 import importlib
 import logging
 import os
-import platform
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 TESTED_VERSION = "0.19.8"
-"""The version of DeepSpeed that the entries are for."""
+"""The version of DeepSpeed that this package is for."""
 
 _KNOWN_WARNINGS = (
     "all_gather_into_tensor",
@@ -79,40 +77,15 @@ def nothing_compiled_for_collectives() -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-def devices_counted_once() -> None:
-    """Let DeepSpeed count the devices of a machine without accelerators once in a process.
+def cpu_asked_once() -> None:
+    """Let DeepSpeed's builders and its Adam for CPUs ask py-cpuinfo once what kind of processor this is.
 
-    DeepSpeed: accelerator/cpu_accelerator.py, ``device_count()`` starts ``numactl --hardware`` each time, unless the
-    launcher has set LOCAL_SIZE; ``__avg_scatter_grads`` in runtime/zero/stage3.py calls it in every reduction.
-    Test: tests/engines/test_deepspeed.py. Remove when ``device_count()`` remembers its answer.
-    """
-    numa = importlib.import_module("deepspeed.utils.numa")
-    numa.get_numa_cores = cache(numa.get_numa_cores)  # type: ignore[attr-defined]
-
-
-def cpu_known_at_once() -> None:
-    """Let DeepSpeed's builders and its Adam for CPUs read in /proc what kind of processor this is.
-
-    DeepSpeed: ops/op_builder/builder.py and ops/adam/cpu_adam.py ask py-cpuinfo three times, which each time starts a
-    Python that measures the clock rate for more than a second. Where /proc is another's, py-cpuinfo is asked as before.
-    Test: tests/engines/test_deepspeed.py. Remove when DeepSpeed asks once, or the kernel.
+    DeepSpeed: ops/op_builder/builder.py and ops/adam/cpu_adam.py ask three times, 1.2 s each, when a run with offload
+    starts. Remove when DeepSpeed asks once.
     """
     import cpuinfo
 
-    known = _cpu_of_kernel(Path("/proc/cpuinfo"))
-    if known is not None:
-        cpuinfo.get_cpu_info = lambda: dict(known)
-
-
-def _cpu_of_kernel(file: Path) -> dict[str, Any] | None:
-    """The fields of py-cpuinfo that DeepSpeed reads, of an x86 processor under Linux; None for others."""
-    if platform.machine() != "x86_64" or not file.exists():
-        return None
-    lines = (line.partition(":") for line in file.read_text().splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in lines}
-    if not {"vendor_id", "flags"} <= fields.keys():
-        return None
-    return {"arch": "X86_64", "vendor_id_raw": fields["vendor_id"], "flags": sorted(fields["flags"].split())}
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
 def set_groups_of_deepspeed(timeout: timedelta, backend: str | None = None) -> None:

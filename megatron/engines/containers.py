@@ -1,4 +1,4 @@
-"""The containers that DeepSpeed's engines run: each is made from a model's list of layers and its loss.
+"""The layers of a model, made from its specs, and the container that DeepSpeed's engine without a pipeline runs.
 
 b batch, s sequence, v padded vocabulary, t tensor-parallel size
 """
@@ -10,21 +10,17 @@ from pkgutil import resolve_name
 from typing import Any
 
 import deepspeed
-from deepspeed.pipe import DualPipeVModule
 from deepspeed.pipe import LayerSpec as UnbuiltLayer
 from deepspeed.pipe import TiedLayerSpec as UnbuiltTiedLayer
 from torch import Tensor, nn
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.engines.chunks import ChunkedPipelineModule
-from megatron.engines.engine import ExplicitPipelineModule
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
 from megatron.model.relative_positions import RelativePositions, with_bias_apart, without_bias
 from megatron.model.spec import LayerSpec
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.schedule import Schedule
 
 Layer = Callable[[HiddenStates], HiddenStates]
 Layers = Sequence[UnbuiltLayer | Layer]
@@ -77,45 +73,6 @@ def loss_parts(container: nn.Module) -> dict[str, Tensor]:
     return getattr(getattr(container, "loss_fn", None), "parts", {})
 
 
-class PipelinedModel(ExplicitPipelineModule):
-    """A model divided into pipeline stages at ``partition_boundaries`` of its list of layers; ZeRO 0 or 1."""
-
-    def __init__(
-        self,
-        layers: Layers,
-        loss_fn: LossFn,
-        activation: ActivationConfig,
-        layout: ParallelLayout,
-        *,
-        partition_boundaries: Sequence[int],
-    ):
-        self.layers_per_checkpoint = activation.layers_together
-        super().__init__(
-            partition_boundaries=partition_boundaries, layers=layers, loss_fn=loss_fn, topology=layout.pipeline_topology
-        )
-
-    def forward(self, hidden_states: HiddenStates) -> Any:
-        """This stage's part of the model."""
-        outputs = run_layers(self.forward_funcs, hidden_states, self.layers_per_checkpoint if self.training else 0)
-        return outputs if isinstance(outputs, Tensor) else without_bias(outputs)
-
-    def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """The terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
-        return loss_parts(self) or None
-
-
-class DualPipeVModel(DualPipeVModule, PipelinedModel):
-    """The same with two model chunks to a stage. DeepSpeed's DualPipeV engine recognizes it by its class."""
-
-
-class ChunkedModel(ChunkedPipelineModule, PipelinedModel):
-    """The same with the model chunks per stage of another schedule, as the interleaved one."""
-
-    def __init__(self, *arguments: Any, schedule: Schedule, partition_boundaries: Sequence[int]):
-        self.schedule = schedule
-        super().__init__(*arguments, partition_boundaries=partition_boundaries)
-
-
 class SequentialModel(nn.Module):
     """A model without pipeline stages; any ZeRO stage. Its parameters are named as those of a pipeline."""
 
@@ -123,8 +80,6 @@ class SequentialModel(nn.Module):
         super().__init__()
         self.layers_per_checkpoint = activation.layers_together
         self.loss_fn = loss_fn
-        self.mean_loss_parts: dict[str, Tensor] = {}
-        """The terms of the loss of the last global batch that the engine has run."""
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(layers)]
 
@@ -163,7 +118,6 @@ class ProvidedModel(nn.Module):
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, tuple[Tensor, ...]], Tensor]):
         super().__init__()
         self.model, self.loss = model, loss
-        self.mean_loss_parts: dict[str, Tensor] = {}
 
     def forward(self, inputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """The loss of a micro-batch."""

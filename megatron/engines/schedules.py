@@ -12,13 +12,11 @@ Test: tests/training/test_schedules_agree.py. Remove when DeepSpeed has these sc
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     BufferOpInstruction,
@@ -34,7 +32,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import Tensor
 
-from megatron.engines.engine import join_outputs, replaced
+from megatron.engines.pipeline_engine import PipelinedEngine
 from megatron.engines.transfers import Transfers, as_list
 from megatron.parallel.pipeline.program import Step, Transfer, program
 from megatron.parallel.pipeline.schedule import (
@@ -56,11 +54,6 @@ class BackwardWeightPass(BufferOpInstruction):
     """The rest of it: the gradients of the weights of linear layers."""
 
 
-def scheduled_pipeline_engine() -> AbstractContextManager[None]:
-    """While inside, ``deepspeed.initialize`` makes a ``ScheduledPipelineEngine`` of a pipeline module."""
-    return replaced(deepspeed, PipelineEngine=ScheduledPipelineEngine)
-
-
 class _Instructions(NamedTuple):
     """A schedule as DeepSpeed's engine reads it."""
 
@@ -74,21 +67,19 @@ class _Instructions(NamedTuple):
         return iter(self.steps)
 
 
-class ScheduledPipelineEngine(PipelineEngine):
-    """Runs the schedule of a ``ChunkedPipelineModule``.
+class ScheduledEngine(PipelinedEngine):
+    """Runs the schedule of a ``ChunkedModel``.
 
     A buffer belongs to a micro-batch in a chunk: number of the chunk in the stage x micro-batches + micro-batch.
     """
 
     _chunk: int | None = None
     """The model chunk that runs now."""
-    _is_ready = False
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         assert not (self.is_pipe_partitioned or self.is_grad_partitioned or self.dynamic_shape)
         assert not (self.has_attention_mask or self.has_bool_tensors)
-        self._is_ready = True
         self._transfers = Transfers(self.grid.stage_to_global, self.device, most_sends=2 * self.num_stages)
         self._deferred = DeferredProducts(self.module.parameters()) if self._splits_backward else None
         self.pipe_buffers.update(losses=[], gradients=[], products=[])
@@ -109,7 +100,7 @@ class ScheduledPipelineEngine(PipelineEngine):
 
     def is_last_stage(self) -> bool:
         """Whether the chunk that runs is the last; outside of passes, whether this stage holds it."""
-        if not self._is_ready:  # DeepSpeed's constructor asks for the place of the stage
+        if not self.is_ready:  # DeepSpeed's constructor asks for the place of the stage
             return super().is_last_stage()
         return self._last_chunk in self.module.chunks if self._chunk is None else self._chunk == self._last_chunk
 
@@ -138,17 +129,17 @@ class ScheduledPipelineEngine(PipelineEngine):
         """A pass, after what it waits for."""
         chunk, kind, number = action
         phase = self.module.chunks.index(chunk)
-        place = {"buffer_id": self._buffer(chunk, number), "phase": phase, "micro_batch": number + 1}
+        arguments = {"buffer_id": self._buffer(chunk, number), "phase": phase, "micro_batch": number + 1}
         if kind == FORWARD:
-            before = [RecvActivation(**place)] if self._is_elsewhere(chunk - 1) else []
+            before = [RecvActivation(**arguments)] if self._is_elsewhere(chunk - 1) else []
             # The stage that holds both ends of the model reads each micro-batch once.
             if chunk == 0 or (chunk == self._last_chunk and 0 not in self.module.chunks):
-                before.append(LoadMicroBatch(**{**place, "phase": None}))
-            return [*before, ForwardPass(**place)]
+                before.append(LoadMicroBatch(**{**arguments, "phase": None}))
+            return [*before, ForwardPass(**arguments)]
         if kind == WEIGHT_GRADIENTS:
-            return [BackwardWeightPass(**place)]
-        before = [RecvGrad(**place)] if self._is_elsewhere(chunk + 1) else []
-        return [*before, {BACKWARD: BackwardPass, INPUT_GRADIENTS: BackwardInputPass}[kind](**place)]
+            return [BackwardWeightPass(**arguments)]
+        before = [RecvGrad(**arguments)] if self._is_elsewhere(chunk + 1) else []
+        return [*before, {BACKWARD: BackwardPass, INPUT_GRADIENTS: BackwardInputPass}[kind](**arguments)]
 
     def _buffer(self, chunk: int, micro_batch: int) -> int:
         return self.module.chunks.index(chunk) * self.micro_batches + micro_batch
@@ -193,13 +184,14 @@ class ScheduledPipelineEngine(PipelineEngine):
             if not self._is_elsewhere(chunk + 1):
                 buffers["outputs"][buffer_id] = None
 
-    def _exec_backward_pass(self, buffer_id: int, phase: int, micro_batch: int) -> None:
+    def _exec_backward_pass(  # type: ignore[override]
+        self, buffer_id: int, phase: int, micro_batch: int
+    ) -> None:
         buffers, chunk = self.pipe_buffers, self.module.chunks[phase]
         if chunk == self._last_chunk:
             self.loss, buffers["losses"][buffer_id] = buffers["losses"][buffer_id], None
         else:
             self.grad_layer = self._output_gradients(chunk, micro_batch - 1)
-            join_outputs(self, buffer_id)
         with self._running(phase):
             super()._exec_backward_pass(buffer_id)
         buffers["outputs"][buffer_id] = buffers["labels"][buffer_id] = self.grad_layer = None
@@ -263,7 +255,7 @@ class ScheduledPipelineEngine(PipelineEngine):
         )
 
     _INSTRUCTION_MAP = {
-        **PipelineEngine._INSTRUCTION_MAP,
+        **PipelinedEngine._INSTRUCTION_MAP,
         LoadMicroBatch: _exec_load_micro_batch,
         ForwardPass: _exec_forward_pass,
         BackwardPass: _exec_backward_pass,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from megatron.engines.engine import replaced
+from megatron.engines.overrides import replaced
 
 
 def save_state(

@@ -18,7 +18,6 @@ from megatron.common.errors import ConfigError, LaunchError, counted
 from megatron.config import ParallelConfig
 from megatron.engines import (
     deepspeed_silenced,
-    devices_counted_once,
     discover_mpi_ranks,
     nothing_compiled_for_collectives,
     set_groups_of_deepspeed,
@@ -59,7 +58,6 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
     nothing_compiled_for_collectives()
-    devices_counted_once()
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         set_groups_of_deepspeed(timeout, backend_of_groups(get_accelerator().device_name()))

@@ -70,6 +70,8 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     divide_cores(environ, ranks_on_host(environ) or world_size(environ))
     if environ["DS_ACCELERATOR"] == "cpu":
         keep_freed_memory(environ)
+        if (ranks := ranks_on_host(environ)) is not None:
+            environ.setdefault("LOCAL_SIZE", str(ranks))  # otherwise each reduction of ZeRO 3 starts numactl
     if on_one_host(environ) and _LOOPBACK.exists():
         # The default is the address of the host's name, which other hosts may reach.
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from megatron.common.errors import ResourceError, first_line
 from megatron.config import RunConfig
-from megatron.engines import cpu_known_at_once, deepspeed_silenced
+from megatron.engines import cpu_asked_once, deepspeed_silenced
 
 _MOMENT = 0.5  # seconds
 
@@ -37,7 +37,7 @@ def build_extensions(run: RunConfig) -> None:
     is_adam = run.ds_config["optimizer"]["type"] in ("Adam", "AdamW")
     if is_adam and run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
         names.append("CPUAdamBuilder")
-        cpu_known_at_once()
+        cpu_asked_once()
     if run.zero.uses_nvme:
         names += ["PinMemoryBuilder", "AsyncIOBuilder"]
     for name in names:

@@ -15,6 +15,7 @@ If the batch size varies, all of this is counted in samples: the step from ``n``
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import _LRScheduler
 
 from megatron.common.errors import CheckpointError, ConfigError
+from megatron.config import RunConfig
 
 EXPONENTIAL_FLOOR = 1e-3
 """Least fraction of the peak that the exponential curve aims at, for a geometric curve never reaches 0."""
@@ -282,3 +284,26 @@ class AnnealingLR(_LRScheduler):
                 for name in differing
             )
         return loaded
+
+
+def annealing_lr(run: RunConfig) -> Callable[[Optimizer], AnnealingLR]:
+    """Makes the schedule of the flags of ``run``; with ``--override`` it replaces the schedule of a loaded checkpoint.
+
+    It is a function of the iteration, or of the consumed samples if the batch size varies.
+    """
+    optim, train = run.optim, run.train
+    overrides = run.checkpoint.override and not optim.use_checkpoint_lr_scheduler
+    return partial(
+        AnnealingLR,
+        start_lr=optim.lr,
+        warmup_iter=optim.warmup_steps(train),
+        total_iters=optim.decay_steps(train),
+        decay_style=optim.lr_decay_style,
+        last_iter=0,
+        min_lr=optim.min_lr,
+        use_checkpoint_lr_scheduler=optim.use_checkpoint_lr_scheduler,
+        override_lr_scheduler=optim.override_lr_scheduler or overrides,
+        wsd_decay_iters=optim.wsd_decay_steps(train),
+        wsd_decay_style=optim.lr_wsd_decay_style,
+        position=train.consumed_samples if train.batches.varies else None,
+    )

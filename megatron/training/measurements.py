@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engines.gradients import block_norms, counted_once, sum_over_model
+from megatron.engines.gradient_norm import block_norms, counted_once, sum_over_model
 from megatron.model.router import routers
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megatron.checkpoint.load import load_checkpoint, select_checkpoint
@@ -19,8 +18,8 @@ from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import NumericsError
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.build import StepStatus, eval_batch, step_status, train_batch
-from megatron.engines.engine import set_global_batch_size
+from megatron.engines.engine import Engine
+from megatron.engines.steps import StepStatus, eval_batch, step_status, train_batch
 from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
@@ -53,7 +52,7 @@ class Trainer:
         *,
         run: RunConfig,
         layout: ParallelLayout,
-        engine: DeepSpeedEngine,
+        engine: Engine,
         data: DataIterators,
         checkpointer: Checkpointer,
         log: MetricsLogger,
@@ -113,7 +112,7 @@ class Trainer:
         if not config.eval_iters or not self.data.has(split):
             return
         self.progress.enter("evaluation", iteration)
-        set_global_batch_size(self.engine, config.global_batch_size * self.run.parallel.samples_counted)
+        self.engine.set_train_batch_size(config.global_batch_size * self.run.parallel.samples_counted)
         with self.paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
@@ -183,7 +182,7 @@ class Trainer:
         self.progress.enter("training", iteration)
         learning_rate = self.engine.get_lr()[0]
         samples = self.run.train.batches.size(iteration)
-        set_global_batch_size(self.engine, samples * self.run.parallel.samples_counted)
+        self.engine.set_train_batch_size(samples * self.run.parallel.samples_counted)
         with ExitStack() as stack:
             hooks = [*self.hooks]
             for callback in self.callbacks:

@@ -3,47 +3,24 @@
 import os
 import types
 
-import cpuinfo
 import deepspeed
 import pytest
 import torch
-from deepspeed.comm.torch import TorchBackend
-from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.engines import (
     TESTED_VERSION,
-    cpu_known_at_once,
     discover_mpi_ranks,
     warn_if_untested_version,
 )
-from megatron.engines.engine import (
-    collectives_timed,
-    continue_without_reports,
-    skip_reduction_of_one_rank,
-)
-from megatron.engines.gradients import joined
+from megatron.engines.engine import _continue_without_reports
+from megatron.engines.steps import collectives_timed
 
 
 def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) -> None:
     assert deepspeed.__version__ == TESTED_VERSION
     warn_if_untested_version(is_main_rank=True)
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_kernel_names_the_cpu_as_py_cpuinfo_does(monkeypatch) -> None:
-    """As far as DeepSpeed's builders and its Adam ask; they would compile again for another answer."""
-    asked = cpuinfo.get_cpu_info()
-    monkeypatch.setattr(cpuinfo, "get_cpu_info", cpuinfo.get_cpu_info)
-    cpu_known_at_once()
-    known = cpuinfo.get_cpu_info()
-    vectors = {"avx512", "avx512f", "avx2", "sve"}
-    assert [known[name] for name in ("arch", "vendor_id_raw")] == [asked[name] for name in ("arch", "vendor_id_raw")]
-    assert vectors & set(known["flags"]) == vectors & set(asked["flags"])
 
 
 def test_another_version_is_one_warning_on_the_main_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
@@ -61,12 +38,6 @@ def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_pa
     assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
 
 
-def test_no_reduction_counts_the_devices_of_a_cpu(run_ranks_once, programs) -> None:
-    """They are counted before the ranks meet, and once afterwards."""
-    words = "--train-iters 1 --batch-size 1 --gas 4 --eval-iters 0 --zero-stage 3".split()
-    assert max(run_ranks_once(2, _train_counting, [*_tiny(programs), *words])) <= 2
-
-
 def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:
     """The disk is full, for the profile of a step and for the monitors."""
     model = torch.nn.Linear(2, 2)
@@ -77,7 +48,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixt
             file.write("loss\n")
 
     engine = types.SimpleNamespace(flops_profiler=profiler, monitor=types.SimpleNamespace(write_events=write_events))
-    continue_without_reports(engine)
+    _continue_without_reports(engine)
     for _ in range(2):
         profiler.start_profile()
         model(torch.ones(1, 2))
@@ -121,62 +92,6 @@ def _train_with_version(words: list[str], version: str) -> str:
         code, _ = pretrain(words)
     assert code == 0
     return errors.getvalue()
-
-
-def _train_counting(words: list[str]) -> int:
-    """How often a run asks numactl for the processors of this machine."""
-    from deepspeed.utils import numa
-    from support.training import pretrain
-
-    asked = []
-    numa.get_numa_cores = lambda: asked.append(1) or [[0], [1]]
-    code, _ = pretrain(words)
-    assert code == 0
-    return len(asked)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (PipelineModule, "_partition_layers"),
-        (PipelineModule, "_set_bounds"),
-        (PipelineEngine, "_INSTRUCTION_MAP"),
-        (DeepSpeedEngine, "allreduce_gradients"),
-        (DeepSpeedEngine, "buffered_allreduce_fallback"),
-        (DeepSpeedEngine, "_flush_coalesced_reduction_zero12"),
-        (DeepSpeedEngine, "_flush_coalesced_reduction_zero3"),
-        (DeepSpeedEngine, "clip_fp32_gradients"),
-        (DeepSpeedEngine, "_copy_recovery_script"),
-        (TorchBackend, "new_group"),
-        (DeepSpeedZeroOptimizer, "allreduce_and_scatter"),
-        (DeepSpeedZeroOptimizer, "_add_to_grad_partition_buffer"),
-        (DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
-        (DeepSpeedZeroOptimizer, "_update_scale"),
-        (DeepSpeedZeroOptimizer, "get_gradient_for_reduction"),
-        (DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
-        (DeepSpeedZeroOptimizer_Stage3, "_update_scale"),
-    ],
-)
-def test_replaced_attributes_exist(owner: type, name: str) -> None:
-    assert hasattr(owner, name)
-
-
-@pytest.mark.parametrize(("ranks", "reductions"), [(1, 0), (2, 1)])
-def test_one_rank_reduces_nothing(ranks: int, reductions: int) -> None:
-    calls: list[int] = []
-    engine = types.SimpleNamespace(buffered_allreduce_fallback=lambda elements_per_buffer: calls.append(1))
-    skip_reduction_of_one_rank(engine, ranks)
-    engine.buffered_allreduce_fallback(elements_per_buffer=10)
-    assert len(calls) == reductions
-
-
-def test_slices_of_a_bucket_are_joined_without_a_copy() -> None:
-    bucket, other = torch.arange(10.0), torch.arange(10.0)
-    whole = joined(list(bucket[2:].split([3, 1, 4])))
-    assert torch.equal(whole, bucket[2:]) and whole.data_ptr() == bucket[2:].data_ptr()
-    for apart in ([bucket[:2], bucket[3:]], [bucket[5:], bucket[:5]], [bucket[:5], other[5:]]):
-        copy = joined(apart)
-        assert torch.equal(copy, torch.cat(apart)) and copy.data_ptr() != apart[0].data_ptr()
 
 
 def test_a_trace_shows_the_collectives_of_deepspeed(run_ranks) -> None:

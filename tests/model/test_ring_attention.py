@@ -15,8 +15,9 @@ from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import run_of
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.data.loader import Batch
-from megatron.engines.build import build_engine, step_status, train_batch
+from megatron.engines.build import build_engine
 from megatron.engines.containers import sequential_model
+from megatron.engines.steps import step_status, train_batch
 from megatron.launch.distributed import distributed
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops import packed_attention
@@ -25,6 +26,7 @@ from megatron.ops.partial_attention import PartialAttention, merge
 from megatron.parallel.sequence import ring_attention
 from megatron.parallel.sequence.ring import chunks_of, zigzag
 from megatron.parallel.sequence.ring_attention import RingAttention, attending
+from megatron.training.learning_rates import annealing_lr
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -266,7 +268,7 @@ def ranks_whose_tokens_are_all_masked_compute_no_nan():
             run = replace(run, model=replace(run.model, eod_token=4))
             with distributed(run.parallel) as layout:
                 model_parallel_manual_seed(1, layout)
-                engine = build_engine(run, layout)
+                engine = build_engine(run, layout, annealing_lr(run))
                 losses = [float(train_batch(engine, itertools.repeat(batch))) for _ in range(2)]
                 found.append([*losses, float(step_status(engine).grad_norm)])
                 engine.destroy()

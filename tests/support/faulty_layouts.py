@@ -51,9 +51,10 @@ def doubled_gradient():
 
 
 def wrong_norm():
-    from megatron.engines import gradients
+    from megatron.engines import gradient_norm, zero
 
-    gradients.is_model_parallel_parameter = lambda parameter: True
+    gradient_norm.is_model_parallel_parameter = lambda parameter: True
+    zero.is_model_parallel_parameter = lambda parameter: True
 
 
 def swapped_shards():
@@ -91,10 +92,10 @@ def wrong_learning_rate():
 
 
 def wrong_norm_of_experts():
-    from megatron.engines import gradients
+    from megatron.engines import gradient_norm
 
-    right = gradients.sum_over_model
-    gradients.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
+    right = gradient_norm.sum_over_model
+    gradient_norm.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
 
 
 def doubled_gradient_of_experts():

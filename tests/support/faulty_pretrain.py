@@ -87,12 +87,12 @@ def train_batch(engine, batches, hooks):
     return loss
 
 
-def build_engine(run, layout):
+def build_engine(run, layout, lr_scheduler):
     if kind == "start" and dist.get_rank() == numbers[0]:
         for name in words[1:]:
             os.kill(os.getpid(), getattr(signal, name))
         ctypes.CDLL(None).sleep(60)
-    return real_build_engine(run, layout)
+    return real_build_engine(run, layout, lr_scheduler)
 
 
 def eval_batch(engine, batches, hooks):

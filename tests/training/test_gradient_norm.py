@@ -1,14 +1,15 @@
 """The norm of a gradient, beside the same in fp64; and steps without the copies of gradients that DeepSpeed makes."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.engines.gradients import block_norms, keep_gradients_of_one_rank
+from megatron.engines import zero
+from megatron.engines.gradient_norm import block_norms
+from megatron.engines.zero import ZeroOptimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,13 +32,16 @@ def test_norm_of_non_finite_gradients_is_not_finite(value: float):
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-def test_aligned_parameters_are_left_to_deepspeed(padding: int) -> None:
+def test_aligned_parameters_are_left_to_deepspeed(padding: int, run_ranks) -> None:
     """It looks for a gradient by a number that counts the padding, as --log-num-zeros-in-grad does."""
-    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    assert run_ranks(1, copies_once, padding) == [not padding]
+
+
+def copies_once(padding: int) -> bool:
+    optimizer = object.__new__(ZeroOptimizer)
     vars(optimizer).update(dict.fromkeys(("partition_gradients", "cpu_offload", "overlap_comm"), False))
-    vars(optimizer).update(use_grad_accum_attribute=True, round_robin_bit16_padding=[[0, 0], [padding, 0]])
-    keep_gradients_of_one_rank(SimpleNamespace(optimizer=optimizer), group_size=1)
-    assert ("reduce_gradients" in vars(optimizer)) == (not padding)
+    vars(optimizer).update(dp_process_group=None, round_robin_bit16_padding=[[0, 0], [padding, 0]])
+    return optimizer._copies_gradients_once
 
 
 STEPS = "--train-iters 3 --batch-size 2 --gas 2 --clip-grad 0.4 --eval-iters 0 --zero-stage 1"
@@ -57,23 +61,29 @@ def test_gradients_of_one_rank_are_copied_once(run_ranks_once, programs: Program
 
 
 def train_both_ways(common: list[str], layouts: list[str], folder: Path) -> list[tuple[bool, ...]]:
-    """Of each layout: whether a bucket was filled, as DeepSpeed is, and as it is replaced."""
+    """Of each layout: whether a bucket was filled, as DeepSpeed is, and as it is corrected."""
     from support.training import pretrain
 
-    from megatron.engines import build as engines
+    filled: list[bool] = []
 
-    ours = {name: getattr(engines, name) for name in ("keep_gradients_of_one_rank", "clip_within_adam")}
+    class Watched(DeepSpeedZeroOptimizer):
+        def average_tensor(self, *tensors) -> None:
+            filled.append(True)
+            super().average_tensor(*tensors)
+
+    class Uncorrected(Watched):
+        def remove_unused_hooks(self) -> None:
+            pass
+
+    class Corrected(ZeroOptimizer, Watched):
+        pass
+
     found = []
     for number, layout in enumerate(layouts):
         buckets = []
-        for way in (0, 1):
-            filled: list[bool] = []
-
-            def watch(optimizer, filled=filled) -> None:
-                average = optimizer.average_tensor
-                optimizer.average_tensor = lambda *tensors: (filled.append(True), average(*tensors))
-
-            vars(engines).update(ours if way else dict.fromkeys(ours, lambda *_: None), find_overflow_by_norm=watch)
+        for way, kind in enumerate((Uncorrected, Corrected)):
+            filled.clear()
+            zero.ZeroOptimizer = kind
             code, output = pretrain([*common, *layout.split(), "--metrics-file", str(folder / f"{number}-{way}")])
             assert code == 0, output
             buckets.append(bool(filled))

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.engines.containers import (
-    PipelinedModel,
     SequentialModel,
     build_layers,
     run_in_order,
     sequential_model,
 )
+from megatron.engines.pipeline_modules import PipelinedModel
 from megatron.model.embedding import segment_ids_of
 from megatron.model.partition import partition_boundaries
 from megatron.model.spec import architecture_of

@@ -12,13 +12,15 @@ from megatron.checkpoint.snapshots import requested_snapshots
 from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
 from megatron.engines import deepspeed_silenced
-from megatron.engines.build import build_engine, eval_batch
+from megatron.engines.build import build_engine
+from megatron.engines.steps import eval_batch
 from megatron.model.loss import correct_answers
 from megatron.tools.finetuning.request import TaskData, TaskRun
 from megatron.tools.finetuning.rows import RowIterators
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
 from megatron.training.exit_conditions import ExitConditions, due
+from megatron.training.learning_rates import annealing_lr
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
 from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
@@ -119,7 +121,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
 
         resumed = None if run.checkpoint.finetune else saved
         with deepspeed_silenced(run.logging.verbose):
-            engine = build_engine(run, layout)
+            engine = build_engine(run, layout, annealing_lr(run))
             history = resumed.history if resumed else ()
             checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings_text(run))
             loaded = FRESH

@@ -11,7 +11,8 @@ TOKENS = torch.tensor([[3, 1, 4, 49, 5, 9, 2, 49, 6], [5, 3, 49, 5, 8, 9, 7, 9, 
 def logits_of_stages() -> torch.Tensor | None:
     """Logits of TOKENS, whose documents restart rotary positions without being kept apart, with a stage a rank."""
 
-    from megatron.engines.containers import PipelinedModel, build_layers, sequential_model
+    from megatron.engines.containers import build_layers, sequential_model
+    from megatron.engines.pipeline_modules import PipelinedModel
     from megatron.model.architectures import GPT2
     from megatron.model.loss import lm_loss
     from megatron.model.partition import partition_boundaries

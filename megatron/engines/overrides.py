@@ -1,0 +1,68 @@
+"""What this package knows of DeepSpeed's private parts, compared with the installed version when it is imported.
+
+An overridden or replaced name that another version has renamed would silently do nothing. So each is declared with the
+signature that it has in ``TESTED_VERSION``, and ``check_overrides`` raises one error that lists every difference.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import deepspeed
+
+from megatron.common.errors import ConfigError
+from megatron.engines import TESTED_VERSION
+
+Method = TypeVar("Method", bound=Callable)
+_differences: list[str] = []
+
+
+def overrides(owner: type, signature: str) -> Callable[[Method], Method]:
+    """Mark a method as an override of the method of ``owner`` with the same name, which has this ``signature``."""
+
+    def declared(method: Method) -> Method:
+        expect(owner, getattr(method, "__name__"), signature)  # noqa: B009, a bound of Callable has no name
+        return method
+
+    return declared
+
+
+def expect(owner: Any, name: str, signature: str) -> None:
+    """Declare that ``owner``, a class or a module, has a function ``name``; the signature is without types."""
+    place = f"{owner.__name__}.{name}"
+    if not hasattr(owner, name):
+        _differences.append(f"{place}{signature} is missing")
+    elif (found := _signature(getattr(owner, name))) != signature:
+        _differences.append(f"{place} takes {found}, and is known to take {signature}")
+
+
+def check_overrides() -> None:
+    """Raise ConfigError if the installed DeepSpeed differs from the declared names and signatures.
+
+    It is not a LaunchError: a supervisor starts a run again after that, and another start cannot help.
+    """
+    if _differences:
+        version = deepspeed.__version__
+        raise ConfigError(
+            f"DeepSpeed {version} is not supported: {'; '.join(_differences)}; install deepspeed=={TESTED_VERSION}"
+        )
+
+
+def _signature(function: Callable) -> str:
+    signature = inspect.signature(function)
+    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """While inside, ``owner`` has these attributes in place of its own, or of its class's."""
+    originals = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes.keys() - originals:
+            del vars(owner)[name]
+        vars(owner).update(originals)

@@ -1,0 +1,122 @@
+"""The containers of DeepSpeed's pipeline engines: a model divided into stages, or into several chunks for each stage.
+
+DeepSpeed 0.19.8: runtime/pipe/module.py. ``_partition_layers`` accepts neither a list of boundaries nor the operations
+of each layer, and knows one run of layers for each stage; dualpipev.py knows two, in the shape of a V. ``forward``
+decides by class names which layers are recomputed, and silently keeps all activations of a group that mixes layers of
+different classes. ``_exec_reduce_tied_grads`` of the engine, in bf16 with sums in fp32, asks a tied weight that is
+frozen for a gradient: "no attribute '_hp_grad'".
+Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpointing.py, test_adapter_training.py,
+test_schedules_agree.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.pipe import DualPipeVModule, PipelineModule
+from torch import Tensor, nn
+
+from megatron.config import ActivationConfig
+from megatron.engines.containers import Layers, loss_parts, run_layers
+from megatron.engines.overrides import expect, overrides
+from megatron.model.loss import LossFn
+from megatron.model.relative_positions import without_bias
+from megatron.model.transformer import HiddenStates
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.schedule import Schedule
+
+expect(PipelineModule, "_set_bounds", "(self, start=None, stop=None)")
+
+
+class PipelinedModel(PipelineModule):
+    """A model divided into pipeline stages at ``partition_boundaries`` of its list of layers; ZeRO 0 or 1."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        loss_fn: LossFn,
+        activation: ActivationConfig,
+        layout: ParallelLayout,
+        *,
+        partition_boundaries: Sequence[int],
+    ):
+        self.layers_per_checkpoint = activation.layers_together
+        self.parts = list(partition_boundaries)
+        super().__init__(layers=layers, loss_fn=loss_fn, topology=layout.pipeline_topology)
+
+    @overrides(PipelineModule, "(self, method='uniform')")
+    def _partition_layers(self, method: str = "uniform") -> None:
+        assert self.parts[-1] == self._num_layers
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    @overrides(PipelineModule, "(self, forward_input)")
+    def forward(self, forward_input: HiddenStates) -> Any:
+        """This stage's part of the model."""
+        outputs = run_layers(self.forward_funcs, forward_input, self.layers_per_checkpoint if self.training else 0)
+        return outputs if isinstance(outputs, Tensor) else without_bias(outputs)
+
+    @overrides(PipelineModule, "(self)")
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """The terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
+        return loss_parts(self) or None
+
+    @overrides(PipelineModule, "(self)")
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The tied weights of this stage that are trained, and the group of the stages that share each."""
+        return [pair for pair in super().get_tied_weights_and_groups() if pair[0].requires_grad]
+
+
+class DualPipeVModel(DualPipeVModule, PipelinedModel):
+    """The same with two model chunks to a stage. DeepSpeed's DualPipeV engine recognizes it by its class."""
+
+
+class ChunkedModel(PipelinedModel):
+    """The same with the model chunks per stage of another schedule, as the interleaved one; one is exposed at a time.
+
+    The number of micro-batches of ``schedule`` does not matter here.
+    """
+
+    def __init__(self, *arguments: Any, schedule: Schedule, partition_boundaries: Sequence[int]):
+        self.schedule = schedule
+        super().__init__(*arguments, partition_boundaries=partition_boundaries)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        assert self.parts[-1] == self._num_layers and len(self.parts) - 1 == self.num_stages * self.schedule.chunks
+        self.chunks = self.schedule.chunks_of(self.stage_id)
+
+    @overrides(PipelineModule, "(self, layer_idx)")
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that holds a layer, by its number in the model."""
+        chunk = next(number for number, end in enumerate(self.parts[1:]) if layer_idx < end)
+        return self.schedule.stage_of(chunk)
+
+    @overrides(PipelineModule, "(self)")
+    def _build(self) -> None:
+        self._layers_of_chunks: list[list[Any]] = []
+        for chunk in self.chunks:
+            self._set_bounds(self.parts[chunk], self.parts[chunk + 1])
+            self.forward_funcs: list[Any] = []
+            super()._build()
+            self._layers_of_chunks.append(self.forward_funcs)
+        self.expose(0)
+
+    def expose(self, number: int) -> None:
+        """Let ``forward`` run the chunk of this number among those of the stage."""
+        self.forward_funcs = self._layers_of_chunks[number]
+        chunk = self.chunks[number]
+        self._set_bounds(self.parts[chunk], self.parts[chunk + 1])
+
+    @overrides(PipelineModule, "(self, save_dir, checkpoint_engine, exclude_frozen_params=False)")
+    def save_state_dict(self, *arguments: Any, **options: Any) -> None:
+        """Write the layers of all chunks."""
+        for number in range(len(self.chunks)):
+            self.expose(number)
+            super().save_state_dict(*arguments, **options)
+        self.expose(0)
+
+    @overrides(PipelineModule, "(self, load_dir, checkpoint_engine, strict=True)")
+    def load_state_dir(self, *arguments: Any, **options: Any) -> None:
+        """Read the layers of all chunks."""
+        for number in range(len(self.chunks)):
+            self.expose(number)
+            super().load_state_dir(*arguments, **options)
+        self.expose(0)
