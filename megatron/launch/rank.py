@@ -20,6 +20,8 @@ from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, 
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Environment variable: a folder in which each rank leaves its exit code."""
+TRAINED = "trained"
+"""File in that folder, which rank 0 leaves after the first iteration of a start."""
 
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:

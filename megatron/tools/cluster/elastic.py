@@ -223,8 +223,6 @@ def announce(line: str) -> None:
     print(f"launch.py: elastic: {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
-TRAINED = "trained"
-"""File in the folder of the exit codes, by which rank 0 says that it has trained an iteration."""
 PHASES = {
     "ended": "to end all ranks",
     "examined": "health check",

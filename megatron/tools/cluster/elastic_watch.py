@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron.checkpoint.folder_lock import last_renewal
-from megatron.tools.cluster.elastic import TRAINED, Recovery, Start, announce, is_complete
+from megatron.launch.rank import TRAINED
+from megatron.tools.cluster.elastic import Recovery, Start, announce, is_complete
 from megatron.tools.cluster.supervise import FINAL, read_exit_codes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.config import RunConfig
-from megatron.launch.rank import EXIT_CODE_FOLDER
+from megatron.launch.rank import EXIT_CODE_FOLDER, TRAINED
 from megatron.model.spec import architecture_of
 from megatron.parallel.pipeline.schedule import InstructionHook
 from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
@@ -38,8 +38,6 @@ class FirstIteration(Callback):
 
     def on_run_start(self, run: RunConfig, device: str) -> None:
         """Rank 0 only."""
-        from megatron.tools.cluster.elastic import TRAINED
-
         self._file = Path(os.environ[EXIT_CODE_FOLDER], TRAINED)
 
     @contextmanager

@@ -13,12 +13,11 @@ from support.programs import TINY_MODEL
 
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, LaunchError
-from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
+from megatron.launch.rank import EXIT_CODE_FOLDER, TRAINED, _write_exit_code
 from megatron.tools.cluster import elastic_run, elastic_watch
 from megatron.tools.cluster import supervise as supervision
 from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.elastic import (
-    TRAINED,
     Ended,
     Policy,
     Recovery,
