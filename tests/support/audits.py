@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megatron.tools.audit.statistics import find_overlaps, statistics_of
 
 from megatron.common.errors import ConfigError
 from megatron.data.splits import all_sources
 from megatron.tools.audit.case import open_case
 from megatron.tools.audit.proof import prove
 from megatron.tools.audit.samples import batch_as_text, batch_of, seen_up_to
-from megatron.tools.audit.statistics import find_overlaps, statistics_of
 
 
 def check_audit_of_sentences(folder: Path, iterations: int, samples: int) -> None:
