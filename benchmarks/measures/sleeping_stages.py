@@ -121,32 +121,34 @@ def sleeping_chunk(seconds: PassSeconds) -> "type[nn.Module]":
     import torch
     from torch import Tensor, nn
 
-    from megatron.parallel.tensor.deferred import open_products
+    from megatron.parallel.tensor.deferred import DeferringModule
 
     class Sleep(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        def forward(ctx, x: Tensor, weight: Tensor, module: DeferringModule) -> Tensor:
             time.sleep(seconds.forward)
             ctx.save_for_backward(weight)
+            ctx.module = module
             return x.clone()
 
         @staticmethod
-        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
             (weight,) = ctx.saved_tensors
             time.sleep(seconds.backward / 2)
-            if deferred := open_products(weight):
+            deferred = ctx.module.deferred
+            if deferred is not None and deferred.is_open:
                 deferred.add(lambda: partial(time.sleep, seconds.backward / 2), weight)
             else:
                 time.sleep(seconds.backward / 2)
-            return grad, None
+            return grad, None, None
 
-    class Chunk(nn.Module):
+    class Chunk(DeferringModule):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            return Sleep.apply(x * self.scale, self.scale)
+            return Sleep.apply(x * self.scale, self.scale, self)
 
     return Chunk
 

@@ -24,7 +24,6 @@ from megatron.model.loss import LossFn
 from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import schedule_of
-from megatron.parallel.tensor.linear import accumulate_in_place
 from megatron.parallel.tensor.lora import train_adapters_only
 
 check_overrides()  # all modules that override something are imported above
@@ -39,7 +38,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=dict(run.ds_config))
     module = build_module(run, layout)
-    _choose_gradients(module, run)
+    if run.model.lora_rank:
+        train_adapters_only(module)
     groups = parameter_groups(module, run)
     optimizer = client_optimizer(run, module, groups, layout)
     with our_engines(run, layout):
@@ -95,15 +95,6 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
         if provider is not None:
             return provider.module(run, layout)
         return SequentialModel(*layers_and_loss(), run.activation)
-
-
-def _choose_gradients(module: nn.Module, run: RunConfig) -> None:
-    """Train adapters only, and let weight gradients accumulate in place, if ``run`` says so."""
-    if run.model.lora_rank:
-        train_adapters_only(module)
-    if run.model.gradient_accumulation_fusion:
-        for weight in module.parameters():
-            accumulate_in_place(weight)
 
 
 def _engine_config(run: RunConfig, module: nn.Module, *, has_optimizer: bool) -> dict[str, Any]:

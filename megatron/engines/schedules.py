@@ -4,7 +4,7 @@ A subclass of DeepSpeed's engine with its own instructions, as DeepSpeed's DualP
 torch.distributed.pipelining under DeepSpeed's optimizer: the subclass keeps DeepSpeed's loss scale, ZeRO, bf16 sums in
 fp32, tied weights, evaluation and checkpoints as they are, and replaces only which tensors go where and when. torch's
 stages would need a second path for each of these, and divide a backward pass by walking through its graph, which fails
-for recomputed layers; here the linear layers put off their own products (``megatron.parallel.tensor.deferred``).
+for recomputed layers; here linear layers defer the gradients of their weights (``megatron.parallel.tensor.deferred``).
 
 DeepSpeed 0.19.8: runtime/pipe/engine.py knows one model chunk per stage and one schedule, dualpipev.py two chunks and
 one schedule; ``deepspeed.initialize`` chooses between the two engines by the class of the module.
@@ -43,7 +43,7 @@ from megatron.parallel.pipeline.schedule import (
     Action,
     Schedule,
 )
-from megatron.parallel.tensor.deferred import DeferredProducts, run_products
+from megatron.parallel.tensor.deferred import DeferredWeightGradients, compute_weight_gradients
 
 
 class BackwardInputPass(BufferOpInstruction):
@@ -81,8 +81,8 @@ class ScheduledEngine(PipelinedEngine):
         assert not (self.is_pipe_partitioned or self.is_grad_partitioned or self.dynamic_shape)
         assert not (self.has_attention_mask or self.has_bool_tensors)
         self._transfers = Transfers(self.grid.stage_to_global, self.device, most_sends=2 * self.num_stages)
-        self._deferred = DeferredProducts(self.module.parameters()) if self._splits_backward else None
-        self.pipe_buffers.update(losses=[], gradients=[], products=[])
+        self._deferred = DeferredWeightGradients(self.module) if self._splits_backward else None
+        self.pipe_buffers.update(losses=[], gradients=[], weight_gradients=[])
 
     @property
     def _schedule(self) -> Schedule:
@@ -210,18 +210,19 @@ class ScheduledEngine(PipelinedEngine):
 
     def _exec_backward_input_pass(self, buffer_id: int, phase: int, micro_batch: int) -> None:
         assert self._deferred is not None
-        with self._deferred.collected() as products:
+        with self._deferred.collected() as weight_gradients:
             self._exec_backward_pass(buffer_id, phase, micro_batch)
-        self.pipe_buffers["products"][buffer_id] = products
+        self.pipe_buffers["weight_gradients"][buffer_id] = weight_gradients
 
     def _exec_backward_weight_pass(self, buffer_id: int, phase: int, micro_batch: int) -> None:
-        products, self.pipe_buffers["products"][buffer_id] = self.pipe_buffers["products"][buffer_id], None
+        buffers = self.pipe_buffers["weight_gradients"]
+        weight_gradients, buffers[buffer_id] = buffers[buffer_id], None
         # As around the backward pass of a stage that is not the last.
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
         self._running_engine_backward = True
         try:
-            run_products(products)
+            compute_weight_gradients(weight_gradients)
         finally:
             self._running_engine_backward = False
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from megatron.config import ModelConfig
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.model.weights import norm_class, weight
+from megatron.ops.linear import linear_kernel
 from megatron.ops.packed_attention import positions_in_segment
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
-from megatron.parallel.tensor.deferred import compute_at_once
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, sharded_parameter
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.random import random_stream
@@ -42,6 +42,7 @@ class WordEmbedding(nn.Module):
             group=layout.tensor_group,
             init=weight(config, "word_embeddings"),
             sequence_dim=sequence_parallel_dim(config, layout),
+            kernel=linear_kernel(config),
         )
 
     def forward(self, hidden_states: Tensor, to_logits: bool = False) -> HiddenStates:
@@ -84,10 +85,11 @@ class OutputLayer(nn.Module):
         whole = weight(config, "output_layer").draw((config.vocab_size, config.hidden_size))
         whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         self.weight = sharded_parameter(whole, dim=0, group=self.group)
-        compute_at_once(self.weight)
+        self.kernel = linear_kernel(config)()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight, None, self.group, self.parallel_dim).movedim(self.sequence_dim, 1)
+        logits = linear(hidden, self.weight, None, self.group, self.parallel_dim, kernel=self.kernel)
+        return logits.movedim(self.sequence_dim, 1)
 
 
 class EmbeddingDropout(nn.Module):

@@ -23,7 +23,7 @@ from megatron.ops.activation import mlp_activation
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
-from megatron.parallel.tensor.deferred import open_products
+from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule
 from megatron.parallel.tensor.layers import WeightInit, reduce_output, sharded_parameter
 from megatron.parallel.tensor.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
 
@@ -148,7 +148,7 @@ def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: P
     return sharded_parameter(torch.stack([init.draw(shape) for init in inits]), dim=dim, group=group)
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(DeferringModule):
     """y = x W^T with W [e, o, i] or [e, parts, o, i]: the first ``counts[0]`` rows with the first weight, and so on."""
 
     def __init__(self, weight: nn.Parameter, grouped: bool):
@@ -160,33 +160,36 @@ class StackedLinear(nn.Module):
         if self.grouped and x.is_cuda and x.dtype == torch.bfloat16 and min(counts) > 0:
             ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
             return torch._grouped_mm(x, self.weight.flatten(1, -2).transpose(1, 2), offs=ends)
-        output: Tensor = _OneByOne.apply(x, self.weight, counts)
+        output: Tensor = _OneByOne.apply(x, self.weight, counts, self.deferred)
         return output
 
 
 class _OneByOne(torch.autograd.Function):
-    """x [n, i], weight [e, .., i] -> [n, o]: products written in place, without copies that bring them together."""
+    """x [n, i], weight [e, .., i] -> [n, o]: matmuls that write into one tensor, without copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: list[int], deferred: DeferredWeightGradients | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts = counts
+        ctx.counts, ctx.deferred = counts, deferred
         output = x.new_empty(x.size(0), weight[0].numel() // x.size(1))
         for rows, matrix, out in zip(x.split(counts), weight.flatten(1, -2), output.split(counts), strict=True):
             torch.mm(rows, matrix.t(), out=out)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        product = partial(_weight_gradients, grad, x, weight, ctx.counts)
-        if deferred := open_products(weight):
-            deferred.add(lambda: product, weight)
+        weight_gradient = partial(_weight_gradients, grad, x, weight, ctx.counts)
+        is_deferred = ctx.deferred is not None and ctx.deferred.is_open
+        if is_deferred:
+            ctx.deferred.add(lambda: weight_gradient, weight)
         of_x = torch.empty_like(x)
         parts = zip(grad.split(ctx.counts), weight.flatten(1, -2), of_x.split(ctx.counts), strict=True)
         for of_rows, matrix, out in parts:
             torch.mm(of_rows, matrix, out=out)
-        return of_x, None if deferred else product(), None
+        return of_x, None if is_deferred else weight_gradient(), None, None
 
 
 def _weight_gradients(grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

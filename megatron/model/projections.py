@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.model.weights import adapter, residual_weight, weight
+from megatron.ops.linear import linear_kernel
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -25,8 +26,8 @@ def column_parallel(
         "parts": parts,
     }
     lora = adapter(config, name.rpartition(".")[2], ColumnParallelAdapter, inputs, outputs, **kwargs)
-    has_bias = config.linear_bias if has_bias is None else has_bias
-    return ColumnParallelLinear(inputs, outputs, has_bias=has_bias, lora=lora, **kwargs, **options)
+    kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": linear_kernel(config)}
+    return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
 
 
 def row_parallel(
@@ -39,4 +40,5 @@ def row_parallel(
         "init": residual_weight(config, name),
     }
     lora = adapter(config, name.rpartition(".")[2], RowParallelAdapter, inputs, outputs, **kwargs)
-    return RowParallelLinear(inputs, outputs, has_bias=config.linear_bias, lora=lora, **kwargs)
+    kwargs |= {"has_bias": config.linear_bias, "kernel": linear_kernel(config)}
+    return RowParallelLinear(inputs, outputs, lora=lora, **kwargs)

@@ -1,4 +1,4 @@
-"""Gradients that a matrix product adds up itself, and what a column-parallel one keeps and sends."""
+"""Gradients that a matmul accumulates, deferred ones, and what a column-parallel layer saves and sends."""
 
 from unittest.mock import patch
 
@@ -11,8 +11,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron import mpu
-from megatron.parallel.tensor.deferred import DeferredProducts, run_products
-from megatron.parallel.tensor.linear import accumulate_in_place, linear
+from megatron.ops.linear import AccumulatingLinearKernel, LinearKernel
+from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule, compute_weight_gradients
+from megatron.parallel.tensor.linear import linear
 
 SEQUENCE_DIMS = [None, 0, 1]
 """Without sequence parallelism, and with it for hidden states [s, b, h] and [b, s, h]."""
@@ -20,65 +21,59 @@ SEQUENCE_DIMS = [None, 0, 1]
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_micro_batches_add_up_in_place(bias: bool):
-    """As autograd does it, but autograd hands on the first micro-batch's gradient alone."""
+    """The same sum as autograd's, but hooks receive only the first micro-batch's gradient."""
     torch.manual_seed(1)
     plain, fused = nn.Linear(5, 3, bias=bias), nn.Linear(5, 3, bias=bias)
     fused.load_state_dict(plain.state_dict())
-    accumulate_in_place(fused.weight)
+    kernels = LinearKernel(), AccumulatingLinearKernel()
     seen: list[torch.Tensor | None] = []
     fused.weight.register_hook(seen.append)
     for _ in range(3):
         inputs = [torch.randn(2, 4, 5).requires_grad_()]
         inputs.append(inputs[0].detach().clone().requires_grad_())
-        for layer, x in zip((plain, fused), inputs, strict=True):
-            linear(x, layer.weight, layer.bias).square().sum().backward()
+        for layer, x, kernel in zip((plain, fused), inputs, kernels, strict=True):
+            linear(x, layer.weight, layer.bias, kernel=kernel).square().sum().backward()
         assert_close(inputs[1].grad, inputs[0].grad)
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         assert_close(other.grad, one.grad)
     assert [gradient is not None for gradient in seen] == [True, False, False]
 
 
-def test_hooks_of_a_weight_receive_every_gradient():
-    """Such as the sum over the ranks that have shards of the sequence: with them nothing is added in place."""
-    weight, seen = nn.Parameter(torch.randn(3, 5)), list[torch.Tensor]()
-    weight.register_hook(seen.append)
-    accumulate_in_place(weight)
-    for _ in range(2):
-        linear(torch.ones(2, 5), weight).sum().backward()
-    assert [gradient.tolist() for gradient in seen] == [[[2.0] * 5] * 3] * 2
-
-
-def test_products_that_are_put_off_give_the_same_gradients():
+def test_deferred_weight_gradients_are_the_same():
     """Of several micro-batches, with the gradients of inputs and biases at once, and hooks of the weights."""
     torch.manual_seed(1)
     plain = nn.Linear(5, 3)
     other = nn.Linear(5, 3)
     other.load_state_dict(plain.state_dict())
-    deferred = DeferredProducts(other.parameters())
+    deferred = DeferredWeightGradients(DeferringModule())
     seen: list[torch.Tensor | None] = []
     other.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
-    put_off = []
+    all_collected = []
     for _ in range(2):
         inputs = [torch.randn(2, 4, 5).requires_grad_()]
         inputs.append(inputs[0].detach().clone().requires_grad_())
         linear(inputs[0], plain.weight, plain.bias).square().sum().backward()
-        with deferred.collected() as products:
-            linear(inputs[1], other.weight, other.bias).square().sum().backward()
-        put_off.append(products)
+        with deferred.collected() as collected:
+            linear(inputs[1], other.weight, other.bias, deferred=deferred).square().sum().backward()
+        all_collected.append(collected)
         assert_close(inputs[1].grad, inputs[0].grad)
         assert_close(other.bias.grad, plain.bias.grad)
     assert other.weight.grad is None and set(seen) <= {None}
     seen.clear()
-    for products in put_off:
-        run_products(products)
+    for collected in all_collected:
+        compute_weight_gradients(collected)
     assert_close(other.weight.grad, plain.weight.grad)
-    assert len(seen) == 2 and put_off == [[], []]
+    assert len(seen) == 2 and all_collected == [[], []]
 
 
-def _column(sequence_dim: int | None) -> tuple[mpu.ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
+def _column(
+    sequence_dim: int | None, kernel: type[LinearKernel] = LinearKernel
+) -> tuple[mpu.ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
     """A column-parallel layer, the same layer on one process, this rank's input, and the whole of it."""
     init = mpu.WeightInit(std=0.3, seed=7, name="column")
-    column = mpu.ColumnParallelLinear(8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim)
+    column = mpu.ColumnParallelLinear(
+        8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim, kernel=kernel
+    )
     serial = nn.Linear(8, 12)
     with torch.no_grad():
         serial.weight.copy_(init.draw((12, 8)))
@@ -112,16 +107,16 @@ def operator_equals_serial(sequence_dim: int | None) -> tuple[int, int]:
     for operator, arguments in ((torch.ops.megatron.linear, inputs), (torch.ops.megatron.linear_backward, backward)):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
     with patch.object(torch.compiler, "is_compiling", return_value=True):
-        column_parallel_equals_serial(sequence_dim, in_place=(False,))
+        column_parallel_equals_serial(sequence_dim, (LinearKernel,))
         return bytes_kept(sequence_dim)
 
 
-def column_parallel_equals_serial(sequence_dim: int | None, in_place: tuple[bool, ...] = (False, True)):
+def column_parallel_equals_serial(
+    sequence_dim: int | None, kernels: tuple[type[LinearKernel], ...] = (LinearKernel, AccumulatingLinearKernel)
+):
     """Output and the gradients of input, weight and bias, accumulated by autograd and in place."""
-    for adds_in_place in in_place:
-        column, serial, x, x_serial = _column(sequence_dim)
-        if adds_in_place:
-            accumulate_in_place(column.weight)
+    for kernel in kernels:
+        column, serial, x, x_serial = _column(sequence_dim, kernel)
         for _ in range(2):
             y, y_serial = column(x), serial(x_serial)
             assert_close(y, _part(y_serial, -1))
@@ -134,7 +129,7 @@ def column_parallel_equals_serial(sequence_dim: int | None, in_place: tuple[bool
 
 
 class _Events(TorchDispatchMode):
-    """Matrix products and messages in order; ``wait`` where a message is waited for."""
+    """Matmuls and messages in order; ``wait`` where a message is waited for."""
 
     MESSAGES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
@@ -173,7 +168,7 @@ class _Events(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.found.append("product")
+            self.found.append("matmul")
         return function(*arguments, **(options or {}))
 
 
@@ -182,21 +177,21 @@ GATHER, SCATTER, REDUCE = _Events.MESSAGES
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
 def test_the_backward_pass_communicates_while_it_computes(run_ranks, sequence_dim: int | None):
-    """It gathers during the product for the input's gradient, and sums that gradient during the weight's.
+    """It gathers during the matmul for the input's gradient, and sums that gradient during the weight's.
 
-    Where the weight's product is put off, each gathers during the one before.
+    Each deferred weight gradient gathers during the matmul before.
     """
     for forward, backward, inputs, weights, frozen in run_ranks(2, order_of_events, sequence_dim):
-        assert forward == ([] if sequence_dim is None else [GATHER]) + ["product"]
+        assert forward == ([] if sequence_dim is None else [GATHER]) + ["matmul"]
         if sequence_dim is None:
-            assert backward == ["product", REDUCE, "product", f"wait for {REDUCE}"]
-            assert frozen == inputs == ["product", REDUCE, f"wait for {REDUCE}"]
-            assert weights == ["product"] * 2
+            assert backward == ["matmul", REDUCE, "matmul", f"wait for {REDUCE}"]
+            assert frozen == inputs == ["matmul", REDUCE, f"wait for {REDUCE}"]
+            assert weights == ["matmul"] * 2
         else:
-            scattered = ["product", SCATTER, f"wait for {GATHER}", "product", f"wait for {SCATTER}"]
+            scattered = ["matmul", SCATTER, f"wait for {GATHER}", "matmul", f"wait for {SCATTER}"]
             assert backward == [GATHER, *scattered]
-            assert frozen == inputs == ["product", SCATTER, f"wait for {SCATTER}"]
-            assert weights == [GATHER, GATHER, *[f"wait for {GATHER}", "product"] * 2]
+            assert frozen == inputs == ["matmul", SCATTER, f"wait for {SCATTER}"]
+            assert weights == [GATHER, GATHER, *[f"wait for {GATHER}", "matmul"] * 2]
 
 
 def order_of_events(sequence_dim: int | None) -> list[list[str]]:
@@ -209,15 +204,15 @@ def order_of_events(sequence_dim: int | None) -> list[list[str]]:
     with _Events() as events:
         y.sum().backward()
     passes.append(events.found)
-    deferred, put_off = DeferredProducts([column.weight]), []
+    deferred, all_collected = DeferredWeightGradients(column), []
     for _ in range(2):
         y = column(x)
-        with deferred.collected() as products, _Events() as events:
+        with deferred.collected() as collected, _Events() as events:
             y.sum().backward()
-        put_off += products
+        all_collected += collected
     passes.append(events.found)
     with _Events() as events:
-        run_products(put_off)
+        compute_weight_gradients(all_collected)
     passes.append(events.found)
     y = column.requires_grad_(False)(x)
     with _Events() as events:

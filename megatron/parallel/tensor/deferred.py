@@ -1,80 +1,75 @@
 """Weight gradients that are computed later than the gradients of inputs (Zero Bubble, arXiv 2401.10241).
 
-The stage before waits for the gradient of a linear layer's input; nothing but the step waits for that of its weight.
-A schedule that divides the backward pass lets ``linear`` put off the second product, and runs it in what would
-otherwise be a bubble. Gradients of other parameters, such as norms and biases, are computed with those of the inputs.
+The stage before waits for the gradient of a linear layer's input; only the step waits for the gradient of its weight.
+A schedule that splits the backward pass lets linear layers defer the second matmul, and runs it in what would otherwise
+be a bubble. Gradients of other parameters, such as norms and biases, are computed with the gradients of the inputs. The
+output projection is no ``DeferringModule``: gradients of logits are the largest tensors of a model, and would be kept
+for as many micro-batches as there are stages.
 
-With tensor parallelism a product that is not put off is computed while the ranks sum the gradient of the input. Of one
-that is put off nothing is left to compute meanwhile: the first part of the backward pass waits for its sums. What
-sequence parallelism gathers for the second part is gathered while the product before is computed.
+With tensor parallelism a weight gradient that is not deferred is computed while the ranks sum the gradient of the
+input. With a deferred one the first part of the backward pass waits for its sums. What sequence parallelism gathers for
+the second part is gathered during the matmul before.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-Product = Callable[[], Callable[[], Tensor | None]]
-"""Starts the communication of a product; what it returns computes the gradient of a weight, or adds it to
-``weight.grad`` and returns None."""
+WeightGradient = Callable[[], Callable[[], Tensor | None]]
+"""Starts its communication; what it returns computes the gradient of a weight, or adds it to ``weight.grad`` and
+returns None."""
+Collected = list[tuple[WeightGradient, Tensor]]
+"""Weight gradients that are not computed yet, and the weights."""
 
 
-class DeferredProducts:
-    """Collects the products that give the gradients of ``weights``."""
+class DeferringModule(nn.Module):
+    """A module that asks ``deferred``, where a schedule has set it, whether to compute weight gradients now."""
 
-    def __init__(self, weights: Iterable[nn.Parameter]):
-        self._collected: list[tuple[Product, Tensor]] | None = None
-        for weight in weights:
-            if getattr(weight, "deferred_products", self) is not None:
-                weight.deferred_products = self  # type: ignore[attr-defined]  # a mark of ours on the parameter
+    deferred: "DeferredWeightGradients | None" = None
+
+
+class DeferredWeightGradients:
+    """Collects the weight gradients of the modules in ``module`` that can defer them."""
+
+    def __init__(self, module: nn.Module):
+        self._collected: Collected | None = None
+        for part in module.modules():
+            if isinstance(part, DeferringModule):
+                part.deferred = self
 
     @contextmanager
-    def collected(self) -> Iterator[list[tuple[Product, Tensor]]]:
-        """While inside, backward passes put off the products of the weights into the list."""
+    def collected(self) -> Iterator[Collected]:
+        """While inside, backward passes add weight gradients to the list, and do not compute them."""
         assert self._collected is None
-        products: list[tuple[Product, Tensor]] = []
-        self._collected = products
+        collected: Collected = []
+        self._collected = collected
         try:
-            yield products
+            yield collected
         finally:
             self._collected = None
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward pass puts off products now."""
+        """Whether a backward pass defers weight gradients now."""
         return self._collected is not None
 
-    def add(self, product: Product, weight: Tensor) -> None:
-        """Put off ``product``, the gradient of ``weight``."""
+    def add(self, gradient: WeightGradient, weight: Tensor) -> None:
+        """Defer ``gradient``, which belongs to ``weight``."""
         assert self._collected is not None
-        self._collected.append((product, weight))
+        self._collected.append((gradient, weight))
 
 
-def compute_at_once(weight: nn.Parameter) -> None:
-    """Never put off the product for ``weight``.
+def compute_weight_gradients(collected: Collected) -> None:
+    """Compute deferred weight gradients, and empty the list. Hooks of the weights run as in a backward pass.
 
-    That is for the output projection: the gradients of the logits are the largest tensors of a model, and would be kept
-    for as many micro-batches as there are stages.
+    The input of each matmul is gathered during the matmul before.
     """
-    weight.deferred_products = None  # type: ignore[attr-defined]
-
-
-def open_products(weight: Tensor) -> DeferredProducts | None:
-    """Where the product for ``weight`` is to be put off to now; None if it is computed at once."""
-    deferred: DeferredProducts | None = getattr(weight, "deferred_products", None)
-    return deferred if deferred is not None and deferred.is_open else None
-
-
-def run_products(products: list[tuple[Product, Tensor]]) -> None:
-    """Compute the gradients that were put off, and empty the list. Hooks of the weights run as in a backward pass.
-
-    The input of each product is gathered while the one before is computed.
-    """
-    products.reverse()
-    following = _started(products)
+    collected.reverse()
+    following = _started(collected)
     while following is not None:
-        (compute, weight), following = following, _started(products)
+        (compute, weight), following = following, _started(collected)
         with torch.no_grad():
             gradient = compute()
         if gradient is not None:
@@ -82,9 +77,9 @@ def run_products(products: list[tuple[Product, Tensor]]) -> None:
         del compute, gradient
 
 
-def _started(products: list[tuple[Product, Tensor]]) -> tuple[Callable[[], Tensor | None], Tensor] | None:
-    """The last product, taken from the list and started, and its weight."""
-    if not products:
+def _started(collected: Collected) -> tuple[Callable[[], Tensor | None], Tensor] | None:
+    """The last weight gradient, taken from the list and started, and its weight."""
+    if not collected:
         return None
-    start, weight = products.pop()
+    start, weight = collected.pop()
     return start(), weight

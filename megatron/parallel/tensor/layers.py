@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron.parallel.tensor.deferred import compute_at_once
-from megatron.parallel.tensor.linear import linear
-from megatron.parallel.tensor.lookup import lookup, share_gradient_with_lookups
+from megatron.ops.linear import LinearKernel
+from megatron.parallel.tensor.deferred import DeferringModule
+from megatron.parallel.tensor.linear import linear, register_group
 from megatron.parallel.tensor.mappings import (
     all_reduce,
     gather_from_model_parallel_region,
@@ -98,12 +98,13 @@ def sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
     return ShardedNorm
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(DeferringModule):
     """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
 
     ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
-    of the same layout, is added to the product. With ``parts`` there are as many
-    matrices, each of which is sharded, W [parts, o, i]; their outputs are side by side, [.., parts x o/t].
+    of the same layout, is added. With ``parts`` there are that many matrices, each
+    of which is sharded, W [parts, o, i]; their outputs are concatenated, [.., parts x o/t]. ``kernel`` computes the
+    matmuls.
     """
 
     def __init__(
@@ -119,11 +120,14 @@ class ColumnParallelLinear(nn.Module):
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
+        kernel: type[LinearKernel] = LinearKernel,
     ):
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
+        self.kernel = kernel()
         self.gather_output = gather_output
+        register_group(group)
         self.activation = activation
         more = () if parts == 1 else (parts,)
         self.weight = sharded_parameter(init.draw((*more, output_size, input_size)), dim=len(more), group=group)
@@ -135,7 +139,15 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.flatten(0, -2), None if self.bias is None else self.bias.flatten()
         is_fused = self.activation is not None and bias is not None
-        y = linear(x, weight, None if is_fused else bias, self.group, self.sequence_dim)
+        y = linear(
+            x,
+            weight,
+            None if is_fused else bias,
+            self.group,
+            self.sequence_dim,
+            kernel=self.kernel,
+            deferred=self.deferred,
+        )
         if self.lora is not None:
             y = y + self.lora(x)
         if self.activation is not None and bias is not None:
@@ -143,7 +155,7 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DeferringModule):
     """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
     With ``input_is_parallel=False`` the input is whole, [.., i], and is scattered here. The output of ``lora(x)`` is
@@ -161,10 +173,12 @@ class RowParallelLinear(nn.Module):
         input_is_parallel: bool = True,
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
+        kernel: type[LinearKernel] = LinearKernel,
     ):
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
+        self.kernel = kernel()
         self.input_is_parallel = input_is_parallel
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
         self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
@@ -175,14 +189,12 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
-        y = self._product(x)
+        bias = self.bias if self.group.size() == 1 else None  # otherwise it is added to the ranks' sum
+        y = linear(x, self.weight, bias, kernel=self.kernel, deferred=self.deferred)
+        if self.group.size() > 1:
+            y = reduce_output(y, self.group, self.sequence_dim)
+            y = y if self.bias is None else y + self.bias
         return y if self.lora is None else y + self.lora(x)
-
-    def _product(self, x: Tensor) -> Tensor:
-        if self.group.size() == 1:
-            return linear(x, self.weight, self.bias)
-        y = reduce_output(linear(x, self.weight), self.group, self.sequence_dim)
-        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -200,6 +212,7 @@ class VocabParallelEmbedding(nn.Module):
         group: ProcessGroup,
         init: WeightInit,
         sequence_dim: int | None = None,
+        kernel: type[LinearKernel] = LinearKernel,
     ):
         super().__init__()
         self.group = group
@@ -208,17 +221,16 @@ class VocabParallelEmbedding(nn.Module):
         whole = F.pad(whole, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
         self.rows = whole.size(0) // group.size()
         self.weight = sharded_parameter(whole, dim=0, group=group)
-        compute_at_once(self.weight)
+        self.kernel = kernel()
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.group.size() == 1:
-            return lookup(tokens, self.weight)
+            return F.embedding(tokens, self.weight)
         local = tokens - self.rows * self.group.rank()
         elsewhere = (local < 0) | (local >= self.rows)
-        found = lookup(local.masked_fill(elsewhere, 0), self.weight)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return reduce_output(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
-        logits = linear(hidden, self.weight, None, self.group, self.sequence_dim)
-        return share_gradient_with_lookups(logits, self.weight)
+        return linear(hidden, self.weight, None, self.group, self.sequence_dim, kernel=self.kernel)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron.parallel.tensor.deferred import DeferringModule
 from megatron.parallel.tensor.layers import (
     WeightInit,
     all_reduce_gradient,
@@ -18,7 +19,7 @@ from megatron.parallel.tensor.layers import (
     reduce_output,
     sharded_parameter,
 )
-from megatron.parallel.tensor.linear import linear
+from megatron.parallel.tensor.linear import linear, register_group
 from megatron.parallel.tensor.random import random_stream
 
 ADAPTER = "lora"
@@ -36,7 +37,7 @@ class LowRank:
     """Of the adapter's input."""
 
 
-class _Adapter(nn.Module):
+class _Adapter(DeferringModule):
     """A, drawn as ``nn.Linear`` is, whatever the layout; and B, which is 0 at first."""
 
     A: nn.Parameter
@@ -70,6 +71,7 @@ class ColumnParallelAdapter(_Adapter):
         sequence_dim: int | None = None,
     ):
         super().__init__(settings, group, sequence_dim)
+        register_group(group)
         self.input_is_sharded = sequence_dim is not None
         self.A = nn.Parameter(_draw(init, settings.rank, input_size))
         if sequence_dim is not None:  # each rank applies it to its shard of the sequence
@@ -80,8 +82,8 @@ class ColumnParallelAdapter(_Adapter):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = linear(self.drop(x), self.A) * self.settings.scale
-        return linear(inner, self.B.flatten(0, -2), None, self.group, self.sequence_dim)
+        inner = linear(self.drop(x), self.A, deferred=self.deferred) * self.settings.scale
+        return linear(inner, self.B.flatten(0, -2), None, self.group, self.sequence_dim, deferred=self.deferred)
 
 
 class RowParallelAdapter(_Adapter):
@@ -106,10 +108,10 @@ class RowParallelAdapter(_Adapter):
             all_reduce_gradient(self.B, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = linear(self.drop(x), self.A) * self.settings.scale
+        inner = linear(self.drop(x), self.A, deferred=self.deferred) * self.settings.scale
         if self.group.size() > 1:
             inner = reduce_output(inner, self.group, self.sequence_dim)
-        return linear(inner, self.B)
+        return linear(inner, self.B, deferred=self.deferred)
 
 
 def _draw(init: WeightInit, rank: int, inputs: int) -> Tensor:
