@@ -23,13 +23,13 @@ def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
 
 
 def coordinates(parallel: ParallelConfig, rank: int) -> dict[str, int]:
-    """The place of ``rank`` along each axis."""
-    places = itertools.product(*map(range, axis_sizes(parallel).values()))
-    return dict(zip(AXES, next(itertools.islice(places, rank, None)), strict=True))
+    """The index of ``rank`` along each axis."""
+    indices = itertools.product(*map(range, axis_sizes(parallel).values()))
+    return dict(zip(AXES, next(itertools.islice(indices, rank, None)), strict=True))
 
 
 def groups_along(parallel: ParallelConfig, *axes: str) -> list[list[int]]:
-    """The groups of ranks whose coordinates differ along ``axes`` alone."""
+    """The groups of ranks whose coordinates differ only along ``axes``."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinates in enumerate(itertools.product(*map(range, axis_sizes(parallel).values()))):
         shared = tuple(index for axis, index in zip(AXES, coordinates, strict=True) if axis not in axes)
@@ -44,15 +44,15 @@ def ulysses_groups(parallel: ParallelConfig) -> list[list[int]]:
 
 
 def ring_groups(parallel: ParallelConfig) -> list[list[int]]:
-    """The groups that see one another's keys and values: ranks of equal place in the groups of ``ulysses_groups``."""
+    """The groups that exchange keys and values: ranks with the same index in the groups of ``ulysses_groups``."""
     size = parallel.ulysses_size
-    return [ranks[place::size] for ranks in groups_along(parallel, "sequence") for place in range(size)]
+    return [ranks[index::size] for ranks in groups_along(parallel, "sequence") for index in range(size)]
 
 
 def expert_groups(parallel: ParallelConfig) -> tuple[list[list[int]], list[list[int]]]:
-    """The groups of ranks that divide the experts among them, and those of ranks that hold the same experts.
+    """The groups of ranks that divide the experts among them, and the groups of ranks with the same experts.
 
-    Both divide the data-parallel groups: neighboring ranks of one hold different experts.
+    Both divide the data-parallel groups, in which neighboring ranks have different experts.
     """
     size, data = parallel.expert_model_parallel_size, groups_along(parallel, "data")
     neighbors = [ranks[begin : begin + size] for ranks in data for begin in range(0, len(ranks), size)]
@@ -69,7 +69,7 @@ def steps_within(size: int, apart: int, causal: bool) -> tuple[int, ...]:
     """Steps r - r' of a ring that bring keys of rank r' to a rank r that attends to them, the same on every rank.
 
     The ring has ``size`` ranks, rank r with chunks r and 2 size - 1 - r of the sequence (zigzag). Tokens attend to
-    others at most so many chunks ``apart``, and if ``causal`` to earlier ones.
+    tokens at most ``apart`` chunks away, and if ``causal`` only to earlier ones.
     """
     apart = min(apart, 2 * size - 1)
     ranks = [min(number, 2 * size - 1 - number) for number in range(2 * size)]

@@ -1,4 +1,4 @@
-"""The place of this rank among all ranks: a value, created once and passed to whatever needs it."""
+"""This rank's coordinates and process groups: a value, created once and passed to the functions that need it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,22 +25,22 @@ class ParallelLayout:
     data_group: ProcessGroup
     pipe_group: ProcessGroup
     sequence_group: ProcessGroup | None = None
-    """The ranks that share samples, each with a shard of the sequence; None if each rank has whole samples."""
+    """The ranks that share samples, each with a shard of the sequence; None if each rank has full sequences."""
     replica_group: ProcessGroup | None = None
-    """With a sequence group: the ranks that hold the same weights, along both axes."""
+    """With a sequence group: the ranks with the same weights, along the data and the sequence axis."""
     ulysses_group: ProcessGroup | None = None
-    """Those of the sequence group that exchange parts of the sequence for heads around attention."""
+    """The ranks of the sequence group that exchange parts of the sequence for heads around attention."""
     ring_group: ProcessGroup | None = None
-    """Those of the sequence group that see one another's keys and values in attention, in zigzag order."""
+    """The ranks of the sequence group that exchange keys and values in attention, in zigzag order."""
     ring_gathers: bool = False
-    """Whether they gather keys and values at once, instead of passing them around."""
+    """Whether the ring group gathers keys and values at once, instead of passing them around."""
     expert_group: ProcessGroup | None = None
-    """Within the data group: the ranks that divide the experts of a layer among them; None without expert
-    parallelism."""
+    """The ranks of the data group that divide the experts of a layer among them; None without expert parallelism."""
     expert_data_group: ProcessGroup | None = None
-    """With it: the ranks of the data group that hold the same experts."""
+    """The ranks of the data group with the same experts; None without expert parallelism."""
     sequence_parallel: bool = False
-    """Whether the tensor group shards along the sequence whatever it does not shard otherwise (Megatron's)."""
+    """Whether activations that the tensor group does not divide otherwise are sharded along the sequence
+    (Megatron's sequence parallelism)."""
     is_v_shaped: bool = False
     """Whether the model ends on the stage on which it begins."""
 
@@ -93,35 +93,35 @@ class ParallelLayout:
         return self.tensor_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those that share each layer."""
+        """This rank's index in the tensor-parallel group."""
         return self.tensor_group.rank()
 
     def get_model_parallel_world_size(self) -> int:
-        """How many ranks share each layer."""
+        """Ranks that share each layer."""
         return self.tensor_group.size()
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that hold the same weights and read other samples."""
+        """The ranks with the same weights, which read different samples."""
         return self.data_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among those that read other samples."""
+        """This rank's index in the data-parallel group."""
         return self.data_group.rank()
 
     def get_data_parallel_world_size(self) -> int:
-        """How many ranks read other samples; DeepSpeed checks the batch by it."""
+        """Ranks that read different samples; DeepSpeed checks the batch size with it."""
         return self.data_group.size()
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that hold the same weights: gradients are averaged, and ZeRO partitions, over all of them."""
+        """The ranks with the same weights, over which gradients are averaged and ZeRO partitions."""
         return self.replica_group or self.data_group
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank's number among those that hold the same weights."""
+        """This rank's index among the ranks with the same weights."""
         return self.get_sequence_data_parallel_group().rank()
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """How many ranks hold the same weights."""
+        """Ranks with the same weights."""
         return self.get_sequence_data_parallel_group().size()
 
 
@@ -136,7 +136,7 @@ def _topology(parallel: ParallelConfig) -> ProcessTopology:
 def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> ProcessGroup:
     """Create all of the groups, as every rank has to in the same order, and return this rank's.
 
-    Without ``timeout`` a group would have torch's own: 10 minutes with NCCL, 30 with gloo.
+    Without ``timeout`` torch's default would apply: 10 minutes with NCCL, 30 with gloo.
     """
     backend = backend_of_groups(get_accelerator().device_name())
     groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_groups}

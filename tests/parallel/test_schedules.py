@@ -247,8 +247,3 @@ def test_zbv_leaves_no_bubble_between_passes() -> None:
             for stage in range(schedule.stages):
                 own = [one for one in timed if one.stage == stage]
                 assert own[-1].end - own[0].begin == 3 * 2 * schedule.micro_batches
-
-
-def test_transfers_take_time() -> None:
-    one = [timed.end for timed in simulate(Schedule("1f1b", 2, 1), PassSeconds(), transfer=0.5)]
-    assert one == [1, 2.5, 4.5, 7], "forward, forward on the second stage, backward there, backward on the first"

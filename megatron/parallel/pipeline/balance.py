@@ -10,7 +10,7 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Lengths of ``parts`` runs of ``weights``, none of them empty.
 
     The largest run is as small as possible, and then the sum of squares is. Of equally good partitions the one whose
-    first runs are longer is chosen. (DeepSpeed's ``partition_balanced`` minimizes the largest run alone, and needs
+    first runs are longer is chosen. (DeepSpeed's ``partition_balanced`` minimizes only the largest run, and needs
     torch.)
     """
     return list(_balanced(tuple(weights), parts))

@@ -1,8 +1,8 @@
 """DualPipeV as DeepSpeed runs it: what each stage exchanges before which pass. No torch here.
 
 DeepSpeed's ``DualPipeVSchedule`` does not divide backward passes. It collects transfers, starts them together before a
-pass, and waits for all of them: for tensors that this pass does not need yet, and for neighbors that take what is sent.
-The output of a forward pass leaves only after the backward pass that is its pair. All of this makes stages idle.
+pass, and waits for all of them: for tensors that this pass does not need yet, and for neighbors to receive what is
+sent. The output of a forward pass leaves only after the backward pass that is paired with it. This makes stages idle.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from functools import lru_cache
 from megatron.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, Schedule
 
 Output = tuple[int, bool, int]
-"""What a pass hands on: its model chunk, whether it is a forward pass's, and the micro-batch."""
+"""What a pass hands on: its model chunk, whether it is a forward pass, and the micro-batch."""
 Exchange = frozenset[Output]
 """Outputs that a stage sends and receives together. It waits for all of them."""
 _Pass = tuple[int, str]

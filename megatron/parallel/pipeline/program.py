@@ -30,7 +30,7 @@ class Transfer(NamedTuple):
 
     @property
     def boundary(self) -> int:
-        """The model chunk before the boundary between chunks that it crosses."""
+        """The model chunk before the boundary that it crosses."""
         return self.chunk if self.is_send == self.is_forward else self.chunk - 1
 
 
@@ -40,7 +40,7 @@ Step = Action | tuple[Transfer, ...]
 
 @lru_cache(maxsize=64)
 def program(schedule: Schedule, stage: int, forward_only: bool = False) -> tuple[Step, ...]:
-    """The passes and transfers of ``stage`` in order; with ``forward_only`` those of an evaluation."""
+    """The passes and transfers of ``stage`` in order; with ``forward_only`` for an evaluation."""
     timed = simulate(schedule, PassSeconds())
     if forward_only:
         timed = [one for one in timed if one.action.kind == FORWARD]

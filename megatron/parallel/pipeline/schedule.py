@@ -53,7 +53,7 @@ class Action(NamedTuple):
     """A pass of a micro-batch through a model chunk."""
 
     chunk: int
-    """Number of the model chunk in the whole model."""
+    """Number of the model chunk in the model."""
     kind: str
     """F, B, I or W."""
     micro_batch: int
@@ -80,8 +80,8 @@ class Schedule:
 
     def stage_of(self, chunk: int) -> int:
         """The stage that holds a model chunk."""
-        turn, place = divmod(chunk, self.stages)
-        return self.stages - 1 - place if turn % 2 and KINDS[self.name].is_v else place
+        row, column = divmod(chunk, self.stages)
+        return self.stages - 1 - column if row % 2 and KINDS[self.name].is_v else column
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The model chunks of a stage, in the order of the model."""
@@ -90,7 +90,7 @@ class Schedule:
     def passes(self, stage: int) -> Passes:
         """The passes of a stage in their order."""
         passes = KINDS[self.name].order(self, stage)
-        return passes if self.splits_backward else _whole(passes)
+        return passes if self.splits_backward else _with_full_backward(passes)
 
     def actions(self, stage: int) -> tuple[Action, ...]:
         """The same with their micro-batches."""
@@ -98,12 +98,12 @@ class Schedule:
 
     @property
     def divides_backward(self) -> bool:
-        """Whether there are I and W."""
+        """Whether there are passes I and W."""
         return self.splits_backward and KINDS[self.name].splits_backward
 
     @cached_property
     def shortened(self) -> "Schedule":
-        """The same with as few micro-batches as have the same seconds of idle time, and as many passes in flight."""
+        """The same with the fewest micro-batches that have the same idle seconds and passes in flight."""
         if self.micro_batches <= 4 * self.stages:
             return self
         per_round = self.micro_batches // rounds(self.stages, self.micro_batches)
@@ -113,7 +113,7 @@ class Schedule:
 def chunks_of(name: str, stage: int, stages: int, chunks: int) -> tuple[int, ...]:
     """The model chunks of a stage with the schedule ``name``, in the order of the model."""
     is_v = KINDS[name].is_v
-    return tuple(turn * stages + (stages - 1 - stage if turn % 2 and is_v else stage) for turn in range(chunks))
+    return tuple(row * stages + (stages - 1 - stage if row % 2 and is_v else stage) for row in range(chunks))
 
 
 @lru_cache(maxsize=256)
@@ -131,8 +131,8 @@ def _numbered(passes: Passes) -> Iterator[Action]:
             done[chunk, one] += 1
 
 
-def _whole(passes: Passes) -> Passes:
-    """``passes`` with whole backward passes."""
+def _with_full_backward(passes: Passes) -> Passes:
+    """``passes`` with B in place of I, and without W."""
     return [
         (chunk, BACKWARD if kind == INPUT_GRADIENTS else kind) for chunk, kind in passes if kind != WEIGHT_GRADIENTS
     ]

@@ -37,7 +37,7 @@ class PassSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of one micro-batch."""
+        """All passes of a micro-batch."""
         return self.forward + self.inputs + self.weights
 
 
@@ -50,17 +50,17 @@ class TimedAction(NamedTuple):
     end: float
 
 
-def simulate(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) -> list[TimedAction]:
-    """All passes in time, ordered by their end; a tensor between stages arrives ``transfer`` seconds after its pass.
+def simulate(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
+    """All passes in time, ordered by their end. Transfers take no time.
 
     A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
     """
-    return sorted(_timed(schedule, seconds, transfer), key=lambda one: (one.end, one.stage))
+    return sorted(_timed(schedule, seconds), key=lambda one: (one.end, one.stage))
 
 
-def _timed(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[TimedAction]:
+def _timed(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
     if schedule.name == "dualpipev" and not schedule.splits_backward:
-        return _simulate_exchanges(schedule, seconds, transfer)
+        return _simulate_exchanges(schedule, seconds)
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
     ends: dict[Output, float] = {}
@@ -75,10 +75,7 @@ def _timed(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[Ti
             if needed is not None and needed not in ends:
                 waiting[needed] = stage
                 break
-            arrived = 0.0
-            if needed is not None:
-                arrived = ends[needed] + (transfer and transfer * (schedule.stage_of(needed[0]) != stage))
-            begin = max(free[stage], arrived)
+            begin = max(free[stage], 0.0 if needed is None else ends[needed])
             free[stage] = begin + durations[action.kind]
             timed.append(TimedAction(stage, action, begin, free[stage]))
             position[stage] += 1
@@ -91,7 +88,7 @@ def _timed(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[Ti
     return timed
 
 
-def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[TimedAction]:
+def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
     """The same for stages that wait for all tensors of an exchange, each until its other end has begun it, too."""
     orders = [exchanging_steps(schedule, stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
@@ -112,7 +109,7 @@ def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds, transfer: floa
                         ends[stage] = now
                 if any(len(begun[output]) < 2 for output in step):
                     break
-                free[stage] = max(max(begun[output].values()) for output in step) + transfer
+                free[stage] = max(max(begun[output].values()) for output in step)
             position[stage] += 1
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
     return timed
@@ -128,20 +125,20 @@ def _needed(schedule: Schedule, action: Action) -> Output | None:
     return (action.chunk + (not is_last), is_last, action.micro_batch)
 
 
-def idle_share(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) -> float:
-    """The bubble: idle time of a pipeline over all of its time, from its first pass to its last."""
-    idle = idle_seconds(schedule, seconds, transfer)
+def idle_share(schedule: Schedule, seconds: PassSeconds) -> float:
+    """The bubble: idle time of a pipeline over its time from the first pass to the last."""
+    idle = idle_seconds(schedule, seconds)
     return idle / (idle + schedule.micro_batches * schedule.chunks * seconds.total)
 
 
-def idle_seconds(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) -> float:
+def idle_seconds(schedule: Schedule, seconds: PassSeconds) -> float:
     """Seconds that each stage idles between the first pass of the pipeline and its last.
 
-    They do not depend on how many micro-batches there are, beyond a few for each stage.
+    Beyond a few micro-batches per stage they do not depend on the number of micro-batches.
     """
     short = schedule.shortened
     useful = short.micro_batches * short.chunks * seconds.total
-    return max(one.end for one in _timed(short, seconds, transfer)) - useful
+    return max(one.end for one in _timed(short, seconds)) - useful
 
 
 def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
@@ -153,5 +150,5 @@ def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time of these pipelines over all of their time: (p - 1) / (v m + p - 1)."""
+    """Idle time of these pipelines over their time: (p - 1) / (v m + p - 1)."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
