@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.tools.preprocess.sentences import split_sentences
+from megatron.tools.preprocess.tokenize_chunk import split_sentences
 
 
 @pytest.mark.parametrize(

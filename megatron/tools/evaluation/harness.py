@@ -14,8 +14,8 @@ from lm_eval.utils import get_rolling_token_windows
 from megatron.common.errors import ConfigError
 from megatron.engines.containers import SequentialModel
 from megatron.tokenizer import Tokenizer
-from megatron.tools.evaluation.samples import Sample, Scores, last_inputs
 from megatron.tools.evaluation.scoring import ForwardModel, score
+from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel

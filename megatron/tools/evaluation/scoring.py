@@ -28,7 +28,7 @@ from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.balance import balanced
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
-from megatron.tools.evaluation.samples import Sample, Scores
+from megatron.tools.evaluation.tasks import Sample, Scores
 from megatron.tools.inference.source import Source, config_on
 from megatron.tools.inference.weights import DTYPES, load_weights
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.common.errors import DataError
-from megatron.tools.preprocess.compressed import open_lines
-from megatron.tools.preprocess.parquet import Row, read_rows
+from megatron.tools.preprocess.files import Row, open_lines, read_rows
 
 Line = bytes | Row
 

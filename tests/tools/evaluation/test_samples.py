@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.tools.evaluation.samples import Windows, last_inputs
+from megatron.tools.evaluation.tasks import Windows, last_inputs
 
 
 @pytest.mark.parametrize("length", [2, 3, 8, 9, 10, 17, 40, 41])

@@ -8,8 +8,7 @@ import pytest
 
 from megatron.common.errors import NumericsError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.evaluation.samples import Scores
-from megatron.tools.evaluation.tasks import Request, Task, make_task
+from megatron.tools.evaluation.tasks import Request, Scores, Task, make_task
 
 
 @pytest.fixture(scope="module")
