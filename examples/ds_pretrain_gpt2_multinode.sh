@@ -6,33 +6,17 @@
 #   LAUNCHER=openmpi INTERFACE=eth1 bash examples/ds_pretrain_gpt2_multinode.sh         over mpirun instead of pdsh
 #   NODE_RANK=0 MASTER_ADDR=worker-1 bash examples/ds_pretrain_gpt2_multinode.sh        without ssh: once on each host
 #
-# See docs/multinode.md for requirements and output. With --deepspeed_config FILE, the settings in the file must agree
-# with those of this script.
+# See docs/multinode.md for requirements and output. Data (the same paths on every host), model and training are set in
+# tools/gpt2_345m.sh. With --deepspeed_config FILE, the settings in the file must agree with those of the scripts.
+# DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
+# shellcheck source=tools/gpt2_345m.sh
+source "$(dirname "$0")/../tools/gpt2_345m.sh"
 
-# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: the same path on every host.
-DATA=${DATA:-data/corpus_text_document}
-VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES-data/merges.txt} # empty for --tokenizer-type WhitespaceTokenizer, which has no merges
-SAVE=${SAVE:-checkpoints/gpt2_345m_multinode}
-SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
-
-# Model.
-LAYERS=${LAYERS:-24}
-HIDDEN=${HIDDEN:-1024}
-HEADS=${HEADS:-16}
-SEQ_LENGTH=${SEQ_LENGTH:-1024}
-
-# Training. Batch sizes are in samples; the number of micro-batches follows from the global batch.
-MICRO_BATCH=${MICRO_BATCH:-4}
-GLOBAL_BATCH=${GLOBAL_BATCH:-64}
-ITERATIONS=${ITERATIONS:-320000}
-LR=${LR:-1.5e-4}
-MIN_LR=${MIN_LR:-1e-5}
-PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
-TP=${TP:-2}                 # tensor-parallel size, within a host
-PP=${PP:-2}                 # pipeline stages, 0: plain engine; processes / (TP x PP) is the data-parallel size
-ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
+SAVE=${SAVE:-checkpoints/gpt2_345m_multinode} # checkpoints: a run resumes from its own
+TP=${TP:-2}                                   # tensor-parallel size, within a host
+PP=${PP:-2}                                   # pipeline stages, 0: none; the remaining processes are data parallel
+ZERO_STAGE=${ZERO_STAGE:-1}                   # 0 or 1 with a pipeline
 
 # Hosts.
 HOSTFILE=${HOSTFILE:-hostfile} # see hostfile.example
@@ -63,19 +47,5 @@ if [ -n "$SSH_PORT" ]; then HOSTS+=(--ssh_port "$SSH_PORT"); fi
 if [ -n "$NODE_RANK" ]; then HOSTS+=(--no_ssh --node_rank "$NODE_RANK"); else HOSTS+=(--launcher "$LAUNCHER"); fi
 if [ -n "$INTERFACE" ]; then HOSTS+=("--launcher_args=--mca btl_tcp_if_include $INTERFACE"); fi
 
-SWITCHES=(--checkpoint-activations)
-if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
-
-# DRY_RUN=1 prints the command instead of running it.
-# shellcheck disable=SC1091
-source "$(dirname "$0")/../tools/dry_run.sh"
-run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" \
-    --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
-    --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
-    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
-    --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERATIONS" \
-    --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine --warmup 0.01 --weight-decay 0.01 --clip-grad 1.0 \
-    --zero-stage "$ZERO_STAGE" "${SWITCHES[@]}" \
-    --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
-    --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
-    --eval-interval 1000 --eval-iters 10 "$@"
+arguments --load "$SAVE" --checkpoint-activations "$@"
+run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" "${ARGUMENTS[@]}"

@@ -5,29 +5,13 @@
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=HOST bash examples/pretrain_gpt2_distributed.sh     on HOST; NODE_RANK=1 on the other host
 #   DS_ACCELERATOR=cpu GPUS=2 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/pretrain_gpt2_distributed.sh
 #
-# With --deepspeed_config FILE, the settings in the file must agree with those of this script.
+# Data, model and training are set in tools/gpt2_345m.sh. With --deepspeed_config FILE, the settings in the file must
+# agree with those of the scripts. DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
+# shellcheck source=tools/gpt2_345m.sh
+source "$(dirname "$0")/../tools/gpt2_345m.sh"
 
-# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run resumes from its own.
-DATA=${DATA:-data/corpus_text_document}
-VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES-data/merges.txt} # empty for --tokenizer-type WhitespaceTokenizer, which has no merges
-SAVE=${SAVE:-checkpoints/gpt2_345m_torchrun}
-SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
-
-# Model.
-LAYERS=${LAYERS:-24}
-HIDDEN=${HIDDEN:-1024}
-HEADS=${HEADS:-16}
-SEQ_LENGTH=${SEQ_LENGTH:-1024}
-
-# Training. Batch sizes are in samples; the number of micro-batches follows from the global batch.
-MICRO_BATCH=${MICRO_BATCH:-4}
-GLOBAL_BATCH=${GLOBAL_BATCH:-64}
-ITERATIONS=${ITERATIONS:-320000}
-LR=${LR:-1.5e-4}
-MIN_LR=${MIN_LR:-1e-5}
-PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
+SAVE=${SAVE:-checkpoints/gpt2_345m_torchrun} # checkpoints: a run resumes from its own
 
 # Hosts. GPUS is the number of processes per host, also on CPUs.
 GPUS=${GPUS:-8}
@@ -36,33 +20,19 @@ NODE_RANK=${NODE_RANK:-0}             # number of this host
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} # address of host 0
 MASTER_PORT=${MASTER_PORT:-29500}
 TP=${TP:-1}                 # tensor-parallel size
-PP=${PP:-0}                 # pipeline stages, 0: plain engine; processes / (TP x PP) is the data-parallel size
+PP=${PP:-0}                 # pipeline stages, 0: none; processes / (TP x PP) is the data-parallel size
 ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 
 # Activation checkpointing: 1 is on, 0 is off. Partitioning requires TP > 1.
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
-
-SWITCHES=()
-switch() { if (($1)); then SWITCHES+=("$2"); fi; } # setting, flag for 1
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
-if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
 # The processes of a host divide its cores. torchrun would set 1, with a warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES = $(nproc) / GPUS, CORES ? CORES : 1))}
 
-# DRY_RUN=1 prints the command instead of running it.
-# shellcheck disable=SC1091
-source "$(dirname "$0")/../tools/dry_run.sh"
+arguments --load "$SAVE" "$@"
 run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS" \
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$(realpath "$(dirname "$0")/../pretrain_gpt2.py")" \
-    --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
-    --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
-    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
-    --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERATIONS" \
-    --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine --warmup 0.01 --weight-decay 0.01 --clip-grad 1.0 \
-    --zero-stage "$ZERO_STAGE" "${SWITCHES[@]}" \
-    --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
-    --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
-    --eval-interval 1000 --eval-iters 10 "$@"
+    "${ARGUMENTS[@]}"

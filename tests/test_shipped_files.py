@@ -100,6 +100,10 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
 def variables_of(script: str) -> dict[str, str]:
     """Each environment variable that a script reads, with its default."""
     text = (ROOT / "examples" / script).read_text()
+    if script == PIPE:
+        text += (ROOT / "examples" / PLAIN).read_text()
+    if "tools/gpt2_345m.sh" in text:
+        text += (ROOT / "tools" / "gpt2_345m.sh").read_text()
     return dict(re.findall(r"^([A-Z_]+)=\$\{\1:?-(.*?)\}(?: |$)", text, re.MULTILINE))
 
 
@@ -199,7 +203,7 @@ def test_shellcheck_passes() -> None:
     names = (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh")
     scripts = [f"examples/{name}" for name in names]
     scripts += ["docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"]
-    scripts += ["tools/environment.sh", "run_tests.sh", ".ci/run"]
+    scripts += ["tools/environment.sh", "tools/gpt2_345m.sh", "run_tests.sh", ".ci/run"]
     scripts += ["tests/support/slurm/srun", "tests/support/slurm/scontrol"]
     words = [str(BIN / "shellcheck"), "--external-sources", *scripts]
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)

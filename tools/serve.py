@@ -60,9 +60,10 @@ def main() -> None:
 
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import opened_model
-    from megatron.tools.serving.app import build_app, serve, serve_worker
+    from megatron.tools.serving.app import build_app
     from megatron.tools.serving.request_queue import RequestQueue
     from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch
+    from megatron.tools.serving.server import serve, serve_worker
 
     threads = torch.get_num_threads()
     if listener is not None:
@@ -91,7 +92,7 @@ def main() -> None:
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":
     from megatron.tools.serving.app import Service
-    from megatron.tools.serving.request import RequestLimits
+    from megatron.tools.serving.protocol import RequestLimits
 
     context = source.config.max_position_embeddings
     path = Path(source.name).resolve()

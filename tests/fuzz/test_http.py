@@ -14,7 +14,7 @@ from megatron.common.errors import DataError
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
 from megatron.tools.serving.app import Service, build_app
-from megatron.tools.serving.request import RequestLimits
+from megatron.tools.serving.protocol import RequestLimits
 from megatron.tools.serving.request_queue import RequestQueue
 from megatron.tools.serving.scheduler import RankBroadcast, run_driver
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.common.reading import regular
-from megatron.tools.serving.request import RequestError
+from megatron.tools.serving.protocol import RequestError
 
 KEY_VARIABLE = "SERVE_API_KEY"
 

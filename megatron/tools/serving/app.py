@@ -1,31 +1,28 @@
-"""The HTTP application: its page, OpenAI's API, and the server that runs it beside the generator's thread."""
+"""The HTTP application: its page, OpenAI's API and the metrics."""
 
 import asyncio
-import signal
-import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron.common.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.access import check_host, check_key
-from megatron.tools.serving.answer import Answer, error_body
-from megatron.tools.serving.connections import Connection, close_overdue
-from megatron.tools.serving.request import RequestError, RequestLimits, read_completion
+from megatron.tools.serving.protocol import (
+    CompletionResponse,
+    RequestError,
+    RequestLimits,
+    error_body,
+    read_completion,
+)
 from megatron.tools.serving.request_queue import RequestQueue
-from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch, run_driver, run_worker
 
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
@@ -131,13 +128,13 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
         body = await _read_body(request, service.most_body_bytes, min(_BODY_SECONDS, queue.seconds))
         asked = read_completion(body, service.model, service.tokenizer, service.limits)
         job = queue.submit(asked, spent=time.monotonic() - started)
-        answer, pieces = Answer(asked, service.model), job.pieces()
+        response, pieces = CompletionResponse(asked, service.model), job.pieces()
         if not asked.stream:
-            return JSONResponse(await _unless_disconnected(request, answer.whole(pieces)))
+            return JSONResponse(await _unless_disconnected(request, response.complete(pieces)))
         # An error before the first piece still has its own HTTP status.
         first = await _unless_disconnected(request, anext(pieces))
         return StreamingResponse(
-            answer.events(_chained(first, pieces)),
+            response.events(_chained(first, pieces)),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
@@ -189,87 +186,3 @@ async def _chained(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Pi
     yield first
     async for piece in rest:
         yield piece
-
-
-def serve(
-    app: FastAPI,
-    listener: socket.socket,
-    queue: RequestQueue,
-    batch: RequestBatch,
-    ranks: RankBroadcast,
-    *,
-    grace: float,
-    threads: int,
-) -> None:
-    """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
-
-    A thread of its own generates, and computes with ``threads`` of torch's threads.
-
-    Raises the error that ended the generator's thread, if that ended first.
-    """
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(grace) + 5,
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again after its shutdown
-
-    def generate() -> None:
-        torch.set_num_threads(threads)
-        run_driver(queue, batch, ranks)
-
-    generator = _GeneratorThread(generate)
-    _Server(config, queue, generator, grace).run([listener])
-    if generator.error:
-        raise generator.error
-
-
-def serve_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
-    """Run the other ranks. After a signal they continue until the first rank ends, or until a second signal."""
-    ExitSignal()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_worker(batch, ranks)
-
-
-class _GeneratorThread(threading.Thread):
-    """A thread that keeps the error that ended it."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="generator", daemon=True)
-        self.error: Exception | None = None
-        self._work = work
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self.error = error
-
-
-class _Server(uvicorn.Server):
-    """Shuts down when the generator's thread ends, and ends that thread when it shuts down."""
-
-    def __init__(self, config: uvicorn.Config, queue: RequestQueue, generator: _GeneratorThread, grace: float) -> None:
-        super().__init__(config)
-        self._queue, self._generator, self._grace = queue, generator, grace
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._generator.start()
-        await super().startup(sockets)
-
-    async def on_tick(self, counter: int) -> bool:
-        close_overdue(self.server_state.connections)
-        return not self._generator.is_alive() or await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._queue.end_all(self._grace if self._generator.is_alive() else 0, "the server is shutting down")
-        await super().shutdown(sockets)
-        self._queue.jobs.put(None)
-        await asyncio.to_thread(self._generator.join)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from queue import SimpleQueue
 
 from megatron.tools.inference.continuous_batch import Piece
-from megatron.tools.serving.request import CompletionRequest, RequestError
+from megatron.tools.serving.protocol import CompletionRequest, RequestError
 
 
 class Job:

@@ -20,7 +20,7 @@ from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import is_reset_within
 from megatron.tools.inference.prompts import StoppingCriteria
-from megatron.tools.serving.request import CompletionRequest, RequestError
+from megatron.tools.serving.protocol import CompletionRequest, RequestError
 from megatron.tools.serving.request_queue import Job, RequestQueue, put_all
 
 

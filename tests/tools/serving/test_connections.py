@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 
-from megatron.tools.serving import connections
+from megatron.tools.serving import server as serving
 from megatron.tools.serving.app import Service, build_app
-from megatron.tools.serving.connections import Connection, close_overdue
-from megatron.tools.serving.request import RequestLimits
+from megatron.tools.serving.protocol import RequestLimits
 from megatron.tools.serving.request_queue import RequestQueue
+from megatron.tools.serving.server import Connection, close_overdue
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer open-sesame\r\n" + (
     b'Content-Type: application/json\r\nContent-Length: 3000\r\n\r\n{"prompt": '
@@ -23,7 +23,7 @@ def test_half_sent_requests_do_not_starve_others(server):
     """More of them than the server keeps open: the oldest are closed."""
     slow = []
     try:
-        for _ in range(connections.MOST_CONNECTIONS + 20):
+        for _ in range(serving.MOST_CONNECTIONS + 20):
             slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
             slow[-1].sendall(HALF)
         assert server.complete(prompt="Hello", max_tokens=12)["choices"]
@@ -96,7 +96,7 @@ def test_a_head_that_is_not_sent_ends_the_connection(monkeypatch: pytest.MonkeyP
         close_overdue(state.connections)
         await asyncio.sleep(0.01)
         assert len(state.connections) == 3, "not yet"
-        monkeypatch.setattr(connections, "SEND_SECONDS", 0.0)
+        monkeypatch.setattr(serving, "SEND_SECONDS", 0.0)
         close_overdue(state.connections)
         for reader, writer in (idle, slow, answered):
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.tools.inference.continuous_batch import Piece
-from megatron.tools.serving.request import RequestError
+from megatron.tools.serving.protocol import RequestError
 from megatron.tools.serving.request_queue import RequestQueue
 from megatron.tools.serving.scheduler import RankBroadcast, _Driver, run_driver
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron.common.errors import DataError
-from megatron.tools.serving.request import RequestError, RequestLimits, read_completion
+from megatron.tools.serving.protocol import RequestError, RequestLimits, read_completion
 
 LIMITS = RequestLimits(context=64, max_tokens=32, max_choices=4)
 

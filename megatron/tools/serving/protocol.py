@@ -1,15 +1,24 @@
-"""Parses and validates requests in the format of OpenAI's /v1/completions. No torch here."""
+"""OpenAI's /v1/completions: requests are parsed and checked, responses are sent complete or as server-sent events.
 
+No torch here.
+"""
+
+import json
 import secrets
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from megatron.common.errors import DataError, one_line
 from megatron.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.tools.inference.continuous_batch import Piece
 
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
@@ -44,27 +53,6 @@ class RequestLimits:
     """Completions, of all prompts together."""
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    """A valid request."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    texts: tuple[str, ...]
-    """The prompts as they were sent."""
-    n: int
-    """Completions for each prompt."""
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    stop: tuple[str, ...]
-    seed: int
-    echo: bool
-    stream: bool
-    include_usage: bool
-
-
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
@@ -89,6 +77,11 @@ def _is_temperature(value: float) -> float:
     return value
 
 
+def _as_tuple(value: Any) -> Any:
+    """A text or a list of texts as a tuple; anything else, which is an error, unchanged."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 class _Body(BaseModel):
     """The fields, their types, limits and defaults."""
 
@@ -101,12 +94,21 @@ class _Body(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     n: int = Field(1, ge=1)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(default_factory=list)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[tuple[_Stop, ...], Field(max_length=16), BeforeValidator(_as_tuple)] = ()
+    seed: int = Field(default_factory=lambda: secrets.randbits(31), ge=-(2**63), lt=2**63)
     echo: bool = False
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     user: str = ""
+
+
+class CompletionRequest(_Body):
+    """A valid request, with its prompts."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Tokens."""
+    texts: tuple[str, ...]
+    """The prompts as they were sent."""
 
 
 def read_completion(body: bytes, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> CompletionRequest:
@@ -121,21 +123,8 @@ def read_completion(body: bytes, model: str, tokenizer: Tokenizer, limits: Reque
         )
     prompts, texts = _prompts(fields.prompt, tokenizer)
     _check_sizes(fields, prompts, limits)
-    return CompletionRequest(
-        prompts=prompts,
-        texts=texts,
-        n=fields.n,
-        max_tokens=fields.max_tokens,
-        temperature=fields.temperature,
-        top_k=fields.top_k,
-        top_p=fields.top_p,
-        repetition_penalty=fields.repetition_penalty,
-        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
-        seed=secrets.randbits(31) if fields.seed is None else fields.seed,
-        echo=fields.echo,
-        stream=fields.stream,
-        include_usage=fields.stream_options.include_usage,
-    )
+    values = {name: value for name, value in fields if name not in ("model", "prompt", "user")}
+    return CompletionRequest.model_construct(**values, prompts=prompts, texts=texts)
 
 
 def _fields(body: bytes) -> _Body:
@@ -198,3 +187,78 @@ def _check_sizes(fields: _Body, prompts: tuple[tuple[int, ...], ...], limits: Re
             param="prompt",
             code="context_length_exceeded",
         )
+
+
+_KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """An error in the format of OpenAI's API."""
+    kind = _KINDS.get(error.status, "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+class CompletionResponse:
+    """The response to one request, as one body or as server-sent events. The choices of the first prompt come first."""
+
+    def __init__(self, request: CompletionRequest, model: str) -> None:
+        self._request = request
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        echoed = request.texts if request.echo else [""] * len(request.prompts)
+        self._beginnings = [text for text in echoed for _ in range(request.n)]
+        self._tokens = 0
+
+    async def complete(self, pieces: AsyncIterator["Piece"]) -> dict[str, Any]:
+        """The complete response."""
+        choices = [_choice(index, text) for index, text in enumerate(self._beginnings)]
+        async for piece in pieces:
+            choice = choices[self._count(piece)]
+            choice["text"] += piece.text
+            choice["finish_reason"] = piece.finish_reason
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def events(self, pieces: AsyncIterator["Piece"]) -> AsyncIterator[str]:
+        """A server-sent event for each piece that is not empty. An error is the last event."""
+        for index, text in enumerate(self._beginnings):
+            if text:
+                yield self._event([_choice(index, text)])
+        try:
+            async for piece in pieces:
+                index = self._count(piece)
+                if piece.text or piece.finish_reason:
+                    yield self._event([_choice(index, piece.text, piece.finish_reason)])
+        except RequestError as error:
+            yield _line(error_body(error))
+            return
+        if self._request.stream_options.include_usage:
+            yield self._event([], usage=self._usage())
+        yield "data: [DONE]\n\n"
+
+    def _count(self, piece: "Piece") -> int:
+        """Counts the token of a piece. Returns the index of its choice."""
+        self._tokens += piece.token is not None
+        return piece.prompt * self._request.n + piece.sample
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._request.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": prompt + self._tokens,
+        }
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return _line({**self._head, "choices": choices, **more})
+
+
+def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _line(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
