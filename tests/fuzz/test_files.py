@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from megatron.checkpoint.manifest import MANIFEST, _render, check_content, check
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.tensor_files import check_structure, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest
-from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
@@ -227,12 +225,6 @@ def test_journals_of_preprocessing(data: st.DataObject) -> None:
                 Summary(**done.counts)
                 for written in done.outputs.values():
                     assert all(type(number) is int and number >= 0 for number in written)
-
-
-def test_a_folder_in_the_place_of_a_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data.progress").mkdir()
-    with pytest.raises(DataError, match=r"data.progress is not a journal: run without --resume"):
-        Journal(tmp_path / "data.progress", JOB).read()
 
 
 def test_fuzzers_find_what_they_look_for() -> None:

@@ -5,7 +5,6 @@ import string
 from argparse import Namespace
 from dataclasses import fields
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.command_lines import CPU, SMALL, latest
@@ -14,11 +13,9 @@ from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged, outcome, s
 from megatron.cli import parse_run
 from megatron.cli.deepspeed_json.file import TOP_KEYS
 from megatron.cli.parser import names_of, value_type
-from megatron.common.errors import ConfigError
 from megatron.config import sections
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
-from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.model_flags import check_values
 from megatron.training.summary import describe_config, describe_stages
 
@@ -120,10 +117,3 @@ def test_hostfiles(content: bytes, include: str, exclude: str) -> None:
 @given(NUMBERS, st.sampled_from(["[1, inf)", "(0, inf)", "[0, 1]", "[0.01, 100]", "[-20, 20]"]))
 def test_numbers_of_tools(number: float, interval: str) -> None:
     outcome(lambda: check_values(Namespace(top_p=number), {"top_p": interval}), 2)
-
-
-def test_a_value_that_argparse_removes_is_missed_by_tools() -> None:
-    parser = ToolParser("text")
-    parser.add_argument("--steps", type=int)
-    with pytest.raises(ConfigError, match="--steps needs a value"):
-        parser.parse_args(["--steps=--"])

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from argparse import REMAINDER
 from pathlib import Path
 
 import pytest
@@ -60,17 +59,3 @@ def test_a_repeated_flag_loses_no_value() -> None:
     with pytest.raises(ConfigError) as caught:
         parser.parse_args("--rank 1 --rank 2".split())
     assert caught.value.messages == ["--rank 1 and --rank 2 exclude each other: give one"]
-
-
-def test_hyphens_and_underscores_in_names_are_alike() -> None:
-    """In every tool, as in the training programs; what belongs to another program stays as it is."""
-    parser = ToolParser("")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--num_gpus", type=int)
-    parser.add_argument("script", nargs="?")
-    parser.add_argument("arguments", nargs=REMAINDER)
-    given = parser.parse_args("--top_k=-4 --num-gpus 2 my.py --top_k 5 --num-gpus 3".split())
-    assert (given.top_k, given.num_gpus, given.script) == (-4, 2, "my.py")
-    assert given.arguments == "--top_k 5 --num-gpus 3".split()
-    _, others = parser.parse_known_args("--of_another_program 1".split())
-    assert "--of_another_program" in others

@@ -9,10 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.programs import Finished, Programs
 
-from megatron.config import ModelConfig
-from megatron.tools.convert.inspection import Found, facts, find
+from megatron.tools.convert.inspection import find
 from megatron.tools.convert.load_and_save import read_weights
-from megatron.tools.convert.report import are_equal, differences, differences_as_text, heading
 
 TOOL = "tools/inspect_checkpoint.py"
 TAG = "global_step3"
@@ -40,21 +38,6 @@ def test_facts_about_a_folder(programs: Programs, copy: Path):
     assert ["", "attention.query_key_value.weight", "96 x 32", "float32"] in [
         [part.strip() for part in row if part.strip() or part == row[0]][:4] for row in rows
     ]
-
-
-def test_kinds_of_layers_are_named(tmp_path: Path):
-    model = ModelConfig(
-        num_layers=4, hidden_size=48, num_attention_heads=4, num_query_groups=2, kv_channels=10, swiglu=True,
-        normalization="RMSNorm", position_embedding_type="rope", use_rope_scaling=True, rotary_base=5e5,
-        disable_bias_linear=True, add_qkv_bias=True, qk_layernorm=True, untie_embeddings_and_output_weights=True,
-    )  # fmt: skip
-    shown = heading(facts(Found(tmp_path, "safetensors"), None, model))
-    assert "heads 4" in shown and "query groups 2, head size 10\n" in shown
-    assert (
-        "  layers      RMSNorm; SwiGLU; rotary positions (base 500,000, long waves x 8); normalized queries and keys; "
-        "biases for queries, keys and values only; an output layer of its own\n"
-    ) in shown
-    assert "\n  layers " not in heading(facts(Found(tmp_path, "safetensors"), None, ModelConfig()))
 
 
 def test_every_parameter_is_measured(programs: Programs, trained: Path, merged: Path):
@@ -136,34 +119,6 @@ def test_two_checkpoints_of_different_kinds_are_compared(
 def test_mistakes(programs: Programs, trained: Path, words: list[str], message: str, code: int):
     finished = inspect(programs, *(word.format(trained) for word in words))
     assert finished.returncode == code and message in finished.output and finished.output.count("\n") == 1
-
-
-def test_differences_that_are_not_finite():
-    one = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.tensor([1.0, float("nan")]), "e": torch.zeros(2)}
-    two = {
-        "a": torch.ones(2),
-        "b": torch.ones(4),
-        "c": torch.tensor([1.0, 2.0]),
-        "d": torch.ones(1),
-        "e": torch.ones(2),
-    }
-    found = differences(one, two)
-    assert [difference.note for difference in found] == [
-        "",
-        "[3] and [4]",
-        "values that are not finite",
-        "",
-        "only in the second",
-    ]
-    assert found[3].relative == 1.0 and not are_equal(found, 1e9)
-    assert "1 of 5 tensors are equal" in differences_as_text(
-        found, 0.0
-    ) and "2 of 5 tensors are equal" in differences_as_text(found, 1.0)
-
-
-def test_settings_that_are_off_are_not_shown():
-    layout = {"--zero-stage": 0, "--offload-param": "none", "--cpu_torch_adam": False, "sub_group_size": None, "TP": 2}
-    assert heading({"path": "p", "kind": "one", "layout": layout}) == "p: one\n  layout      zero stage 0, TP 2"
 
 
 def test_a_universal_checkpoint(tmp_path: Path):

@@ -35,15 +35,6 @@ def test_topics_and_docstrings_without_repetitions(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_the_beginning_is_the_same_in_each_run(tmp_path: Path):
-    assert make(tmp_path / "a", "--max-megabytes", 0.2).returncode == 0
-    assert make(tmp_path / "b", "--max-megabytes", 0.3).returncode == 0
-    short, long = texts(tmp_path / "a"), texts(tmp_path / "b")
-    assert 100_000 < (tmp_path / "a").stat().st_size <= 200_000
-    assert long[: len(short)] == short
-    assert len(long) > len(short)
-
-
 def test_bad_flags_are_one_line_and_keep_the_old_file(tmp_path: Path):
     output = tmp_path / "corpus.jsonl"
     output.write_text("old")

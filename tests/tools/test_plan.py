@@ -2,20 +2,16 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 
 import pytest
 import yaml
-from support.programs import BIN
-from support.refusals import ROOT
 
 from megatron.cli import parse_run
 from megatron.common.units import with_prefix
 from megatron.tools.planning.machine import DEVICES, Machine
-from megatron.tools.planning.output import files
-from megatron.tools.planning.request import bytes_of_text, make_request
+from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
 
 SMALL = (
@@ -89,26 +85,6 @@ def test_the_script_starts_as_many_processes_as_were_planned(planned, tmp_path, 
     assert (of_accelerate["num_processes"], of_accelerate["num_machines"]) == (4, 1)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
-def test_the_script_of_several_hosts_is_explained_without_them(planned, tmp_path, launcher):
-    """Neither a launcher nor ssh is started; host1 and host2 of the hostfile are placeholders."""
-    words = json.loads((planned[0] / "plan.json").read_text())["fitting"][0]["arguments"]
-    request = make_request(words, Machine(DEVICES["a100"], 2), 4)
-    for name, text in files(search(request).fitting[0]).items():
-        (tmp_path / name).write_text(text)
-    assert (tmp_path / "hostfile").read_text() == "host1 slots=2\nhost2 slots=2\n"
-    for name in ("deepspeed", "accelerate", "ssh", "pdsh"):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} was started; exit 99\n")
-        (tmp_path / name).chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}", "LAUNCHER": launcher}
-    command = ["bash", tmp_path / "run.sh", "--seed", "7"]
-    started = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert (started.returncode, started.stdout) == (99, f"{launcher} was started\n"), "it does start a run"
-    explained = subprocess.run([*command, "--explain"], env=environ, capture_output=True, text=True)
-    assert explained.returncode == 0, explained.stderr
-    assert "> layout    4 processes = " in explained.stdout and "rules, all kept" in explained.stdout
-
-
 def test_an_emitted_run_saves_warms_up_and_decays():
     """Unless the request says otherwise, and never against what it says."""
 
@@ -132,12 +108,6 @@ def test_pictures_are_drawn(planned):
     assert (folder / "pictures" / "schedule.svg").read_text().startswith("<svg ")
 
 
-def test_nothing_fits(programs):
-    finished = programs.python("tools/plan.py", *SMALL, "--memory", "1MB")
-    assert finished.returncode == 1
-    assert "nothing fits; the smallest takes" in finished.output
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -158,20 +128,3 @@ def test_bad_arguments_are_one_line_errors(programs, words, message):
     (line,) = (line for line in finished.output.splitlines() if line.startswith("plan.py: error: "))
     assert message in line
     assert "Traceback" not in finished.output
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("80GB", 80e9), ("75 GiB", 75 * 2**30), ("1.5tb", 1.5e12), ("1e9", 1e9), ("1e3kb", 1e6)]
-)
-def test_sizes_have_units(text, size):
-    assert bytes_of_text(text) == size
-
-
-def test_the_page_shows_what_the_tool_prints(programs) -> None:
-    """docs/planning.md: the command, and the beginning of its table."""
-    page = (ROOT / "docs" / "planning.md").read_text()
-    words = re.search(r"python (tools/plan\.py .*--devices 1024 .*)", page)[1].split()
-    shown = page.partition("\n1,024 devices, ")[2].partition("\n```")[0].splitlines()
-    printed = programs.python(*words).ok().output.partition("1,024 devices, ")[2].splitlines()[: len(shown)]
-    assert len(shown) == 9
-    assert [line.split() for line in printed] == [line.split() for line in shown]

@@ -54,13 +54,6 @@ def test_two_runs_and_a_baseline_in_one_vector_picture(metrics: Path, tmp_path: 
     assert [path.name for path in output.parent.iterdir()] == ["loss.svg"]
 
 
-def test_a_png(metrics: Path, tmp_path: Path):
-    output = tmp_path / "loss.png"
-    assert plot(metrics, "--output", output).returncode == 0
-    assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert output.stat().st_size > 20_000
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -82,17 +75,3 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes | None, expected:
     assert (result.returncode, len(result.stderr.splitlines())) == (3, 1)
     assert expected in result.stderr
     assert not (tmp_path / "loss.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--output", "loss.bmp"], "--output loss.bmp: the name must end in .png, .svg, .pdf"),
-        (["--output", "loss.png", "--baseline", "unigram"], "--baseline unigram: give NAME=VALUE"),
-        (["--output", "loss.png", "--baseline", "unigram=nan"], "--baseline unigram=nan: give NAME=VALUE"),
-    ],
-)
-def test_bad_flags_are_one_line(metrics: Path, flags: list[str], expected: str):
-    result = plot(metrics, *flags)
-    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert expected in result.stderr

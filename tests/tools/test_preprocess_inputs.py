@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.base import check_words
 from megatron.tools.preprocess.job import Job, Summary
@@ -81,12 +81,6 @@ def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callabl
         assert summary.documents == len(TEXTS)
 
 
-def test_compressed_plain_text_is_recognized_by_name(tmp_path: Path, convert: Callable[..., Summary]) -> None:
-    (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(b"a b\n\nc\n"))
-    summary = convert(tmp_path / "corpus.txt.gz")
-    assert (summary.documents, summary.blank) == (2, 1)
-
-
 def damaged(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes(byte ^ 0x55 for byte in content[middle : middle + 40]) + content[middle + 40 :]
@@ -118,17 +112,6 @@ def test_rows_of_parquet_are_checked_like_lines(tmp_path: Path, convert: Callabl
         convert(path, json_keys=("body",), skip_errors=True)
     with pytest.raises(DataError, match='column "id" holds int64, where strings are needed'):
         convert(path, json_keys=("id",), skip_errors=True)
-
-
-@pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "zstandard")])
-def test_missing_package_is_reported(
-    tmp_path: Path, convert: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    (tmp_path / name).write_bytes(zstandard.ZstdCompressor().compress(jsonl(TEXTS)))
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=f"pip install {package} to read it"):
-        convert(tmp_path / name)
-    assert not list(tmp_path.glob("out*"))
 
 
 def command(tmp_path: Path, vocabulary: Path, path: Path, *flags: str) -> list[str]:
@@ -170,14 +153,6 @@ def test_killed_conversion_resumes_to_the_same_bytes(
     assert f"{whole.documents:,} documents, {whole.tokens:,} tokens" in finished.stdout
     assert content(tmp_path, "out") == content(tmp_path, "whole")
     assert {file.name for file in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}
-
-
-def test_resume_without_earlier_files_starts_over(tmp_path: Path, convert: Callable[..., Summary]) -> None:
-    (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
-    assert convert(tmp_path / "corpus.jsonl", resume=True).resumed_at == 0
-    (tmp_path / "out.progress").write_text("[]")
-    with pytest.raises(DataError, match="out.progress is not a journal: run without --resume"):
-        convert(tmp_path / "corpus.jsonl", resume=True)
 
 
 PEAK = """

@@ -96,15 +96,6 @@ def test_report_is_self_contained(folder: Path) -> None:
     assert re.fullmatch(r"[\d.]+ ms", planned["step"][0]) and planned["step"][1] == "250 ms"
 
 
-def test_missing_files_are_noted(folder: Path, tmp_path: Path) -> None:
-    (folder / "trace.json").unlink()
-    (folder / "run.json").unlink()
-    finished = report(folder / "metrics.jsonl", "--output", tmp_path / "sub" / "page.html")
-    assert finished.returncode == 0, finished.stderr
-    text = (tmp_path / "sub" / "page.html").read_text()
-    assert "train with --run-dir to see it here" in text and "train with --trace to see it here" in text
-
-
 @pytest.mark.parametrize(
     "file, content, message",
     [
@@ -123,9 +114,3 @@ def test_unreadable_file_is_a_one_line_error(folder: Path, file: str, content: s
     assert finished.returncode == 2
     assert finished.stderr.startswith("report.py: error: ") and message in finished.stderr
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
-
-
-def test_missing_run_is_refused(tmp_path: Path) -> None:
-    finished = report(tmp_path / "none", "--output", tmp_path / "page.html")
-    assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
-    assert "none: no such file or folder; name a folder that --run-dir wrote" in finished.stderr

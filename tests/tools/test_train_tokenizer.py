@@ -53,24 +53,6 @@ def test_equal_text_makes_equal_files_from_any_format(corpus: Path, tmp_path: Pa
         assert len({(tmp_path / folder / name).read_bytes() for folder in "abc"}) == 1
 
 
-def test_small_corpus_gives_a_small_vocabulary_and_a_note(corpus: Path, tmp_path: Path):
-    result = train("--input", corpus, "--vocab-size", 5000, "--min-frequency", 3, "--output-dir", tmp_path)
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
-    assert 257 < len(vocabulary) < 300
-    assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1
-    assert f"{len(vocabulary)} tokens (the text yields no more; 5000 were requested)" in result.stdout
-
-
-def test_whitespace_vocabulary_is_sorted_by_frequency(corpus: Path, tmp_path: Path):
-    flags = ("--tokenizer-type", "WhitespaceTokenizer", "--min-frequency", 2, "--json-keys", "title", "text")
-    result = train("--input", corpus, "--vocab-size", 6, "--output-dir", tmp_path, *flags)
-    assert result.returncode == 0, result.stderr
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
-    # zzz 6 times, the 4; and, cat 2, by the alphabet; the rest once.
-    assert vocabulary == {"<unk>": 0, "zzz": 1, "the": 2, "and": 3, "cat": 4, "<|endoftext|>": 5}
-    assert not (tmp_path / "merges.txt").exists()
-
-
 def test_two_trainings_make_the_same_wordpieces(corpus: Path, tmp_path: Path):
     """In the library's own trainer they would not."""
     made = []

@@ -1,6 +1,5 @@
 """--load-hf: training on from a Hugging Face folder on any layout begins with the loss of transformers."""
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,8 @@ from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
-from megatron.model.architectures import ARCHITECTURES
-from megatron.training.model_provider import ModelProvider, provided_architecture
 from megatron.training.preflight import check
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 MODELS = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
               "num_key_value_heads": 2, "vocab_size": 90, "max_position_embeddings": 64},
@@ -136,21 +132,6 @@ def test_contradictions(folders, words: str, message: str):
     with pytest.raises(ConfigError) as caught:
         parse_run([*RUN, "--load-hf", str(folders["llama"]), *words.split()], {})
     assert message.format(**folders) in str(caught.value)
-
-
-def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sys.argv", ["own.py"])
-    monkeypatch.setitem(ARCHITECTURES, "own.py", None)  # is removed in the end
-    provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
-    with pytest.raises(ConfigError, match="--load-hf: the model of own.py has no list of layers"):
-        parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, provided)
-    with pytest.raises(ConfigError, match="--lora-rank: the model of own.py has no list of layers"):
-        parse_run([*RUN, "--lora-rank", "4"], {}, provided)
-
-
-def test_a_folder_of_another_program(folders):
-    with pytest.raises(ConfigError, match="is a GPT-2 model, and this is pretrain_bert.py"):
-        parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, ARCHITECTURES["BERT"])
 
 
 def test_flags_are_those_of_the_folder(folders):

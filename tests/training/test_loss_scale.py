@@ -34,11 +34,6 @@ def follow_scale(ds_config: dict, steps: str) -> list[float]:
     return found
 
 
-def test_scale_starts_at_the_initial_scale(scales) -> None:
-    assert scales("", "") == [2.0**16]
-    assert scales("--initial-loss-scale 4096", "") == [4096]
-
-
 def test_scale_doubles_after_each_window_without_overflow(scales) -> None:
     assert scales("--loss-scale-window 3 --initial-loss-scale 4", "......") == [4, 4, 4, 4, 8, 8, 8]
     assert scales("--loss-scale-window 2 --initial-loss-scale 4", "......") == [4, 4, 4, 8, 8, 16, 16]
@@ -56,11 +51,6 @@ def test_hysteresis_is_the_overflows_before_it_halves(scales, hysteresis: int) -
     assert found == [16] * hysteresis + [8, 4, 2, 1][: 5 - hysteresis]
 
 
-def test_a_whole_window_refills_the_hysteresis(scales) -> None:
-    words = "--hysteresis 2 --loss-scale-window 2 --initial-loss-scale 16"
-    assert scales(words, "!...!!") == [16, 16, 16, 16, 32, 32, 16]
-
-
 def test_overflow_at_the_minimum_scale_is_an_error(scales) -> None:
     words = "--min-scale 4 --initial-loss-scale 16 --hysteresis 1"
     assert scales(words, "!!") == [16, 8, 4]
@@ -69,7 +59,3 @@ def test_overflow_at_the_minimum_scale_is_an_error(scales) -> None:
         match="NumericsError: gradients overflow even at the smallest loss scale, --min-scale: lower --lr",
     ):
         scales(words, "!!!")
-
-
-def test_static_scale_is_constant(scales) -> None:
-    assert scales("--loss-scale 128", "!.!") == [128] * 4

@@ -1,16 +1,12 @@
 """A rank that runs out of memory reports how much there was, what was planned, and what would fit."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from support.command_lines import parse
 
-from megatron.tools.planning.memory import stage_memory
-from megatron.tools.reporting.callbacks import smallest_change
 from megatron.training import memory
 
 
@@ -46,15 +42,3 @@ def test_free_memory_is_known_whatever_names_the_device(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (3_000, 4_000))
     assert memory._free() == 3_000
-
-
-def test_the_smallest_change_comes_first() -> None:
-    run = parse("--batch-size 8 --hidden-size 512 --num-layers 8 --seq-length 512 --max-position-embeddings 512")
-    run = replace(run, model=replace(run.model, vocab_size=1000, padded_vocab_size=1024))
-    (planned,) = stage_memory(run)
-    assert smallest_change(run, 0, planned.total - 1).startswith("--batch-size 4 --gas 2 would take ")
-    states = planned.states.weights + planned.states.gradients + planned.states.optimizer
-    assert smallest_change(run, 0, 1.4 * states).startswith("--checkpoint-activations --batch-size 2 --gas 4 would ")
-    assert smallest_change(run, 0, states / 2).startswith(
-        "no smaller micro-batch, recomputation or ZeRO stage would fit"
-    )

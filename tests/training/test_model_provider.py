@@ -85,13 +85,6 @@ def test_the_command_line_wins_over_defaults_and_has_the_programs_flags(parse) -
     assert parse("--my_depth 2 --my-switch", add_flags).extra_args["my_switch"] is True
 
 
-def test_the_help_shows_the_programs_flags(parse, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help", add_flags)
-    printed = capsys.readouterr().out
-    assert "--my_depth MY_DEPTH" in printed and "--my-name a|b" in printed and "Trains the model of" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "defaults", "message"),
     [
@@ -108,11 +101,6 @@ def test_mistakes_in_flags_and_defaults(parse, words: str, defaults: dict, messa
     with pytest.raises(ConfigError) as caught:
         parse(words, add_flags, **defaults)
     assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
-
-
-def test_a_flag_that_exists_is_refused(parse) -> None:
-    with pytest.raises(ConfigError, match="extra_args_provider adds a flag that exists already: argument --lr"):
-        parse("", lambda parser: parser.add_argument("--lr"))
 
 
 def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:

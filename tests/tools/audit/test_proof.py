@@ -7,7 +7,7 @@ import pytest
 from support.command_lines import parse
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
-from megatron.common.errors import CheckpointError, DataError
+from megatron.common.errors import DataError
 from megatron.tools.audit.proof import as_text, prove
 
 LAYOUT = {"PP": 1, "DP": 2, "SP": 1, "TP": 1}
@@ -39,10 +39,6 @@ def test_segments_that_do_not_join_are_not_proven(tmp_path: Path, changes: dict,
     assert "\n".join(as_text(found, tmp_path)).endswith("not proven")
 
 
-def test_samples_skipped_twice_are_reported() -> None:
-    assert prove((FIRST,), (range(8, 12), range(10, 14)), None).errors == ["samples 10 to 11 are skipped twice"]
-
-
 @pytest.mark.parametrize("content", ["nonsense", '{"consumed_samples": 4}', '["iteration"]', "3"])
 def test_invalid_metrics_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "metrics").write_text(content)
@@ -64,12 +60,3 @@ def test_a_history_continues_where_the_checkpoint_ended() -> None:
     back = extended(both, larger, 12)
     assert back == (first[0], Segment(10, 12, 40, 56, 8, LAYOUT, first[0].stream)), "a return to before the start"
     assert extended(first, parse("--seed 7"), 20)[1].stream != first[0].stream
-
-
-def test_a_checkpoint_without_a_sample_history() -> None:
-    (segment,) = read_history({"iteration": 5, "consumed_samples": 20}, "ck")
-    assert (segment.last, segment.end_place, segment.global_batch_size) == (5, 20, 0)
-    broken = [asdict(replace(FIRST, **change)) for change in ({"last": "x"}, {"layout": [1]})]
-    for ledger in ([{"iterations": 5}], 3, *([segment] for segment in broken)):
-        with pytest.raises(CheckpointError, match="ck has a sample history that cannot be read"):
-            read_history({"ledger": ledger}, "ck")

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from audit.conftest import SETTINGS, Restarted
-from support.programs import Programs, read_metrics
+from audit.conftest import Restarted
+from support.programs import read_metrics
 
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.data.loader import MicroBatches
@@ -34,17 +34,6 @@ def test_the_run_equals_an_uninterrupted_one(restarted: Restarted) -> None:
         )
         names = [name for name in EXACT if name in line]
         assert [line[name] for name in names] == pytest.approx([twin[name] for name in names], rel=1e-5)
-
-
-def test_another_blend_is_refused(restarted: Restarted, programs: Programs) -> None:
-    flag, *words = restarted.blend
-    other = [flag, "0.6", words[1], "0.4", words[3]]
-    load = ("--load", restarted.checkpoints)
-    refused = programs.pretrain(1, *SETTINGS, *other, *load)
-    assert refused.returncode == 4
-    assert "the proportions of the blend is 3/5 2/5, but 7/10 3/10 in" in refused.output
-    swapped = programs.pretrain(1, *SETTINGS, flag, *words[2:], *words[:2], *load)
-    assert swapped.returncode == 4 and "the content of --data-path is" in swapped.output
 
 
 def test_proof_of_a_restarted_run(restarted: Restarted, case: Case, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -16,8 +15,6 @@ from support.local_hosts import LocalHosts, mounting_refused
 from support.programs import TINY_MODEL, Programs
 
 from megatron.launch.environment import free_port
-from megatron.tools.cluster.doctor import table
-from megatron.tools.cluster.probe_hosts import CheckResult
 
 ROOT = Path(__file__).resolve().parents[3]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
@@ -287,15 +284,6 @@ def test_this_host_is_checked_without_ssh(folder: Path) -> None:
     assert code == 0 and "not used: there is no hostfile" in printed and printed.endswith("1 host, 2 ranks: ready\n")
 
 
-def test_among_several_hosts_this_one_needs_ssh_and_is_checked_nevertheless(folder: Path) -> None:
-    _hostfile(folder, "localhost no-such-host.invalid")
-    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=nope0\n")
-    code, printed = without_sshd(folder, "--quick", "--hostfile", "hostfile")
-    assert code == 6 and "  BAD  ssh          ssh: connect to host: Connection refused; all that follows was" in printed
-    assert "       fix: ip -br address  # then set" in printed, "a command for this host, without ssh"
-    assert printed.endswith("2 hosts, 2 ranks: 3 checks failed\n"), "the interface and the other's name besides"
-
-
 @pytest.mark.parametrize(
     ("text", "words", "reason"),
     [
@@ -316,12 +304,3 @@ def test_wrong_usage_contacts_no_host(tmp_path: Path, text: str, words: list[str
     assert ended.returncode == 2 and ended.stdout == "" and reason in ended.stderr
     assert all(line.startswith("doctor.py: error: ") for line in ended.stderr.splitlines())
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
-
-
-def test_colors_of_a_terminal() -> None:
-    findings = {"a": {"port": [CheckResult(True, "free"), CheckResult(False, "taken", "ss -ltnp")]}}
-    plain = "a\n  ok   port         free\n  BAD  port         taken\n       fix: ss -ltnp"
-    assert table(findings, color=False) == plain
-    colored = table(findings, color=True)
-    assert "\033[32mok \033[0m" in colored and "\033[31mBAD\033[0m" in colored
-    assert re.sub(r"\033\[\d+m", "", colored) == plain

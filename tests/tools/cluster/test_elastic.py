@@ -2,19 +2,16 @@
 
 import importlib
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from support.programs import TINY_MODEL
 
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, LaunchError
-from megatron.launch.rank import EXIT_CODE_FOLDER, TRAINED, _write_exit_code
-from megatron.tools.cluster import elastic_run, elastic_watch
+from megatron.tools.cluster import elastic_watch
 from megatron.tools.cluster import supervise as supervision
 from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.elastic import (
@@ -31,14 +28,13 @@ from megatron.tools.cluster.elastic import (
     with_ended,
     without_slow,
 )
-from megatron.tools.cluster.elastic_run import ElasticRun, planned_device
-from megatron.tools.cluster.elastic_watch import Watch, connections
+from megatron.tools.cluster.elastic_run import ElasticRun
+from megatron.tools.cluster.elastic_watch import Watch
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
-from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal, read_exit_codes
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal
 from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
-from megatron.tools.reporting.callbacks import FirstIteration
 
 A, B, C = (Host(name, (0, 1)) for name in "abc")
 ABC = Start([A, B, C], [], "")
@@ -197,11 +193,6 @@ def test_survivors_keep_the_global_batch(slots: list[int], sizes: set[int]) -> N
     assert (again.optim, again.checkpoint, again.data, again.zero) == (run.optim, run.checkpoint, run.data, run.zero)
 
 
-def test_survivors_within_memory() -> None:
-    run = parse_run(SETTINGS, {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "8"})
-    assert plan_survivors(SETTINGS, run, [1], DEVICES["cpu"]._replace(memory=1e5)) is None
-
-
 @pytest.mark.parametrize(
     ("ranks", "chosen"), [("8", "as given"), ("4", "as given"), ("2", "TP "), ("1", "TP 1 x PP 1")]
 )
@@ -267,33 +258,6 @@ def test_refused_before_a_start(tmp_path: Path, words: str, text: str) -> None:
         ElasticRun(launch, {"DS_ACCELERATOR": "cpu"}, []) if launch.elastic else launcher_words(launch, {})
 
 
-def test_the_device_that_is_planned_for(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("a slots=1\n")
-    words = ["--elastic", "--hostfile", str(tmp_path / "hostfile")]
-    launch = read_launch([*words, "--device-memory", "40GB", "x.py"])
-    assert planned_device(launch, "cuda", lambda: "NVIDIA H100 80GB HBM3") == DEVICES["h100"]._replace(memory=40e9)
-    assert planned_device(read_launch([*words, "x.py"]), "cpu") == DEVICES["cpu"]
-    with pytest.raises(ConfigError, match="name the nearest by --device"):
-        planned_device(launch, "cuda", lambda: "Another 5000")
-
-
-def test_the_hosts_that_pdsh_is_connected_to() -> None:
-    """A child of pdsh that is not ssh yet is none: it has the command line of pdsh, which has divided its words."""
-    command = ["pdsh", "-S", "-w", "a", "b", "python", "x.py"]
-    ssh = SimpleNamespace(name=lambda: "ssh", cmdline=lambda: ["ssh", "-x", "b", "export X=a; python x.py"])
-    forked = SimpleNamespace(name=lambda: "pdsh.bin", cmdline=lambda: command, children=lambda recursive: [])
-
-    def fail() -> str:
-        raise psutil.NoSuchProcess(1)
-
-    ended = SimpleNamespace(name=fail, cmdline=fail)
-    pdsh = SimpleNamespace(
-        name=lambda: "pdsh.bin", cmdline=lambda: command, children=lambda recursive: [ended, ssh, forked]
-    )
-    launcher = SimpleNamespace(children=lambda recursive: [ended, pdsh, ssh, forked])
-    assert connections(launcher, ["a", "b"]) == {"b": ssh}
-
-
 def watch_of(folder: Path, **run) -> Watch:
     parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set(), "recovery": Recovery()}
     lock = SimpleNamespace(check=lambda **_: None)
@@ -305,35 +269,6 @@ def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> N
     watch._came_back.set()
     assert not watch(launcher, True) and not watch.hosts_rejoin
     assert watch(launcher, False) and watch.hosts_rejoin
-
-
-def test_hosts_that_the_health_check_rejects_rejoin_once(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(elastic_watch, "_REJOIN_SECONDS", 0.0)
-    watch = watch_of(tmp_path, save=tmp_path, token="t", look=list, choose=lambda _: Start([A, B], [], ""))
-    watch._await_hosts()
-    assert watch._came_back.is_set() and watch._awaited == (frozenset("ab"), 2)
-    run = SimpleNamespace(rejoining=watch._awaited, in_vain=set())
-    ElasticRun._note_rejoining(run, Start([A], [], ""))
-    assert run.in_vain == {frozenset("ab")} and run.rejoining is None
-    watch._run.in_vain = run.in_vain
-    assert not watch._is_better(Start([A, B], [], "")) and watch._is_better(Start([A, C], [], ""))
-    ElasticRun._note_rejoining(run, Start([A, B], [], ""))
-    assert not run.in_vain
-    capsys.readouterr()
-    watch_of(tmp_path, look=lambda: 1 // 0, choose=None)._await_hosts()
-    assert "ZeroDivisionError in the search" in capsys.readouterr().err
-
-
-def test_the_address_of_a_lost_first_host_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / "given").write_text("a slots=2\nb slots=2\n")
-    words = ["--elastic", "--hostfile", str(tmp_path / "given"), "--master_addr", "10.0.0.1", "--force_multi", "x.py"]
-    run = SimpleNamespace(launch=read_launch(words), regular=[A, B], _addresses={"a": "10.9.0.1", "b": "10.9.0.2"})
-    addresses = [
-        ElasticRun._launch_of(run, Start(hosts, [], ""), tmp_path).master_addr for hosts in ([A, C], [B, C], [C])
-    ]
-    assert addresses == ["10.0.0.1", "10.9.0.2", ""]
-    here = ElasticRun._launch_of(run, Start([Host("localhost", (0,))], [], ""), tmp_path)
-    assert here.force_multi, "as given"
 
 
 def too_few_hosts(*_: object) -> int:
@@ -374,35 +309,6 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
             signal.signal(number, handler)
     assert done == ["taken", *["released"] * released]
     assert isinstance(end.value, LaunchError) or end.value.code == PREEMPTED
-
-
-def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv(EXIT_CODE_FOLDER, str(tmp_path))
-    (tmp_path / ".nfs0001").write_text("x")
-    (tmp_path / "rank 2").mkdir()
-    for rank, code in ((10, "6"), (1, ""), (2, "7")):  # what cannot be written does not keep a rank from its end
-        _write_exit_code(rank, code)
-    assert list(read_exit_codes(tmp_path).items()) == [(1, ""), (10, "6")]
-
-
-def test_the_phases_of_a_recovery(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv(EXIT_CODE_FOLDER, str(tmp_path))
-    callback = FirstIteration()
-    for iteration in (4, 5):
-        with callback.around_iteration(iteration):  # of another rank than 0
-            assert not (tmp_path / TRAINED).exists()
-    callback.on_run_start(None, "cpu")
-    with callback.around_iteration(4):
-        assert not (tmp_path / TRAINED).exists()
-    assert (tmp_path / TRAINED).exists()
-    recovery = Recovery(noticed=100.0, ended=103.0, examined=104.5)
-    monkeypatch.setattr(time, "time", lambda: 113.0)
-    recovery.note("ended")
-    recovery.note("trained")
-    assert str(recovery) == (
-        "training again 13.0 s after the failure was noticed: 3.0 s to end all ranks, 1.5 s health check, "
-        "8.5 s to start the ranks and train an iteration"
-    )
 
 
 class Ssh:
@@ -454,61 +360,6 @@ def test_a_rank_0_that_is_stopped_ends_the_start(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(elastic_watch, "last_renewal", lambda folder, run: renewals.pop(0))
     watch = watch_of(tmp_path, save=tmp_path, token="t")
     assert [watch._is_stopped() for _ in range(63)] == [False] * 62 + [True]
-
-
-def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
-    """Its ssh has ended before it was seen."""
-    clock = [0.0]
-    monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), recovery=Recovery())
-    run.save, run.token = tmp_path, "t"
-    run.lock = SimpleNamespace(check=lambda **_: None)
-    watch = Watch(run, Start([A, B], [], ""), tmp_path)
-    ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
-    assert ended == [False, False, False, True]
-
-
-def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, tmp_path) -> None:
-    """A network may fail for a moment, for all hosts at once; before the first start nothing is awaited."""
-    clock, looks = [0.0], []
-    monkeypatch.setattr(elastic_run.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(elastic_run.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
-
-    def health_check(*_: object) -> tuple[list[HostState], bool]:
-        looks.append(clock[0])
-        return states([A, B], "ab" if clock[0] < back else "a"), False
-
-    monkeypatch.setattr(elastic_run, "clean_host_states", health_check)
-    lock = SimpleNamespace(check=lambda: None)
-    run = SimpleNamespace(save=tmp_path, lock=lock, token="t", launch=SimpleNamespace(min_hosts=1), _slow=set())
-    run.recovery, run._examination = Recovery(), lambda: None
-    run._too_few_answer = lambda found: ElasticRun._too_few_answer(run, found)
-    for run._used, back, last in ((frozenset("a"), 20, 20), (frozenset("a"), 999, 80), (frozenset(), 999, 80)):
-        healthy = [state.host.name for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
-        assert (clock[0], healthy) == (last, ["b"] if back < 999 else [])
-
-
-def test_idle_hosts_bring_their_snapshots_before_a_start(monkeypatch, tmp_path) -> None:
-    """Those that the start does not use, the slow ones among them; a lost one has none that can be reached."""
-    monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
-    monkeypatch.setattr(elastic_run, "clean_host_states", lambda *_: (states([A, B, C, SPARE], "c"), False))
-    brought: list[list[str]] = []
-
-    def bring(hosts: Sequence[Host], *_: object) -> None:
-        brought.append([host.name for host in hosts])
-        raise KeyboardInterrupt  # nothing is started
-
-    monkeypatch.setattr(elastic_run, "bring_snapshots", bring)
-    run = SimpleNamespace(save=tmp_path, lock=SimpleNamespace(check=lambda: None), token="t", _used=())
-    run.launch, run._slow = SimpleNamespace(min_hosts=1, ssh_port=None), {"b"}
-    run.recovery, run._examination, run._note_rejoining = Recovery(), lambda: None, lambda _: None
-    run.takes_snapshots, run.run_config = True, ""
-    healthy = [state.host for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
-    with pytest.raises(KeyboardInterrupt):
-        ElasticRun.start(run, Start(healthy[:1], [], ""))
-    assert [host.name for host in healthy] == ["a", "s"] and brought == [["b", "s"]]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from support.programs import Programs
 
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
-from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.launching import chosen_hosts, launcher_words, read_launch
+from megatron.tools.cluster.launching import launcher_words, read_launch
 from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command
 
 HOSTILE = [
@@ -163,29 +162,6 @@ def test_folder_that_a_remote_shell_would_interpret_is_refused(
     monkeypatch.chdir(folder)
     (message,) = refusals(hostfile)
     assert "working folder" in message and not os.listdir(folder)
-
-
-def test_flags_reach_deepspeed(hostfile: Path) -> None:
-    flags = ["--no_ssh", "--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "10.0.0.1"]
-    words = launcher_words(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
-    assert words[-1] == "x.py" and set(words[:-1]) == {
-        f"--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--num_nodes=2", "--num_gpus=1",
-        "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=warning",
-    }  # fmt: skip
-
-
-def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
-    read = ["--hostfile", str(hostfile)]
-    assert chosen_hosts(read_launch([*read, "--num_nodes", "1", "x.py"])) == [Host("host-a", (0,))]
-    assert chosen_hosts(read_launch([*read, "--num_gpus", "3", "x.py"]))[1] == Host("host-b", (0, 1, 2))
-    assert "do not go with" in refusals(hostfile, "--num_gpus", "1", "-i", "host-a")[0]
-
-
-def test_arguments_are_unchanged_on_one_host(hostfile: Path) -> None:
-    words = ["--hostfile", str(hostfile), "-i", "host-a", "--master_port", "29501", "x y.py", *HOSTILE]
-    command = launcher_words(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
-    assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]
-    assert "--include=host-a" in command
 
 
 def test_a_launcher_that_is_killed_is_not_a_success_and_leaves_no_rank(programs: Programs, tmp_path: Path) -> None:

@@ -264,19 +264,6 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     assert message in str(caught.value)
 
 
-def test_an_empty_file_of_megatron_lm_is_one_line(programs: Programs, tmp_path: Path):
-    """torch has no message for it."""
-    write_megatron_lm(tmp_path / "old", 2.0, size=1, stages=1, **OLD)
-    (file,) = (tmp_path / "old").glob("*/*/model_optim_rng.pt")
-    file.write_bytes(b"")
-    finished = programs.warm(
-        1, "tools/convert_checkpoint.py", "from-megatron", tmp_path / "old", "--output", tmp_path / "new"
-    )
-    assert (finished.returncode, finished.output) == (
-        4, f"convert_checkpoint.py: error: {file} cannot be read (EOFError)\n"
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -321,12 +308,6 @@ def test_files_of_torch_before_zip(tmp_path: Path, held: str):
     with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt cannot be read"):
         read_shards(tmp_path)
     assert not (tmp_path / "marker").exists()
-
-
-def test_checkpoint_of_this_project_is_refused(tmp_path: Path):
-    write_checkpoint(tmp_path, WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
-    with pytest.raises(CheckpointError, match="is a checkpoint of this suite"):
-        read_shards(tmp_path)
 
 
 def test_objects_of_other_programs_are_stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

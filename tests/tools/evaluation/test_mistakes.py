@@ -93,23 +93,3 @@ def test_tokens_of_another_vocabulary(programs: Programs, place: Path, wrong: Pa
     ) as refused:
         tool.evaluate(tool.build_parser().parse_args(words))
     assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("evaluate.py --task LAMBADA --valid-data {wrong}/broken.jsonl --load {place}/hf", "broken.jsonl:3: not JSON"),
-        (
-            "evaluate.py --task LAMBADA --valid-data {wrong}/broken.jsonl --load nowhere",
-            "nowhere: no such file or folder",
-        ),
-        ("lm_eval_adapter.py --tasks own --load nowhere", "nowhere: no such file or folder"),
-    ],
-)
-def test_on_the_screen(programs: Programs, place: Path, wrong: Path, command: str, message: str):
-    tool, *words = command.format(place=place, wrong=wrong).split()
-    finished = programs.python("-X", "importtime", f"tools/{tool}", *words)
-    lines = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
-    assert finished.returncode == 2
-    assert len(lines) == 1 and lines[0].startswith(f"{tool}: error: ") and message in lines[0], lines
-    assert "| torch\n" not in finished.output

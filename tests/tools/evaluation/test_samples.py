@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.tools.evaluation.tasks import Windows, last_inputs
+from megatron.tools.evaluation.tasks import Windows
 
 
 @pytest.mark.parametrize("length", [2, 3, 8, 9, 10, 17, 40, 41])
@@ -19,13 +19,3 @@ def test_every_token_is_predicted_once_with_enough_context(length: int, size: in
         predicted += list(window.tokens[inputs + 1 - window.predicted :])
     assert predicted == list(range(1, length))
     assert windows.predicted == length - 1
-
-
-@pytest.mark.parametrize("length", [0, 1])
-def test_nothing_to_predict(length: int):
-    assert len(Windows(np.arange(length), size=4, stride=2)) == 0
-
-
-def test_long_text_is_truncated_at_its_start():
-    assert list(last_inputs([1, 2, 3, 4, 5, 6], 2, 3).tokens) == [3, 4, 5, 6]
-    assert list(last_inputs([1, 2, 3], 2, 8).tokens) == [1, 2, 3]

@@ -32,14 +32,6 @@ def test_the_whole_last_word_or_its_last_token(tmp_path: Path, tokenizer: Tokeni
     assert tokenizer.detokenize(sample.tokens) == text
 
 
-def test_long_passage_is_truncated_at_its_start(tmp_path: Path, tokenizer: Tokenizer):
-    task = lambada(tmp_path, tokenizer, "the ship " * 20 + "sea", strict=True, seq_length=5)
-    (sample,) = task.samples
-    assert len(sample.tokens) == 6
-    assert tokenizer.detokenize(sample.tokens[-sample.predicted :]) == " sea"
-    assert task.metrics(Scores(np.array([np.log(4.0)]), np.array([False])))["passages_cut"] == 1
-
-
 def test_metrics_of_lambada(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the sea", strict=True)
     metrics = task.metrics(Scores(np.log([2.0, 8.0]), np.array([True, False])))
@@ -54,13 +46,6 @@ def test_metrics_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
     assert metrics["loss"] == 8 / metrics["tokens"]
     assert metrics["word_perplexity"] == pytest.approx(np.exp(4.0))
     assert metrics["byte_perplexity"] == pytest.approx(np.exp(8 / 7))
-
-
-def test_overflowing_perplexity_is_none(tmp_path: Path, tokenizer: Tokenizer):
-    (tmp_path / "a.txt").write_text("q" * 300)
-    task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
-    metrics = task.metrics(Scores(np.array([900.0]), np.array([False])))
-    assert metrics["word_perplexity"] is None and metrics["perplexity"] > 1
 
 
 def test_non_finite_loss_is_an_error(tmp_path: Path, tokenizer: Tokenizer):

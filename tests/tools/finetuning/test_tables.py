@@ -137,11 +137,3 @@ def test_a_row_becomes_a_sample(settings, tmp_path) -> None:
     stream = RowStream(rows, range(2), per_epoch=4, samples=8, seed=1)
     labels = stream.take(range(8))[:, 0]
     assert sorted(labels[:4]) == sorted(labels[4:]) == [-1, -1, 0, 1]
-
-
-def test_zero_shot_tasks_are_those_of_evaluate(programs: Programs, tmp_path: Path) -> None:
-    words = ["--task", "LAMBADA", "--strict-lambada", "--valid-data", tmp_path / "none", "--load", tmp_path / "model"]
-    by_task, by_tool = (programs.python(program, *words) for program in ("tasks/main.py", "tools/evaluate.py"))
-    assert by_task.returncode == by_tool.returncode == 2
-    assert by_task.output.partition(": ")[2] == by_tool.output.partition(": ")[2]
-    assert f"{tmp_path / 'model'}: no such file or folder" in by_task.output

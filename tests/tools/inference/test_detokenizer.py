@@ -37,13 +37,6 @@ def test_half_a_character_at_the_end_is_replaced(tokenizer):
     assert stream.finish() == tokenizer.detokenize(half)
 
 
-def test_invalid_bytes_do_not_delay_the_text(tokenizer):
-    stream = Detokenizer(tokenizer, [])
-    tokens = [*tokenizer.tokenize("🙂")[:-1], *tokenizer.tokenize("ab")]
-    text = "".join(stream.push(token) for token in tokens)
-    assert text == tokenizer.detokenize(tokens) and text.endswith("ab")
-
-
 @pytest.mark.parametrize(
     ("stop", "left"),
     [
@@ -63,8 +56,3 @@ def test_possible_stop_string_is_delayed(tokenizer):
     lines = [stream.push(token) for token in tokenizer.tokenize("xab")]
     assert "".join(lines) == "x"
     assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"
-
-
-def test_words_keep_their_leading_space(programs):
-    tokenizer = build_tokenizer("WhitespaceTokenizer", programs.data_arguments[3], None)
-    assert "".join(_pieces(tokenizer, "w1 w2 w3", prompt="w5")) == " w1 w2 w3"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.tools.inference.decoding import Row, Sampling, _nucleus, choose, penalized, sample_generator
+from megatron.tools.inference.decoding import Row, Sampling, _nucleus, choose, sample_generator
 from megatron.tools.inference.model import NOT_FINITE
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
@@ -73,12 +73,6 @@ def test_a_token_does_not_depend_on_other_rows():
 @pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-7, 1e300])
 def test_extreme_temperatures_choose_the_limit(temperature: float):
     assert _chosen(Sampling(temperature=temperature)) == ({1} if temperature < 1 else {0, 1, 2, 3, 4})
-
-
-def test_repetition_penalty():
-    assert penalized(LOGITS, (1, 4, 4), 2.0).tolist() == [0.0, 1.5, 1.0, 2.0, -2.0]
-    assert _chosen(Sampling(greedy=True, repetition_penalty=2.0), seen=(1,)) == {3}
-    assert LOGITS[1] == 3.0, "the model's own are left as they are"
 
 
 @pytest.mark.parametrize("other", [(2, [5, 6], 0), (1, [5, 7], 0), (1, [5, 6], 1)], ids=["seed", "prompt", "sample"])

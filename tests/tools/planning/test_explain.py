@@ -1,16 +1,13 @@
 """--explain: the whole configuration of a run is printed, and nothing starts."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from support.command_lines import CPU, CUDA, SMALL, parse, read
+from support.command_lines import CPU, CUDA, parse, read
 from support.programs import TINY_MODEL, Programs
 
-from megatron.cli import parse_run
 from megatron.cli.validation import RULES
 from megatron.common.errors import UserError
 from megatron.config import ParallelConfig
@@ -81,12 +78,6 @@ def test_the_kernel_of_attention_is_named(environ, words: str, line: str) -> Non
     assert describe_config(parse(words, environ=environ))["attention"] == line
 
 
-def test_the_kinds_of_layers_are_named() -> None:
-    words = "--num-query-groups 2 --kv-channels 10 --swiglu --position-embedding-type rope --qk-layernorm"
-    line = describe_config(parse(words))["model"]
-    assert "heads of 10 in 2 query groups, SwiGLU, rotary positions (base 10,000), normalized queries and keys" in line
-
-
 SCHEDULES = {
     "1f1b": ["F1 F2 .  .  B1    F3 B2    F4 B3    .  B4", ".  F1 B1    F2 B2    F3 B3    F4 B4    ."],
     "zbh1": ["F1 F2 .  I1 W1 F3 I2 W2 F4 I3 W3 I4 W4", ".  F1 I1 F2 I2 W1 F3 I3 W2 F4 I4 W3 W4"],
@@ -133,14 +124,6 @@ def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
     assert f"{len(RULES)} rules, 1 broken, 0 warnings, {len(RULES) - 1} kept; --verbose lists" in finished.output
 
 
-@pytest.mark.parametrize("rank", "01")
-def test_one_of_several_ranks_explains(programs: Programs, rank: str) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    finished = programs.pretrain(1, *SIZES, **place).ok()
-    assert ("> layout    2 processes = TP 1 x PP 1 x DP 2" in finished.output) == (rank == "0")
-    assert rank == "0" or finished.output == ""
-
-
 def test_missing_files_are_reported_after_the_explanation(programs: Programs) -> None:
     words = ["--data-path", "nowhere"]
     finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
@@ -156,14 +139,3 @@ def test_layouts_are_explained_by_their_tool(programs: Programs) -> None:
     assert finished.returncode == 2
     assert "tp1-pp0-dp1" in finished.output and f"{len(RULES)} rules, all kept" in finished.output
     assert "BROKEN  the pipeline runs at ZeRO 0 or 1" in finished.output
-
-
-def test_a_world_size_is_for_an_explanation_only() -> None:
-    finished = subprocess.run(
-        [sys.executable, "pretrain_gpt2.py", *SMALL.split(), "--world-size", "8"], capture_output=True, text=True
-    )
-    assert finished.returncode == 2
-    assert (
-        "--world-size 8 is for --explain and --dry-run: the launcher starts the processes of a run" in finished.stderr
-    )
-    assert parse_run([*SMALL.split(), "--explain", "--world-size", "8"], CPU).parallel.world_size == 8

@@ -12,7 +12,6 @@ from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
 from megatron.common.errors import ConfigError
 from megatron.config.model import padded_vocabulary
-from megatron.config.presets import PRESETS
 from megatron.model.architectures import T5
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.memory import stage_memory
@@ -116,25 +115,6 @@ def test_flags_of_the_user_are_kept():
         assert one.run.train.micro_batch_size == 2
 
 
-def test_missing_memory_is_reported():
-    plan = search(request_of(model="175b"))
-    assert not plan.fitting
-    assert plan.too_large[0].memory.total == min(one.memory.total for one in plan.too_large)
-    assert plan.too_large[0].memory.total > plan.too_large[0].request.room
-
-
-def test_indivisible_batch_is_a_reason():
-    plan = search(request_of("--global-batch-size", "12", devices=8))
-    reasons = {rejection.reason: rejection.example for rejection in plan.rejections}
-    assert "data-parallel size 8" in reasons["the global batch falls into equal parts"]
-
-
-def test_more_memory_keeps_and_adds_layouts():
-    few, many = (search(request_of(model="1.3b", devices=4, headroom=room)) for room in (0.8, 0.1))
-    assert 0 < len(few.fitting) < len(many.fitting)
-    assert {tuple(one.command) for one in few.fitting} < {tuple(one.command) for one in many.fitting}
-
-
 def test_the_largest_model_fits_as_it_was_trained():
     """TP 8 x PP 64 on 3,072 devices, with and without recomputation (arXiv 2104.04473, table 1)."""
     layout = "--model-parallel-size 8 --pipe-parallel-size 64 --zero-stage 1 --batch-size 1".split()
@@ -160,11 +140,6 @@ def test_search_imports_no_torch():
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("model", PRESETS)
-def test_presets_are_legal_models(model):
-    assert search(request_of(model=model, devices=1)).looked_at > 0
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -179,14 +154,6 @@ def test_presets_are_legal_models(model):
 def test_bad_arguments_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         request_of(*words.split())
-
-
-def test_sizes_and_batch_are_required():
-    with pytest.raises(ConfigError) as raised:
-        make_request([], Machine(DEVICES["a100"], 8), 8)
-    text = "\n".join(raised.value.messages)
-    assert "--num-layers is required" in text
-    assert "--global-batch-size is required" in text
 
 
 def test_the_fastest_schedule_is_chosen() -> None:

@@ -16,7 +16,7 @@ from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, sim
 from megatron.parallel.sequence import ring
 from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.candidates import Candidate
-from megatron.tools.planning.machine import DEVICES, TERA, Machine, device_of_name
+from megatron.tools.planning.machine import DEVICES, TERA, Machine
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
 from megatron.tools.planning.timing import pipeline, tensor
@@ -200,24 +200,3 @@ def test_the_bubble_of_an_iteration() -> None:
     assert plain.timing.bubble == pytest.approx(3 / 16 * useful)
     assert plain.bubble == pytest.approx(3 / 19)
     assert 0.5 < folded.timing.bubble / plain.timing.bubble < 0.8
-
-
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("cuda (NVIDIA A100-SXM4-80GB)", "a100"),
-        ("cuda (NVIDIA A100-SXM4-40GB)", "a100-40gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("Tesla V100-SXM2-16GB", "v100-16gb"),
-        ("cpu", "cpu"),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA GH200 480GB", None),
-        ("Tesla V100-PCIE-32GB", None),
-    ],
-)
-def test_a_device_is_known_by_the_whole_of_its_name(name: str, known: str | None) -> None:
-    assert device_of_name(name) == (known and DEVICES[known])

@@ -1,6 +1,5 @@
 """Measures of a timeline for which they are known."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,18 +57,6 @@ def test_seconds_of_each_layer() -> None:
         replace(timeline, shape=replace(timeline.shape, layers=3), events=[timeline.events[0], without + again])
     )
     assert costs[3] == pytest.approx(2 * layer), "a pass that is made again counts"
-
-
-def test_timeline_is_written_and_read(tmp_path: Path) -> None:
-    timeline = by_theory()
-    (tmp_path / "trace.json").write_text(to_json(timeline, range(2)))
-    assert read_timeline(tmp_path) == read_timeline(tmp_path / "trace.json") == timeline
-    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = [row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "process_name"]
-    assert names == ["rank 0: pipe 0, data 0, model 0", "rank 1: pipe 1, data 0, model 0"]
-    assert {"name": "layer 1", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0} in [
-        {key: row.get(key) for key in ("name", "cat", "ph", "pid", "tid", "ts", "dur")} for row in rows
-    ]
 
 
 @pytest.mark.parametrize(

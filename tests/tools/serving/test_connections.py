@@ -66,16 +66,6 @@ def test_the_time_limit_covers_receiving_the_body():
     assert json.loads(body["body"])["error"]["message"] == "the body was not received within 0.05 s"
 
 
-def test_what_receiving_took_is_not_given_again():
-    async def talk():
-        queue = RequestQueue(most_waiting=4, seconds=30)
-        with pytest.raises(Exception, match="not finished within 30 s"):
-            async for _ in queue.submit("endless", spent=30.5).pieces():
-                pass
-
-    asyncio.run(asyncio.wait_for(talk(), 10))
-
-
 def test_a_head_that_is_not_sent_ends_the_connection(monkeypatch: pytest.MonkeyPatch):
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})

@@ -2,15 +2,13 @@
 
 import asyncio
 import threading
-from queue import Empty
-from types import SimpleNamespace
 
 import pytest
 
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.protocol import RequestError
 from megatron.tools.serving.request_queue import RequestQueue
-from megatron.tools.serving.scheduler import RankBroadcast, _Driver, run_driver
+from megatron.tools.serving.scheduler import RankBroadcast, run_driver
 
 
 class _Alone:
@@ -92,35 +90,6 @@ def test_requests_are_answered_in_order_and_fail_independently(capsys, most: int
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_requests_that_wait_join_together():
-    queue = RequestQueue(most_waiting=4, seconds=60)
-    driver = _Driver(queue, batch := _Numbers(most=3), RankBroadcast(_Alone()))
-    for request in range(1, 6):
-        queue.jobs.put(SimpleNamespace(is_wanted=True, request=request))
-    assert driver._receive()
-    driver._join(dict(enumerate(driver._next())))
-    assert batch.joined == [[1, 2, 3]] and not driver._next() and len(driver._waiting) == 2
-
-
-def test_the_first_request_waits_for_others_that_arrive_soon():
-    """For each as long, but not for a stream of them that does not end; and never while completions are in progress."""
-    queue = RequestQueue(most_waiting=100, seconds=60)
-    driver = _Driver(queue, _Numbers(most=3), RankBroadcast(_Alone()))
-    waits: list[float] = []
-
-    def get(block: bool, timeout: float):
-        waits.append(timeout if block else 0)
-        if len(waits) > 20:
-            raise Empty
-        return SimpleNamespace(is_wanted=True, request=1)
-
-    queue.jobs = SimpleNamespace(get=get)
-    assert driver._receive() and len(driver._waiting) == 20
-    assert waits == [60.0, *[0.002] * 15, *[0] * 5]
-    waits.clear()
-    assert driver._receive() and set(waits) == {0}
-
-
 def test_timeout_of_running_and_waiting_requests():
     async def talk():
         endless = [_text(queue, "endless"), _text(queue, "endless")]
@@ -166,13 +135,3 @@ def test_requests_run_together_and_one_that_waits_takes_the_place_of_one_that_le
 
     queue = RequestQueue(most_waiting=1, most_running=2, seconds=60)
     _with_a_driver(queue, talk(), most=2)
-
-
-def test_requests_that_are_given_up_while_another_waits_are_forgotten():
-    """A client that gives up and tries again, while the first one waits for room, does not fill the memory."""
-    queue = RequestQueue(most_waiting=1, seconds=60)
-    driver = _Driver(queue, _Numbers(most=0), RankBroadcast(_Alone()))
-    for is_wanted in (True, False, True):
-        queue.jobs.put(SimpleNamespace(is_wanted=is_wanted, request=1))
-    assert driver._receive() and not driver._next()
-    assert [job.is_wanted for job in driver._waiting] == [True, True]

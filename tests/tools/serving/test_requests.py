@@ -35,12 +35,6 @@ def test_defaults_are_those_of_openai():
     assert asked.seed != read({"prompt": "once upon"}).seed  # drawn anew
 
 
-def test_null_and_neutral_values_equal_the_defaults():
-    neutral = {"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "suffix": ""}
-    absent = {"max_tokens": None, "stop": None, "logprobs": None, "stream_options": None, "user": "me"}
-    assert read({"prompt": "a", "seed": 1, **neutral, **absent}) == read({"prompt": "a", "seed": 1})
-
-
 @pytest.mark.parametrize(
     ("prompt", "prompts", "texts"),
     [

@@ -1,7 +1,5 @@
 """Names of layouts, which layouts are legal, and the command lines of their runs."""
 
-from pathlib import Path
-
 import pytest
 from support.command_lines import CPU, SMALL
 
@@ -10,7 +8,6 @@ from megatron.tools.verify.request import (
     ONE_PROCESS,
     Layout,
     Request,
-    grids,
     illegal,
     legal_layouts,
     make_request,
@@ -57,12 +54,6 @@ def test_a_malformed_name_is_refused(name: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_names_are_different() -> None:
-    names = [layout.name for layout in grids(8)]
-    assert len(names) == len(set(names)) == len({parse_layout(name) for name in names})
-    assert all(layout.processes == 8 for layout in grids(8))
-
-
 def request(words: str = "", iterations: int = 5, first: Layout | None = None) -> Request:
     return make_request([*SMALL_WORDS, *words.split()], iterations, first, CPU)
 
@@ -83,26 +74,6 @@ def test_every_legal_layout_of_two_processes() -> None:
     assert {f"{name}-{schedule}" for name in stages if "pp2" in name for schedule in schedules} <= legal
 
 
-DENSE = [
-    "tp2-pp2-dp1-cp2",
-    "tp2-pp0-dp1-zero3-cp4",
-    "tp1-pp0-dp1-cp8",
-    "tp1-pp0-dp1-zero2-cp4-ulysses2",
-    "tp2-pp4-dp1-interleaved2",
-    "tp1-pp4-dp2-zero1-zbh1",
-    "tp1-pp8-dp1-zbv",
-    "tp2-pp2-dp2-sp-dualpipev",
-]
-EXPERTS = ["tp1-pp0-dp8-ep8-zero2", "tp1-pp2-dp4-ep2-zero1"]
-
-
-@pytest.mark.parametrize(("words", "names"), [("", DENSE), ("--num-experts 8", EXPERTS)])
-def test_eight_processes_have_layouts_of_every_kind(words: str, names: list[str]) -> None:
-    asked = request(f"{words} --num-layers 16 --num-attention-heads 8 --global-batch-size 16")
-    assert set(names) <= {layout.name for layout in grids(8)}
-    assert not illegal(asked, [parse_layout(name) for name in names])
-
-
 def test_a_sample_of_the_legal_layouts_is_chosen_by_its_seed() -> None:
     asked = request()
     first, *some = legal_layouts(asked, 8, sample=6, seed=1)
@@ -111,15 +82,6 @@ def test_a_sample_of_the_legal_layouts_is_chosen_by_its_seed() -> None:
     assert legal_layouts(asked, 8, sample=6, seed=1) == [first, *some] != legal_layouts(asked, 8, sample=6, seed=2)
     every = legal_layouts(asked, 1)
     assert sorted(map(str, legal_layouts(asked, 1, sample=1000))) == sorted(map(str, every))
-
-
-def test_in_half_precision_every_layout_has_zero() -> None:
-    """There ZeRO 0 runs as ZeRO 1: in a list it would be the same run twice, but it may be asked for."""
-    first, *others = (layout.name for layout in legal_layouts(request("--bf16"), 2))
-    assert first == "tp1-pp0-dp1-zero1"
-    assert all("zero" in name for name in others)
-    assert {"tp1-pp0-dp2-zero1", "tp2-pp0-dp1-zero1", "tp1-pp2-dp1-zero1"} <= set(others)
-    assert not illegal(request("--bf16"), [parse_layout("tp2-pp0-dp1"), parse_layout("tp1-pp2-dp1")])
 
 
 def test_an_illegal_layout_is_refused_with_the_rule() -> None:
@@ -135,17 +97,6 @@ def test_all_layouts_take_the_global_batch_of_the_first() -> None:
     assert [run.train.gradient_accumulation_steps for run in runs.values()] == [4, 2, 4]
     first = make_request([*words, "--gas", "4"], 5, parse_layout("tp1-pp0-dp2"), CPU)
     assert first.run(ONE_PROCESS).train.global_batch_size == 16
-
-
-def test_dropout_is_off_and_the_schedule_stays() -> None:
-    run = request("--attention-dropout 0.5 --eval-iters 7").run(ONE_PROCESS)
-    assert (run.model.attention_dropout, run.model.hidden_dropout, run.train.eval_iters) == (0, 0, 0)
-    assert run.train.train_iters == 100
-    command = request().command(ONE_PROCESS, Path("folder"), 5, save_interval=1)
-    assert command[command.index("--exit-interval") + 1] == "5"
-    assert command[command.index("--save-interval") + 1] == "1"
-    without = [word for word in SMALL_WORDS if word not in ("--train-iters", "100")]
-    assert make_request(without, 5, ONE_PROCESS, CPU).run(ONE_PROCESS).train.train_iters == 5
 
 
 @pytest.mark.parametrize(
