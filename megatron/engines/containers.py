@@ -28,7 +28,7 @@ Layers = Sequence[UnbuiltLayer | Layer]
 
 
 def build_layers(specs: Sequence[LayerSpec], config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers of ``specs`` for a container, which builds those of its pipeline stage.
+    """The layers of ``specs`` for a container, which builds the layers of its pipeline stage.
 
     Transformer layers are numbered from 1 on. Of a tied layer, the first use builds the module and has a file in
     checkpoints; the others are functions of it.
@@ -74,7 +74,7 @@ def loss_parts(container: nn.Module) -> dict[str, Tensor]:
 
 
 class SequentialModel(nn.Module):
-    """A model without pipeline stages; any ZeRO stage. Its parameters are named as those of a pipeline."""
+    """A model without pipeline stages; any ZeRO stage. Its parameters have the same names as in a pipeline."""
 
     def __init__(self, layers: Layers, loss_fn: LossFn, activation: ActivationConfig):
         super().__init__()

@@ -82,9 +82,9 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.group, self.sequence_dim = layout.tensor_group, config.sequence_dim
         self.parallel_dim = sequence_parallel_dim(config, layout)
-        whole = weight(config, "output_layer").draw((config.vocab_size, config.hidden_size))
-        whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-        self.weight = sharded_parameter(whole, dim=0, group=self.group)
+        full = weight(config, "output_layer").draw((config.vocab_size, config.hidden_size))
+        full = F.pad(full, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+        self.weight = sharded_parameter(full, dim=0, group=self.group)
         self.kernel = linear_kernel(config)()
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class EmbeddingDropout(nn.Module):
         self.passes_segment_ids = passes_segment_ids
 
     def forward(self, hidden_states: HiddenStates, positions: Tensor | None = None) -> HiddenStates:
-        """``positions`` [b, s] are those of generation, where tokens do not start at position 0."""
+        """``positions`` [b, s] are given in generation, where tokens do not start at position 0."""
         hidden, segment_ids = unpack(hidden_states)
         hidden = self.embed(hidden, segment_ids, positions)
         if self.training and self.dropout:
@@ -147,8 +147,8 @@ class PositionEmbedding(EmbeddingDropout):
 class TokenTypeEmbedding(nn.Module):
     """Adds the embedding of the first or the second sentence: hidden, token types -> hidden, segment ids.
 
-    Segments [b, s] are 0 and 1 for the sentences, and -1 for padding, which counts as the first one and as a
-    document of its own.
+    Token types [b, s] are 0 and 1 for the sentences, and -1 for padding, which is a separate document with the
+    embedding of the first sentence.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -177,7 +177,7 @@ def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, ro
 
 
 def without_segment_ids(hidden_states: HiddenStates) -> Tensor:
-    """hidden [b, s, h] alone: nothing after the last transformer layer reads segment ids."""
+    """Only hidden [b, s, h]: nothing after the last transformer layer reads segment ids."""
     return unpack(hidden_states)[0]
 
 

@@ -82,7 +82,7 @@ def classifier_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
 
 
 def correct_answers(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-    """The sum of the weights of those samples whose largest logit is that of their label; in place of the loss."""
+    """The sum of the weights of the samples whose largest logit is their label's; in place of the loss."""
     labels, weights = targets
     return (weights * (logits.argmax(-1) == labels)).sum()
 

@@ -1,7 +1,7 @@
 """How a model is divided into pipeline stages. No torch here.
 
 A *layer group* is never divided: the layers before the transformer layers (the embeddings), each
-transformer layer, and those after them (final norm and head). A *model chunk* is a run of groups. A
+transformer layer, and the layers after them (final norm and head). A *model chunk* is a run of groups. A
 stage holds one chunk or several, as the schedule says.
 """
 
@@ -212,16 +212,16 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
     return ",".join(map(str, (*sizes, last - 1)))
 
 
-def _costs(flag: str, place: Path) -> list[float]:
+def _costs(flag: str, trace: Path) -> list[float]:
     """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
-    path = place / TRACE if place.is_dir() else place
+    path = trace / TRACE if trace.is_dir() else trace
     try:
-        trace = read_json(path)
+        content = read_json(path)
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:
         raise ConfigError(f"{flag}: {path} is not JSON; name a folder of --trace") from error
-    metadata = trace.get("otherData") if isinstance(trace, dict) else None
+    metadata = content.get("otherData") if isinstance(content, dict) else None
     costs = metadata.get("unit_seconds") if isinstance(metadata, dict) else None
     if not isinstance(costs, list) or len(costs) < 3 or not all(map(_is_time, costs)):
         raise ConfigError(f"{flag}: {path} holds no times of layers; name a folder that --trace wrote")

@@ -123,7 +123,7 @@ class ArchitectureSpec:
     tokenizers: tuple[str, ...]
     """The kinds of tokenizer whose vocabulary has the special tokens of the model; the first one is the default."""
     layers: Callable[[ModelConfig], Sequence[LayerSpec]]
-    """The layers of a model of these sizes, in order: those before the blocks, the blocks, those after them."""
+    """The layers of a model of these sizes, in order: before the blocks, the blocks, after them."""
     loss: str
     """``path:name`` of a function of (config, layout) that returns loss(output of the last layer, targets)."""
     masked_lm: bool | None = False

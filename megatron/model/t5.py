@@ -1,7 +1,7 @@
 """The layers of T5: an encoder, and a decoder that reads its output (arXiv 1910.10683).
 
 Between layers of the encoder travel (hidden [b, s, h], segment ids, int32 [b, s], tokens of the decoder, int32 [b, r]);
-between those of the decoder (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a stage the bias
+between layers of the decoder (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a stage the bias
 of the stack, [1, n, q, k], is a last one.
 
 b batch, s sequence of the encoder, r of the decoder, h hidden, n heads of this rank, d size of a head
@@ -93,7 +93,7 @@ class T5Embedding(WordEmbedding):
         return *self.state_of_text(text)[:2], tokens.int()
 
     def state_of_text(self, text: Tensor) -> State:
-        """The state of the encoder for a text [b, s] alone."""
+        """The state of the encoder for a text [b, s] without tokens of a decoder."""
         return without_segment_ids(super().forward(text.clamp(min=0))), text.lt(0).int(), text[:, :0]
 
 
@@ -120,12 +120,12 @@ def encoder_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
 
 
 def without_encoder_output(state: State) -> Tensor:
-    """hidden [b, r, h] alone: nothing after the last transformer layer reads the encoder's output."""
+    """Only hidden [b, r, h]: nothing after the last transformer layer reads the encoder's output."""
     return state[0]
 
 
 class Parts(NamedTuple):
-    """The built layers of a whole model, as generation calls them."""
+    """The built layers of a model, as generation calls them."""
 
     front: Sequence[Any]
     """From the embedding to the norm of the encoder."""

@@ -86,7 +86,7 @@ class ParallelLayout:
             num_pp=self.pipe_group.size(), num_mp=self.tensor_group.size(), num_dp=replicas
         )
 
-    # The methods that DeepSpeed calls on its argument `mpu`. Those for the sequence group are left out: DeepSpeed
+    # The methods that DeepSpeed calls on its argument `mpu`. Methods for the sequence group are left out: DeepSpeed
     # would sum gradients over that group instead of averaging them, except at ZeRO 3.
     def get_model_parallel_group(self) -> ProcessGroup:
         """The ranks that share each layer."""

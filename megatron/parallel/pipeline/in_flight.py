@@ -8,8 +8,8 @@ from typing import NamedTuple
 from megatron.parallel.pipeline.schedule import BACKWARD, FORWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, Schedule
 
 Counts = tuple[int, ...]
-"""For each model chunk of a stage, in the order of the model: micro-batches of which it keeps activations, and those of
-which it keeps what W is computed from, after I."""
+"""For each model chunk of a stage, in the order of the model: micro-batches with activations, and micro-batches with
+tensors for W, after I."""
 
 
 class Moment(NamedTuple):

@@ -10,8 +10,8 @@ The model is a row of *model chunks*, numbered from 0 on in its order. Each of t
 - ``dualpipev``: the same V; forward and backward passes of different micro-batches in pairs (arXiv 2412.19437, folded).
 
 A backward pass B computes the gradients of a chunk's inputs and weights. A schedule may divide it into I, the gradients
-of the inputs, for which the previous chunk waits, and W, those of the weights, for which no stage waits. I is sent on
-before W, even where W follows at once: with both in one pass the bubble of ``zbv`` is three times as long.
+of the inputs, for which the previous chunk waits, and W, the gradients of the weights, for which no stage waits. I is
+sent on before W, even where W follows at once: with both in one pass the bubble of ``zbv`` is three times as long.
 """
 
 from collections import Counter
@@ -186,7 +186,7 @@ def _zbv(schedule: Schedule, stage: int) -> Passes:
         *[f0, i0, w0, f1, i1, w1] * with_f0, *[i0, w0, f1, i1, w1] * (steady - with_f0),
         *[i0, i1] * stage, *[i0, w0] * to_turn, *[w1] * stage, *[w0] * stage,
     ]  # fmt: skip
-    # With fewer micro-batches than that the passes of those that are not there are left out.
+    # With fewer micro-batches than that, passes of micro-batches that do not exist are left out.
     there = (action.micro_batch < schedule.micro_batches for action in _numbered(passes))
     return passes if count == schedule.micro_batches else list(compress(passes, there))
 

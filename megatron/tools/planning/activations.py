@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     tokens: int
     """Tokens of a micro-batch on this rank, a sequence shard of them with context parallelism."""
     stream: int
-    """Of these, those of hidden states between parallel layers, a shard with sequence parallelism."""
+    """Tokens of hidden states between parallel layers, a shard with sequence parallelism."""
     h: int
     f: int
     n: int
@@ -103,7 +103,7 @@ def activations(run: RunConfig) -> Activations:
     read, predicted = _sequences(run, z)
     hidden = z.stream * read // z.s * z.h * z.residual
     logits = z.b * predicted * (z.v // z.t)
-    whole = z.tokens * z.h * z.element
+    full = z.tokens * z.h * z.element
     # Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where it cuts the
     # sequence, parts of them, too.
     copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
@@ -117,16 +117,15 @@ def activations(run: RunConfig) -> Activations:
         logits=2 * logits * z.element + max(_loss_rows(run, z), _head_gradient(run, z)),
         stored_logits=logits * z.element,
         hidden=hidden,
-        passing=max(_in_the_mlp(run, z) + copies * whole, _in_attention(run, z) + whole) + _gathered(run, z),
+        passing=max(_in_the_mlp(run, z) + copies * full, _in_attention(run, z) + full) + _gathered(run, z),
     )
 
 
 def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
-    """Temporary memory of the MLP's backward pass, beside hidden states.
+    """Temporary memory of the MLP's backward pass, without hidden states.
 
-    The gradient of the second product's input, and that of its weight before it is added up: the input of the product
-    is freed before the next gradient of that size is there. Gates are computed from more tensors. Of an MLP in tiles
-    there are gradients of one of them, and what it keeps.
+    The gradients of the second linear layer's input and weight; its input is freed before the next gradient of that
+    size is allocated. A gated MLP has more tensors. An MLP in tiles has the gradients and activations of one tile.
     """
     columns, model = z.tokens * z.f * z.element // z.t, run.model
     if model.tiled_mlp:
@@ -138,11 +137,11 @@ def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
 
 
 def _in_attention(run: RunConfig, z: Sizes) -> int:
-    """Temporary memory of attention's backward pass, less what has been freed by then, of the MLP and its norm.
+    """Temporary memory of attention's backward pass, less what the MLP and its norm have freed by then.
 
-    In a window there are gradients of the keys that each chunk has seen; those of queries take the place of contexts.
-    In a ring there are keys and values of this rank and of another, their gradient, in fp32, and the one that follows
-    them, sent and received; or those of all ranks. 0 where it is little.
+    With a window these are gradients of the keys that each chunk attends to; the gradients of queries replace contexts.
+    A ring has keys and values of this rank and of another, and their gradients in fp32, sent and received; or those of
+    all ranks if they are gathered. 0 where it is negligible.
     """
     model, ring, window = run.model, run.parallel.ring_size, _window(run, z)
     queries, keys = (count // ring for count in heads(run, z))
@@ -173,7 +172,7 @@ def _window(run: RunConfig, z: Sizes) -> int:
 
 
 def heads(run: RunConfig, z: Sizes) -> tuple[int, int]:
-    """Elements of the queries, and of the keys and values, of a rank's heads and whole sequences."""
+    """Elements of the queries, and of the keys and values, of a rank's heads over full sequences."""
     groups = max(run.model.query_groups * z.n // run.model.num_attention_heads, 1)
     tokens = z.b * z.s * run.model.head_size
     return tokens * z.n, 2 * tokens * groups
@@ -185,7 +184,7 @@ def _columns(run: RunConfig) -> int:
 
 
 def _sequences(run: RunConfig, z: Sizes) -> tuple[int, int]:
-    """Tokens of a sample that layers pass on at most, and those of which there are logits."""
+    """Tokens of a sample that layers pass on at most, and tokens with logits."""
     if not run.model.encoder_num_layers:
         return z.s, z.tokens // z.b
     return z.s + run.data.decoder_seq_length, run.data.decoder_seq_length
@@ -218,7 +217,7 @@ def _gathered(run: RunConfig, z: Sizes) -> int:
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
     """The rows of logits that the loss takes together: their softmax, and a copy that is converted to the loss's type,
     or that torch makes of them where columns that pad the vocabulary lie between."""
-    columns = min(run.model.vocab_size, z.v) // z.t or 1  # without those that pad the vocabulary
+    columns = min(run.model.vocab_size, z.v) // z.t or 1  # without padding of the vocabulary
     element = z.element if run.model.fp16_lm_cross_entropy else FP32
     rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
     has_copy = element != z.element or z.v != run.model.vocab_size
@@ -226,9 +225,9 @@ def _loss_rows(run: RunConfig, z: Sizes) -> int:
 
 
 def _head_gradient(run: RunConfig, z: Sizes) -> int:
-    """The gradient of the output projection's weight before it is added up, where there are logits beside it.
+    """The gradient of the output projection's weight before it is accumulated, where the logits still exist.
 
-    DeepSpeed's pipeline keeps them in their places.
+    DeepSpeed's pipeline keeps them in its buffers.
     """
     has_logits = run.parallel.uses_pipeline and not run.parallel.uses_scheduled_engine
     is_added = run.model.gradient_accumulation_fusion or run.model.lora_rank

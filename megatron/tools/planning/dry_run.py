@@ -78,10 +78,10 @@ def built_stage(run: RunConfig, layout: ParallelLayout) -> SequentialModel:
     ends, stage = partition_boundaries(layers_per_chunk(run), run.model), layout.pipe_group.rank()
     schedule, stages = run.parallel.pipeline_schedule, run.parallel.pipe_stages
     chunks = chunks_of(schedule, stage, stages, run.parallel.chunks_per_stage)
-    held = {number for chunk in chunks for number in range(ends[chunk], ends[chunk + 1])}
+    own = {number for chunk in chunks for number in range(ends[chunk], ends[chunk + 1])}
     architecture = architecture_of(run.model)
     layers = build_layers(architecture.layers(run.model), run.model, layout)
-    of_stage = [layer if number in held else without_segment_ids for number, layer in enumerate(layers)]
+    of_stage = [layer if number in own else without_segment_ids for number, layer in enumerate(layers)]
     with torch.device("meta"):
         return SequentialModel(of_stage, architecture.build_loss(run.model, layout), run.activation)
 

@@ -73,7 +73,7 @@ def _schedule(run: RunConfig) -> Iterator[str]:
 
 
 def _levels(run: RunConfig) -> dict[str, list[list[int]]]:
-    """The groups within those of the sequence axis, if it has two levels."""
+    """The groups within the groups of the sequence axis, if it has two levels."""
     parallel = run.parallel
     if 1 in (parallel.ring_size, parallel.ulysses_size):
         return {}

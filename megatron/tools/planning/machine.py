@@ -21,7 +21,7 @@ class Device(NamedTuple):
     per_node: int
     """Devices of the usual host."""
     efficiency: float = 0.6
-    """Share of the peak that large matrix products reach."""
+    """Share of the peak that large matmuls reach."""
     accelerator: str = "cuda"
     peak_flops_fp32: float = 0.0
     """The same in fp32, which trains without tensor cores; 0: a sixteenth."""

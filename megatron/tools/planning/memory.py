@@ -20,7 +20,7 @@ class Working(NamedTuple):
     """Memory of the micro-batches at the peak of a step."""
 
     activations: int
-    """Without what takes the place of gradients that are not there yet."""
+    """Without the part that fits into the memory of gradients that do not exist yet."""
     logits: int
     buffers: int
     """The pipeline engine's tensors between stages."""
@@ -35,7 +35,7 @@ class Memory:
     parameters: int
     """Elements that the rank computes with, wherever they are stored."""
     trained: int
-    """Those of them that training changes."""
+    """Elements that training changes."""
     states: States
     working: Working
 
@@ -160,11 +160,10 @@ def _needed(kind: str, kept: int, inside: int, chunk: _Chunk, micro_batch: Activ
 def _before_gradients(
     run: RunConfig, stage: Stage, points: list[tuple[int, int]], chunk: _Chunk, new_gradients: int
 ) -> list[tuple[int, int]]:
-    """``points`` of the first backward pass of an iteration, in which gradients come as activations go.
+    """``points`` of the first backward pass of an iteration, which frees activations and allocates gradients.
 
-    They are that of the last layer, whose gradients and those of the head are there at its end, and that of the loss,
-    before all gradients. There is a third one: the first layer, when the activations of the layers of this model
-    ``chunk`` are gone but for its own.
+    The points are the last layer, at whose end its gradients and the head's exist; the loss, before all gradients; and
+    the first layer, when of the layers of this model ``chunk`` only its activations are left.
     """
     there = chunk.last_elements / max(stage.parameters, 1)
     groups = max(ceil(chunk.num_blocks / max(run.activation.layers_together, 1)), 1)
@@ -174,8 +173,8 @@ def _before_gradients(
         (inside - round(new_gradients * (1 - min(there, 1))), 0),
     ]
     for back, logits in at_the_loss:
-        beside = back + logits - new_gradients
-        found.append((max(beside - logits, 0), min(logits, max(beside, 0))))
+        beyond = back + logits - new_gradients
+        found.append((max(beyond - logits, 0), min(logits, max(beyond, 0))))
     return found
 
 
@@ -191,19 +190,18 @@ def _pipeline_buffers(
 ) -> int:
     """Tensors between stages: received and sent ones, their gradients, and logits until they are replaced.
 
-    DeepSpeed keeps a place for each of at least two micro-batches. The logits in it stay, but with DualPipeV and the
-    engine of further schedules, until the next ones come; at the loss, those of the current micro-batch are counted as
-    logits.
+    DeepSpeed has buffers for at least two micro-batches. Logits stay in them until the next logits replace them, except
+    with DualPipeV and our engine for further schedules; at the loss, the current logits are counted as logits.
     """
     if not run.parallel.uses_pipeline:
         return 0
-    places = min(max(2, in_flight), run.train.gradient_accumulation_steps)
+    buffers = min(max(2, in_flight), run.train.gradient_accumulation_steps)
     received = 0 if number == 0 else 3
     if run.parallel.uses_scheduled_engine:
         return _ON_THE_WAY * micro_batch.hidden + (has_back and not at_the_loss) * micro_batch.stored_logits
     if has_back:
-        between = 0 if run.parallel.pipe_stages == 1 else (places + received) * micro_batch.hidden
-        kept = 1 if run.parallel.uses_dualpipev else places
+        between = 0 if run.parallel.pipe_stages == 1 else (buffers + received) * micro_batch.hidden
+        kept = 1 if run.parallel.uses_dualpipev else buffers
         return (kept - at_the_loss) * micro_batch.stored_logits + between
     return (received + 1 + in_flight) * micro_batch.hidden
 

@@ -34,7 +34,7 @@ def files(one: Candidate) -> dict[str, str]:
 def accelerate_config(one: Candidate) -> str:
     """A configuration of ``accelerate launch`` that starts as many processes on as many hosts.
 
-    All other settings are those of the JSON, which an ``Accelerator`` reads too.
+    All other settings come from the JSON, which an ``Accelerator`` reads too.
     """
     hosts = -(-one.request.devices // one.request.machine.per_node)
     lines = [

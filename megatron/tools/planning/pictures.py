@@ -17,7 +17,7 @@ _MOST_BARS = 64
 def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
     """The start of a schedule, a line for each stage, as far as ``width`` columns show it.
 
-    A cell is a forward pass, I or W; a whole backward pass takes two. ``F3b`` is the forward pass of micro-batch 3
+    A cell is a forward pass, I or W; a full backward pass takes two. ``F3b`` is the forward pass of micro-batch 3
     through the second chunk of the stage.
     """
     shown, cells = schedule.shortened, dict[int, dict[int, str]]()

@@ -79,7 +79,7 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
 
 def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
     """Tensor-parallel size and stages of every grid, with one stage on either engine; of long sequences the size of
-    context parallelism, and of experts that of expert parallelism."""
+    context parallelism, and with experts the size of expert parallelism."""
     seq_length = request.given["seq_length"].value if "seq_length" in request.given else 0
     sizes = [size for size in _divisors(request.devices) if size <= seq_length // LONG]
     experts = request.given["num_experts"].value if "num_experts" in request.given else 1
@@ -95,7 +95,7 @@ def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
 
 
 class _Choice(NamedTuple):
-    """The settings of a layout that do not depend on its shape, and the run that they alone would be."""
+    """The settings of a layout that do not depend on its shape, and the run with these settings only."""
 
     given: Mapping[str, Provided]
     run: RunConfig

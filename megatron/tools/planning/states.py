@@ -1,9 +1,9 @@
 """Weights, gradients and optimizer of one rank, in bytes, as DeepSpeed lays them out.
 
-At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, the weights that decay and
-those that do not are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal
-size. At ZeRO 3 every weight is padded by itself. Weights that are frozen beside adapters are kept as they are, and at
-ZeRO 3 divided like the others.
+At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, the weights with decay and the
+weights without are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal size.
+At ZeRO 3 every weight is padded separately. Frozen weights of a model with adapters stay as they are, and are divided
+at ZeRO 3.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ class States:
     weights: int
     gradients: int
     new_gradients: int
-    """Those of them that a step lets go of: the first backward pass of the next iteration begins without them."""
+    """Gradients that a step frees: the first backward pass of the next iteration begins without them."""
     optimizer: int
     buffers: int
-    """Buckets to reduce gradients in, and what ZeRO 3 has gathered."""
+    """Buckets for reducing gradients, and parameters that ZeRO 3 has gathered."""
     step: int
     """Temporary memory of the optimizer step, when the activations have been freed."""
 
@@ -50,7 +50,7 @@ def bytes_of(run: RunConfig) -> int:
 
 
 def states(run: RunConfig, weights: Weights, owner: int | None = None) -> States:
-    """What rank ``owner`` of those that hold ``weights`` keeps; without one, the rank that keeps most.
+    """What rank ``owner`` of the ranks with ``weights`` keeps; without one, the rank that keeps most.
 
     What is offloaded to CPU memory or NVMe is not counted.
     """
@@ -66,16 +66,16 @@ def states(run: RunConfig, weights: Weights, owner: int | None = None) -> States
 
 
 def owners(run: RunConfig) -> int:
-    """Ranks that hold the same weights; ZeRO partitions over them."""
+    """Ranks with the same weights, over which ZeRO partitions."""
     return run.parallel.data_parallel_size * run.parallel.sequence_ranks
 
 
 def _weights(run: RunConfig, weights: Weights) -> int:
     element = bytes_of(run)
     if run.zero.zero_stage == 3:
-        whole = sum(count * weight.numel for weight, count in weights.counts if weight.numel <= _persistent(run))
+        gathered = sum(count * weight.numel for weight, count in weights.counts if weight.numel <= _persistent(run))
         shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
-        return (shards + whole) * element
+        return (shards + gathered) * element
     if run.zero.zero_stage == 0:
         return weights.numel * element
     frozen = weights.numel - weights.trained.numel
@@ -85,18 +85,18 @@ def _weights(run: RunConfig, weights: Weights) -> int:
 def _gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
-        return weights.numel * (FP32 + element)  # the sum, and those of the last micro-batch
-    whole = weights.numel * element
+        return weights.numel * (FP32 + element)  # the sum, and the gradients of the last micro-batch
+    full = weights.numel * element
     if run.zero.zero_stage < 2:
-        return whole
+        return full
     reduced = 0 if run.zero.offloads_optimizer else _reduced_gradients(run, weights, owner)
     if not run.coalesces_grad_reduction:
         return reduced
-    return whole + (reduced if run.zero.zero_stage == 3 else 0)  # ZeRO 3 has a place for its shards at all times
+    return full + (reduced if run.zero.zero_stage == 3 else 0)  # ZeRO 3 always has memory for its shards
 
 
 def _new_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
-    """Of the gradients those that are not in a tensor of the optimizer's, which would stay."""
+    """Bytes of the gradients that are in no tensor of the optimizer, which would stay."""
     if _sums_in_fp32(run):
         return 0
     if run.zero.zero_stage < 2 or run.coalesces_grad_reduction:
@@ -106,7 +106,7 @@ def _new_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
 
 
 def _reduced_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
-    """What ZeRO 2 and 3 keep of the gradients that they have reduced."""
+    """Bytes that ZeRO 2 and 3 keep of reduced gradients."""
     element = bytes_of(run)
     if run.zero.zero_stage == 3:
         return _shards(run, weights) * element
@@ -117,7 +117,7 @@ def _reduced_gradients(run: RunConfig, weights: Weights, owner: int | None) -> i
 
 
 def _optimizer(run: RunConfig, weights: Weights) -> int:
-    """The optimizer's moments, and fp32 master weights unless it updates the model's own, as at ZeRO 0."""
+    """The optimizer's moments, and fp32 master weights unless it updates the model's weights, as at ZeRO 0."""
     if run.zero.offloads_optimizer:
         return 0
     counter = _COUNTER if run.optim.optimizer in ("adam", "adafactor") else 0
@@ -164,9 +164,9 @@ def _bucket(run: RunConfig, weights: Weights) -> int:
 
 
 def _step(run: RunConfig, weights: Weights, owner: int | None) -> int:
-    """Of the optimizer step; if gradients are reduced after the last backward pass, that of the larger of the two.
+    """Temporary memory of the optimizer step, or of the reduction after the last backward pass if that needs more.
 
-    What is reduced replaces the unsharded gradients.
+    Reduced gradients replace the unsharded ones.
     """
     if run.zero.zero_stage == 0:
         is_reduced = owners(run) > 1  # in a copy
@@ -174,16 +174,16 @@ def _step(run: RunConfig, weights: Weights, owner: int | None) -> int:
     step = _optimizer_step(run, weights)
     if not run.coalesces_grad_reduction:
         return step
-    whole, reduced = weights.numel * bytes_of(run), _reduced_gradients(run, weights, owner)
+    full, reduced = weights.numel * bytes_of(run), _reduced_gradients(run, weights, owner)
     if run.zero.zero_stage == 3:
-        return max(_bucket(run, weights) * bytes_of(run), step - whole)
-    return max(_bucket(run, weights) * bytes_of(run) + reduced, step + reduced - whole)
+        return max(_bucket(run, weights) * bytes_of(run), step - full)
+    return max(_bucket(run, weights) * bytes_of(run) + reduced, step + reduced - full)
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:
-    """Flat gradients, and a copy in fp32 for half precision or at ZeRO 2, which keeps them by tensor.
+    """Flat gradients, and a copy in fp32 for half precision or at ZeRO 2, which keeps gradients of each tensor.
 
-    Adam steps in place, and norms are those of blocks.
+    Adam steps in place, and gradient norms are computed in blocks.
     """
     if run.zero.offloads_optimizer:
         return 0
@@ -199,8 +199,8 @@ def _optimizer_step(run: RunConfig, weights: Weights) -> int:
 def _copies_once(run: RunConfig) -> bool:
     """Whether gradients are copied straight into the fp32 tensor that the optimizer reads."""
     zero = run.zero
-    is_alone = zero.zero_stage == 1 and owners(run) == 1 and not _sums_in_fp32(run)
-    return is_alone and not (zero.offloads_optimizer or zero.zero_overlap_comm)
+    has_one_owner = zero.zero_stage == 1 and owners(run) == 1 and not _sums_in_fp32(run)
+    return has_one_owner and not (zero.offloads_optimizer or zero.zero_overlap_comm)
 
 
 def _sums_in_fp32(run: RunConfig) -> bool:
@@ -221,7 +221,7 @@ class _Group(NamedTuple):
 
 
 def _groups(run: RunConfig, weights: Weights) -> list[_Group]:
-    """Those with and without weight decay, and with expert parallelism the experts."""
+    """The weights with decay, the weights without, and with expert parallelism the experts."""
     of_experts = owners(run) // run.parallel.expert_model_parallel_size
     return [_Group(*one) for one in zip(weights.groups, (owners(run), owners(run), of_experts), strict=False)]
 
@@ -232,20 +232,20 @@ def _shards(run: RunConfig, weights: Weights) -> int:
 
 
 def _overlapping(run: RunConfig, weights: Weights) -> list[int]:
-    """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their gradients whole."""
+    """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their full gradients."""
     found = [0] * owners(run)
     for group in _groups(run, weights):
         sizes = [weight.numel for layer in group.weights.layers for weight in layer]
         ranks, part = len(found) // group.owners, group.part
         for size, end in zip(sizes, accumulate(sizes), strict=True):
-            # Neighboring ranks of the data-parallel group hold different experts, and so the same part of theirs.
+            # Neighboring ranks of the data-parallel group have different experts, and the same part of them.
             for owner in range((end - size) // part * ranks, ((end - 1) // part + 1) * ranks):
                 found[owner] += size
     return found
 
 
 def _persistent(run: RunConfig) -> int:
-    """Elements up to which ZeRO 3 also keeps a weight whole."""
+    """Elements up to which ZeRO 3 also keeps a full weight."""
     return _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
 
 

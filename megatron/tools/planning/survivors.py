@@ -26,7 +26,7 @@ _CHOSEN = (
     "micro_batch_size",
     "gradient_accumulation_steps",
 )
-"""Flags of a layout, which are chosen anew."""
+"""Flags of a layout, which are chosen again."""
 _CHOSEN_IF_NEEDED = (
     "zero_stage",
     "ds_sequence_parallel_size",
@@ -50,12 +50,12 @@ class PlannedLayout(NamedTuple):
     """A layout for some of the hosts."""
 
     hosts: int
-    """The first so many hosts are used."""
+    """Number of hosts that are used, the first ones."""
     candidate: Candidate
     arguments: list[str]
     """Of the training program: the given ones with this layout."""
     fitting: int
-    """Layouts that fit on so many hosts."""
+    """Layouts that fit on that many hosts."""
 
     def __str__(self) -> str:
         parallel, train = self.candidate.run.parallel, self.candidate.run.train
@@ -78,9 +78,9 @@ def plan_survivors(
     least: int = 1,
     architecture: ArchitectureSpec = GPT2,
 ) -> PlannedLayout | None:
-    """The fastest layout that fits on the first ``least`` or more of hosts with so many ``slots``; None if none does.
+    """The fastest layout that fits on the first ``least`` or more of hosts with these ``slots``; None if none does.
 
-    Global batch sizes, model, data and schedule stay those of ``run``, which ``arguments`` configure.
+    Global batch sizes, model, data and schedule stay as in ``run``, which ``arguments`` configure.
 
     Raises ConfigError if the planner does not know the arguments, such as ``--deepspeed_config``.
     """
@@ -164,7 +164,7 @@ def _search(
 
 
 def _sizes(run: RunConfig) -> tuple[int, int]:
-    """Those that the planner searches where no flag gives them."""
+    """Sizes that the planner searches unless flags give them."""
     return run.parallel.context_parallel_size, run.parallel.expert_model_parallel_size
 
 

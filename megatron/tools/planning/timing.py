@@ -43,7 +43,7 @@ def traffic(run: RunConfig, stage: Stage, memory: Memory, hidden: int) -> Traffi
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
-    """All-reduces of hidden states: two a layer forward and two backward, two more where layers are recomputed.
+    """All-reduces of hidden states: two per layer forward and two backward, two more where layers are recomputed.
 
     With sequence parallelism each is a gather and a reduce-scatter, which send as much, and inputs are gathered again.
     Ulysses exchanges query, key, value and context around attention, forward and backward.
@@ -60,9 +60,9 @@ def tensor(run: RunConfig, stage: Stage) -> float:
 def _visiting(run: RunConfig) -> float:
     """What a ring sends for a layer: keys and values, once more where attention is recomputed, and their gradients.
 
-    Passed around, they visit the ranks that attend to them, forward and backward, and their gradients, in fp32, follow
-    them and come home. In a window a step that brings no rank a key that it attends to is left out; documents may fill
-    the sequence. Gathered, those of all ranks are sent to all.
+    Passed around, they reach the ranks that attend to them, forward and backward, and their gradients, in fp32, follow
+    them and return. With a window, steps that bring no rank a key that it attends to are left out; documents may fill
+    the sequence. Gathered, every rank receives the keys and values of all ranks.
     """
     model, parallel, ring = run.model, run.parallel, run.parallel.ring_size
     if ring == 1:
@@ -78,7 +78,7 @@ def _visiting(run: RunConfig) -> float:
 
 
 def gathered_again(run: RunConfig, stage: Stage) -> float:
-    """Shards of the sequence that the backward pass gathers again: two inputs a layer, and that of the logits.
+    """Shards of the sequence that the backward pass gathers again: two inputs per layer, and the input of the logits.
 
     A part of ``tensor`` that is not waited for: gradients are computed at the same time (arXiv 2205.05198, section
     4.2.2).
@@ -102,8 +102,8 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
         return 0.0
     last = run.model.num_layers + 1
     borders = sum((chunk.start > 0) + (chunk.stop <= last) for chunk in stage.chunks)
-    whole = parallel.sequence_parallel or parallel.uses_dualpipev or run.model.encoder_num_layers > 0
-    part = hidden / (1 if whole else parallel.model_parallel_size)
+    sends_all = parallel.sequence_parallel or parallel.uses_dualpipev or run.model.encoder_num_layers > 0
+    part = hidden / (1 if sends_all else parallel.model_parallel_size)
     return run.train.gradient_accumulation_steps * borders * part
 
 
@@ -111,7 +111,7 @@ def data(run: RunConfig, parameters: int, trained: int) -> float:
     """Gradients reduced and weights gathered, by ZeRO stage (arXiv 1910.02054, section 7).
 
     ZeRO 2 and 3 reduce the gradients of every micro-batch unless the reduction is coalesced, and ZeRO 3 gathers the
-    weights twice for each, too; it alone gathers those that are not ``trained``.
+    weights twice for each, too; only ZeRO 3 gathers weights that are not ``trained``.
     """
     ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
     reductions = 1 if run.coalesces_grad_reduction else accumulated
@@ -131,9 +131,9 @@ def dispatched(run: RunConfig, stage: Stage) -> float:
 
 
 _SMALL = 2.0e5
-"""Elements of a rank's hidden states, tokens x its columns, at which products reach half the rate of large ones."""
+"""Elements of a rank's hidden states, tokens x its columns, at which matmuls reach half the rate of large ones."""
 _CORE = 0.5
-"""Rate of the attention core relative to that of linear layers."""
+"""Rate of the attention core relative to linear layers."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The weights that a rank holds."""
+"""The weights of a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,66 +11,61 @@ from megatron.model.spec import LayerSpec, is_trained
 
 
 class Weight(NamedTuple):
-    """One parameter as a tensor-parallel rank holds it."""
+    """One parameter on a tensor-parallel rank."""
 
     name: str
     numel: int
     decays: bool
-    """Whether the optimizer's weight decay takes it: matrices, not biases and norms."""
+    """Whether the optimizer's weight decay applies to it: to matrices, not to biases and norms."""
     shape: tuple[int, ...] = ()
-    """Of the whole parameter."""
+    """Of the full parameter."""
     is_block_matrix: bool = False
     """Whether it is a matrix of a transformer layer, which Muon updates."""
     is_trained: bool = True
     """Whether it has a gradient and optimizer state."""
     is_divided: bool = False
-    """Whether it is of experts that other data-parallel ranks do not hold."""
+    """Whether it belongs to experts that expert parallelism divides."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a rank holds."""
+    """The weights of a rank."""
 
     layers: Sequence[Sequence[Weight]]
-    """Of each layer in order. Those of equal layers are one object."""
+    """The weights of each layer in order. Equal layers are one object."""
 
     @cached_property
     def counts(self) -> list[tuple[Weight, int]]:
-        """Distinct weights, each with how often it is there."""
-        return [(weight, count) for layer, count in self._kinds for weight in layer]
+        """Distinct weights, each with the number of times it occurs."""
+        return [(weight, count) for layer, count in counts(self.layers) for weight in layer]
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """Elements of all weights."""
         return sum(count * weight.numel for weight, count in self.counts)
 
     @cached_property
     def trained(self) -> "Weights":
-        """Those that training changes."""
-        return self if all(weight.is_trained for weight, _ in self.counts) else self._only(is_trained=True)
+        """The weights that training changes."""
+        return self if all(weight.is_trained for weight, _ in self.counts) else self._select(lambda one: one.is_trained)
 
     @cached_property
     def groups(self) -> list["Weights"]:
-        """Those with weight decay, those without, and with expert parallelism the experts."""
-        shared = [self._only(is_divided=False, decays=decays) for decays in (True, False)]
-        experts = self._only(is_divided=True)
-        return [*shared, experts] if experts.numel else shared
+        """The weights with decay, the weights without, and with expert parallelism the experts."""
+        experts = self._select(lambda one: one.is_divided)
+        return [
+            self._select(lambda one: one.decays and not one.is_divided),
+            self._select(lambda one: not (one.decays or one.is_divided)),
+            *([experts] if experts.numel else []),
+        ]
 
-    @cached_property
-    def _kinds(self) -> tuple[tuple[Sequence[Weight], int], ...]:
-        return counts(self.layers)
-
-    def _only(self, **facts: bool) -> "Weights":
-        """Those of which ``facts`` are true."""
-        kinds = {
-            id(layer): [one for one in layer if all(getattr(one, name) is fact for name, fact in facts.items())]
-            for layer, _ in self._kinds
-        }
+    def _select(self, condition: Callable[[Weight], bool]) -> "Weights":
+        kinds = {id(layer): list(filter(condition, layer)) for layer, _ in counts(self.layers)}
         return Weights([kinds[id(layer)] for layer in self.layers])
 
 
 def stage_weights(run: RunConfig, stage: Stage) -> Weights:
-    """What a tensor-parallel rank of ``stage`` holds; parameters of tied layers once."""
+    """The weights of a tensor-parallel rank of ``stage``; tied layers count once."""
     of_layers = {id(layer): _layer_weights(run, layer) for layer, _ in stage.counts}
     return Weights([of_layers[id(layer)] for layer in stage.distinct_layers()])
 
@@ -92,5 +87,5 @@ def _layer_weights(run: RunConfig, layer: LayerSpec) -> list[Weight]:
 
 
 def rank_parameters(run: RunConfig) -> list[int]:
-    """Elements that one rank of each stage holds."""
+    """Elements on one rank of each stage."""
     return [stage_weights(run, stage).numel for stage in plan(run)]
