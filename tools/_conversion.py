@@ -128,7 +128,7 @@ def write_checkpoint(
 
 def report(args: argparse.Namespace, model: "WholeModel") -> None:
     """Print the size of ``model``, which has been written."""
-    from megatron.checkpoint.lazy_tensors import outlines_of
+    from megatron.checkpoint.tensor_files import outlines_of
 
     outlines = list(outlines_of(model.weights).values())
     count, dtype = sum(one.numel() for one in outlines), str(outlines[0].dtype).removeprefix("torch.")

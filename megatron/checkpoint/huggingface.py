@@ -12,10 +12,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.checkpoint.lazy_tensors import LazyTensors, SafetensorsFiles, outlines_of
 from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.parameter_state import WEIGHT, State
-from megatron.checkpoint.reshard import load_states
+from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
+from megatron.checkpoint.universal import load_states
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of

@@ -15,12 +15,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
-from megatron.checkpoint.manifest import check_content, read_manifest
-from megatron.checkpoint.reshard import load_weights_and_optimizer
+from megatron.checkpoint.files import check_content, read_manifest
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file, read_file
 from megatron.checkpoint.tracker import resolve
-from megatron.checkpoint.universal import SHARED_FILE, cached
+from megatron.checkpoint.universal import SHARED_FILE, cached, load_weights_and_optimizer
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name, restore_progress

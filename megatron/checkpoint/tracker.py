@@ -21,8 +21,17 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.compatibility import check_compatible
-from megatron.checkpoint.files import make_folder, replace_text, write_text
-from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
+from megatron.checkpoint.files import (
+    MANIFEST,
+    Manifest,
+    check_content,
+    check_sizes,
+    make_folder,
+    read_manifest,
+    replace_text,
+    write_manifest,
+    write_text,
+)
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, check_description
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal format: a checkpoint independent of the layout, with every parameter whole in its own files.
+"""DeepSpeed's universal format: a checkpoint independent of the layout, with every full parameter in its own files.
 
     FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": whole fp32 tensor, "cat_dim": sharded dimension}
     FOLDER/zero/NAME/step.pt                               updates so far
@@ -6,32 +6,44 @@
     FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state common to all ranks
     FOLDER/source.txt                                      a hash of the files it was made from; written last
 
-The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepSpeed itself reads such a
-folder ("checkpoint": {"load_universal": true}); at 3 it does not pad the vocabulary again.
+The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepSpeed itself reads such a folder
+("checkpoint": {"load_universal": true}); at 3 it does not pad the vocabulary again. Here each rank reads its
+parameters, and takes its shards.
 """
 
 import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optimizer_file, rank_weights, stage_states
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
-from megatron.common.errors import ResourceError, first_line
+from megatron.common.errors import CheckpointError, ResourceError, first_line
 from megatron.common.files import UNFINISHED, sync, sync_folder
 from megatron.config import ModelConfig, RunConfig
-from megatron.engines.state import parameter_shapes
+from megatron.engines.state import (
+    MasterWeight,
+    master_weights,
+    optimizer_notified,
+    parameter_shapes,
+    restore_loss_scale,
+    set_step,
+)
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
+from megatron.parallel.expert import expert_group_of
 
 SHARED_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "zero/optimizer_state.pt"
@@ -204,3 +216,76 @@ def _optimizer(saved: SavedRun, shared: dict[str, Any], step: Any) -> dict[str, 
         "param_groups": groups,
         "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
     }
+
+
+def load_weights_and_optimizer(
+    engine: DeepSpeedEngine,
+    folder: Path,
+    tensor_group: ProcessGroup,
+    *,
+    optimizer: bool,
+    only: Container[str] | None = None,
+) -> None:
+    """Load the weights of the universal checkpoint ``folder`` into ``engine``, and with ``optimizer`` the moments.
+
+    With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError if a
+    parameter is missing or has another shape.
+    """
+
+    def read(name: str, parameter: nn.Parameter) -> State:
+        whole = read_state(folder, name, optimizer=optimizer)
+        place = folder / "zero" / name
+        return {key: _local_shard(value, parameter, tensor_group, place) for key, value in whole.items()}
+
+    load_states(engine, read, only)
+    if optimizer:
+        restore_loss_scale(engine, read_file(folder / OPTIMIZER_FILE))
+
+
+def load_states(
+    engine: DeepSpeedEngine, read: Callable[[str, nn.Parameter], State], only: Container[str] | None = None
+) -> None:
+    """Load the state that ``read`` returns of each parameter, this tensor-parallel rank's shard, into ``engine``.
+
+    With ``only``, parameters of other names keep their values. Every rank calls it.
+    """
+    masters = master_weights(engine)
+    with optimizer_notified(engine), torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if only is not None and name not in only:
+                continue
+            state = read(name, parameter)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(state[WEIGHT])
+            if parameter in masters:
+                _copy_state(masters[parameter], state, engine.basic_optimizer)
+
+
+def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, path: Path) -> Any:
+    """This rank's experts and tensor-parallel shard of a whole weight or moment; a step count as it is."""
+    if not (isinstance(value, Tensor) and value.dim()):
+        return value
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if (experts := expert_group_of(parameter)) is not None:
+        value = value.chunk(experts.size())[experts.rank()]
+    dim = getattr(parameter, "partition_dim", None)
+    if dim is not None:
+        missing = shape[dim] * group.size() - value.size(dim)
+        if missing > 0 and dim == 0:
+            value = F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))  # the vocabulary's padding, without moments
+        value = value.chunk(group.size(), dim)[group.rank()]
+    if value.shape != shape:
+        raise CheckpointError(f"{path} is {list(value.shape)} on this rank, and the model's {list(shape)}")
+    return value
+
+
+def _copy_state(master: MasterWeight, state: State, optimizer: torch.optim.Optimizer) -> None:
+    """Write this rank's part of a parameter's state into the optimizer."""
+    tensor, start, begin, length = master
+    moments = optimizer.state[tensor]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            target = tensor if key == WEIGHT else moments.setdefault(key, torch.zeros_like(tensor))
+            target.data.view(-1)[start : start + length].copy_(value.flatten()[begin : begin + length])
+        else:
+            set_step(optimizer, tensor, float(value))

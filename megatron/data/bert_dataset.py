@@ -16,7 +16,7 @@ from megatron.config.data import SPLITS
 from megatron.data.sentence_dataset import Run, SentenceDataset, SentenceMaps, read_sentences, sentence_maps
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.whitespace import NullTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
 PairVocabulary = WordPieceTokenizer | NullTokenizer

@@ -9,9 +9,8 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
-from megatron.data.indexed_dataset import IndexedDataset, Span
+from megatron.data.indexed_dataset import IndexedDataset, Span, check_mapped
 from megatron.data.map_cache import Arrays, cache_folder, cached_window, digest
-from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import SPLIT_NAMES, Source
 
 

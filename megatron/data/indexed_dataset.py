@@ -28,7 +28,6 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.reading import regular
-from megatron.data.mapped_files import check_mapped
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -250,3 +249,19 @@ def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> 
             f"{path} {problem}: it has {size} bytes, its index says {num_tokens} tokens of {dtype.itemsize} bytes, "
             f"{expected} in all"
         )
+
+
+def check_mapped(*arrays: np.ndarray) -> None:
+    """Raises DataError if the file of an array has become shorter than the array. Call it right before reading.
+
+    Reading pages after the end of a file would end the process with SIGBUS. It costs one system call for each array
+    that is a memory map, or a view of one; others are skipped.
+    """
+    for array in arrays:
+        memory = array if isinstance(array, np.memmap) else array.base
+        # numpy has no public way to the size of the mapped file.
+        if isinstance(memory, np.memmap) and memory._mmap.size() < memory.offset + memory.nbytes:  # type: ignore[attr-defined]
+            raise DataError(
+                f"{memory.filename} was truncated while it is in use: it has {memory._mmap.size():,} bytes, and "  # type: ignore[attr-defined]
+                f"{memory.offset + memory.nbytes:,} when it was opened: restore the file and start again"
+            )

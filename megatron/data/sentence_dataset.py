@@ -21,9 +21,8 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.index_maps import window_epochs
-from megatron.data.indexed_dataset import IndexedDataset, Span
+from megatron.data.indexed_dataset import IndexedDataset, Span, check_mapped
 from megatron.data.map_cache import cache_folder, cached, cached_window, digest
-from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import Source
 
 

@@ -8,6 +8,7 @@ a number for each group of parameters in apex's FusedAdam. The moments have the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,14 @@ def restore_loss_scale(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> Non
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             if name in source:
                 setattr(engine.optimizer.loss_scaler, name, source[name])
+
+
+@contextmanager
+def optimizer_notified(engine: DeepSpeedEngine) -> Iterator[None]:
+    """While inside, the state of the optimizer is loaded, which the optimizers of ZeRO 3 have to know."""
+    getattr(engine.optimizer, "checkpoint_event_prologue", lambda: None)()
+    yield
+    getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
 
 
 def accept_any_adam(optimizer: Optimizer) -> None:

@@ -11,9 +11,8 @@ from megatron.config.data import DataConfig
 from megatron.config.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, SENTENCEPIECE
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
-from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.sentencepiece import GPTSentencePieceTokenizer
-from megatron.tokenizer.whitespace import WhitespaceTokenizer
+from megatron.tokenizer.whitespace import NullTokenizer, WhitespaceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase, WordPieceTokenizer
 
 

@@ -11,8 +11,7 @@ import pytest
 from support.programs import Programs
 from support.refusals import COMMAND, refusal
 
-from megatron.checkpoint.files import Record
-from megatron.checkpoint.manifest import _render, write_manifest
+from megatron.checkpoint.files import Record, _render, write_manifest
 
 SAME = "--load ck --save ck"
 STRICT = f"{SAME} --load-strict"

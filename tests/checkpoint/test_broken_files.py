@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.programs import TINY_MODEL, Programs
 
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.tensor_files import check_harmless, check_structure, read_file
 from megatron.common.errors import CheckpointError
 

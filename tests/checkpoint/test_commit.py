@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.files import NewFile, Record, record_of, write_text
-from megatron.checkpoint.manifest import check_content, read_manifest
+from megatron.checkpoint.files import NewFile, Record, check_content, read_manifest, record_of, write_text
 from megatron.checkpoint.tracker import newest
 from megatron.common.errors import CheckpointError
 from megatron.config import CheckpointConfig

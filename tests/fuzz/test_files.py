@@ -14,8 +14,7 @@ from support.command_lines import parse
 from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged, outcome, scratch, unchanged
 
 from megatron.checkpoint.compatibility import at_saved_sample, check_compatible, overridden_settings
-from megatron.checkpoint.files import Record, record_of
-from megatron.checkpoint.manifest import MANIFEST, _render, check_content, check_sizes, read_manifest
+from megatron.checkpoint.files import MANIFEST, Record, _render, check_content, check_sizes, read_manifest, record_of
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.tensor_files import check_structure, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest

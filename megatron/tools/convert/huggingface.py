@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.checkpoint.huggingface import our_weights, their_weights
-from megatron.checkpoint.lazy_tensors import outlines_of
+from megatron.checkpoint.tensor_files import outlines_of
 from megatron.model.huggingface import HF_CONFIG, read_config, read_json, write_config
 from megatron.tools.convert.huggingface_files import Vocabulary, write_tokenizer
 from megatron.tools.convert.whole_model import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import safetensors
 
-from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
+from megatron.checkpoint.files import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at

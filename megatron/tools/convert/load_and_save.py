@@ -14,11 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
-from megatron.checkpoint.lazy_tensors import LazyTensors, outlines_of
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import rank_weights
 from megatron.checkpoint.run_file import SavedRun, describe
-from megatron.checkpoint.tensor_files import read_checked_file, read_file
+from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError
 from megatron.config import (

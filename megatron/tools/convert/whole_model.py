@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import check_disk_space
-from megatron.checkpoint.lazy_tensors import LazyTensors, SafetensorsFiles, outlines_of
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, shards_of
-from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2, architecture_of

@@ -7,9 +7,8 @@ import pytest
 from support.command_lines import parse
 from support.programs import Programs
 
-from megatron.checkpoint.files import record_of
+from megatron.checkpoint.files import MANIFEST, record_of, write_manifest
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.manifest import MANIFEST, write_manifest
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tracker import LATEST
 
