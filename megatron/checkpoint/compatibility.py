@@ -4,7 +4,7 @@ The layout may: a checkpoint of another layout is converted. Settings that decid
 ``--override`` only, and the shape of the model never.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,25 +123,10 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     if not config.override:
         advice = "give --override to continue with another value, or --finetune to start anew"
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
-    if architecture_of(run.model).provider is not None and not loads_directly(saved, run):
-        messages += [
-            f"{line}: a checkpoint of a model without a spec is resumed on the layout it was saved on"
-            for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
-        ]
-    saved_zero = saved.config.get("zero", {})
-    saved_on_nvme = "nvme" in (saved_zero.get("offload_optimizer"), saved_zero.get("offload_param"))
-    if not loads_directly(saved, run) and (run.zero.uses_nvme or saved_on_nvme):
-        messages += [
-            f"{line}: state on NVMe is resumed on the layout it was saved on"
-            for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
-        ]
     needs_optimizer = not (config.finetune or config.no_load_optim)
-    if run.optim.optimizer == "adafactor" and needs_optimizer and not loads_directly(saved, run):
-        messages += [
-            f"{line}: Adafactor, whose state is sums over rows and columns, is resumed on the layout it was saved on, "
-            "or with --no-load-optim"
-            for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
-        ]
+    if not loads_directly(saved, run):
+        layout = _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
+        messages += [f"{line}: {reason}" for reason in _kept_to_layout(saved, run, needs_optimizer) for line in layout]
     if needs_optimizer:
         if saved.has_optimizer:
             optimizers = _optimizer(run.ds_config), _optimizer(saved.config.get("ds_config", {}))
@@ -154,6 +139,20 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
         messages.append(f"{path} was saved with --no-save-rng: add --no-load-rng or --finetune")
     if messages:
         raise CheckpointError(messages)
+
+
+def _kept_to_layout(saved: SavedRun, run: RunConfig, needs_optimizer: bool) -> Iterator[str]:
+    """Why ``saved`` cannot be converted to another layout."""
+    if architecture_of(run.model).provider is not None:
+        yield "a checkpoint of a model without a spec is resumed on the layout it was saved on"
+    saved_zero = saved.config.get("zero", {})
+    if run.zero.uses_nvme or "nvme" in (saved_zero.get("offload_optimizer"), saved_zero.get("offload_param")):
+        yield "state on NVMe is resumed on the layout it was saved on"
+    if run.optim.optimizer == "adafactor" and needs_optimizer:
+        yield (
+            "Adafactor, whose state is sums over rows and columns, is resumed on the layout it was saved on, "
+            "or with --no-load-optim"
+        )
 
 
 def _adapter_differences(saved: SavedRun, saved_model: ModelConfig, run: RunConfig) -> list[str]:

@@ -149,24 +149,14 @@ def read_folder_bpe(folder: Path) -> BPE | None:
     """
     if (folder / VOCAB).exists() and (folder / MERGES).exists():
         return read_bpe(str(folder / VOCAB), str(folder / MERGES))
-    whole = folder / TOKENIZER
-    if not whole.exists():
+    if not (file := folder / TOKENIZER).exists():
         return None
-    tree = read_json(whole)
+    vocabulary, tree = _read_tokenizer_json(file, "BPE", "a byte-level BPE, which GPT-2 uses")
     try:
-        model = tree["model"]
-        added = {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
-        merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-        bpe = BPE({**model["vocab"], **added}, [(left, right) for left, right in merges])
-        is_bpe = model["type"] == "BPE"
-    except (KeyError, TypeError, AttributeError, ValueError):
-        is_bpe = False
-    if not is_bpe:
-        raise CheckpointError(
-            f"{whole} is not a byte-level BPE, which GPT-2 uses; move the file away to convert without it"
-        )
-    check_ids(str(whole), bpe.vocabulary)
-    return bpe
+        merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in tree["model"]["merges"])
+        return BPE(vocabulary, [(left, right) for left, right in merges])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{file} has no merges; move the file away to convert without it") from None
 
 
 def read_folder_word_pieces(folder: Path) -> WordPieces | None:
@@ -177,22 +167,30 @@ def read_folder_word_pieces(folder: Path) -> WordPieces | None:
     if (folder / PIECES).exists():
         settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
         return read_word_pieces(str(folder / PIECES), None, lower_case=bool(settings.get("do_lower_case", True)))
-    whole = folder / TOKENIZER
-    if not whole.exists():
+    if not (file := folder / TOKENIZER).exists():
         return None
-    tree = read_json(whole)
+    pieces, tree = _read_tokenizer_json(file, "WordPiece", "a WordPiece, which BERT uses")
+    check_special(str(file), pieces)
+    normalizer = tree.get("normalizer")
+    return WordPieces(pieces, isinstance(normalizer, dict) and bool(normalizer.get("lowercase")))
+
+
+def _read_tokenizer_json(file: Path, kind: str, what: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """The vocabulary in a ``tokenizer.json``, added tokens included, and all of its content.
+
+    Raises CheckpointError unless its model is of ``kind``, which messages call ``what``; DataError for ids with gaps.
+    """
+    tree = read_json(file)
     try:
-        model = tree["model"]
+        is_kind = tree["model"]["type"] == kind
         added = {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
-        pieces = WordPieces({**model["vocab"], **added}, bool((tree["normalizer"] or {}).get("lowercase")))
-        is_word_piece = model["type"] == "WordPiece"
+        vocabulary = {**tree["model"]["vocab"], **added}
     except (KeyError, TypeError, AttributeError, ValueError):
-        is_word_piece = False
-    if not is_word_piece:
-        raise CheckpointError(f"{whole} is not a WordPiece, which BERT uses; move the file away to convert without it")
-    check_ids(str(whole), pieces.pieces)
-    check_special(str(whole), pieces.pieces)
-    return pieces
+        is_kind = False
+    if not is_kind:
+        raise CheckpointError(f"{file} is not {what}; move the file away to convert without it")
+    check_ids(str(file), vocabulary)
+    return vocabulary, tree
 
 
 def write_tokenizer(tokenizer: Vocabulary, folder: Path, *, positions: int) -> None:

@@ -3,7 +3,7 @@
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,9 @@ def _of_suite(found: Found) -> WholeModel:
     return WholeModel(config, lazy_weights(saved), saved.description)
 
 
-def whole_weights(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
-    """Each weight of a checkpoint by name, without its shards and padding. Raises as ``lazy_weights``."""
-    yield from lazy_weights(saved).items()
-
-
 def lazy_weights(saved: SavedRun) -> LazyTensors:
-    """The same, each read when it is asked for; of ZeRO 3 all shards are in memory.
+    """The weights of a checkpoint without shards and padding, each read when it is asked for; of ZeRO 3 all shards are
+    in memory.
 
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
