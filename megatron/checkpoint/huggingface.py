@@ -113,7 +113,7 @@ def _to_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout) -> Loaded:
-    """Load the weights of ``--load-hf`` into ``engine``, of any layout; the optimizer starts anew.
+    """Load the weights of ``--load-hf`` into ``engine``, of any layout; the optimizer is new.
 
     Each rank reads the weights of its stage, and its shards of them. Every rank must call it. Raises CheckpointError if
     the files are not those of the model, which the checks before training have excluded.

@@ -102,7 +102,7 @@ FRESH = Loaded(0)
 
 
 def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> Loaded:
-    """Load ``saved``, whatever layout it was saved on. Every rank must call it.
+    """Load ``saved``, on any layout. Every rank must call it.
 
     A ``Checkpointer`` must have been created for the engine before, so that DeepSpeed's loading runs no code. Raises
     CheckpointError if a file is damaged, ResourceError if there is no disk space to convert it.

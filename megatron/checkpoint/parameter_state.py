@@ -1,4 +1,4 @@
-"""Weights and optimizer state in the files of a checkpoint, by parameter, whatever layout and ZeRO stage saved them.
+"""Weights and optimizer state in the files of a checkpoint, by parameter, regardless of the layout and ZeRO stage.
 
 The *state* of a parameter: ``fp32``, the weight itself, and the optimizer's moments under their own names
 (``exp_avg``, ``exp_avg_sq``), all of one shape, and ``step``, a number.
@@ -52,7 +52,7 @@ Shapes = Mapping[str, torch.Size]
 
 
 def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
-    """The weights of one tensor-parallel rank, from all stages, under their names in the plain engine."""
+    """The weights of one tensor-parallel rank, from all stages, under their names without a pipeline."""
     weights, layout = _first_weights(saved, tensor_rank), saved.layout
     if layout.expert_parallel_size > 1:
         for stage in range(max(layout.pipe_parallel_size, 1)):
@@ -63,7 +63,7 @@ def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
 
 
 def _first_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
-    """The same, with the experts of the first rank of the expert group alone."""
+    """The same, but only with the experts of the first rank of the expert group."""
     if saved.layout.zero_stage == 3:
         trained = {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
         return trained | _frozen_at_zero3(saved, tensor_rank)
@@ -170,8 +170,8 @@ def _with_expert_partitions(
             if (is_expert := not experts.isdisjoint(group)) or rank == 0
             for block in _zero1_and_2_blocks(partitions[rank::ranks] if is_expert else partitions, {number: group})
         ]
-        held = {name for block in blocks for name in block.spans}
-        found.append(_assemble(blocks, {name: shapes[name] for name in shapes if name in held}, saved.path))
+        names = {name for block in blocks for name in block.spans}
+        found.append(_assemble(blocks, {name: shapes[name] for name in shapes if name in names}, saved.path))
     return _with_experts(found[0], found[1:])
 
 

@@ -122,7 +122,7 @@ _OF_OPTIMIZER = {
         "muon_split_qkv",
     ),
 }
-"""Settings that one optimizer alone has."""
+"""Settings that only one optimizer has."""
 
 
 _OF_EXPERTS = (

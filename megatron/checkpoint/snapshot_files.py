@@ -222,13 +222,13 @@ def planned_bytes(run: RunConfig) -> list[int]:
 def _counts(run: RunConfig, stage: Stage) -> tuple[int, int, int]:
     """Elements that a tensor-parallel rank of ``stage`` holds, those of them that are trained, and those of experts."""
     t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
-    held = [
+    rows = [
         (spec.local_numel(t, experts), is_trained(run.model, spec.name), spec.is_expert)
         for layer in stage.distinct_layers()
         for spec in layer.parameters
     ]
-    trained = sum(numel for numel, is_trained_one, _ in held if is_trained_one)
-    return sum(row[0] for row in held), trained, sum(numel for numel, _, is_expert in held if is_expert)
+    trained = sum(numel for numel, is_trained_one, _ in rows if is_trained_one)
+    return sum(row[0] for row in rows), trained, sum(numel for numel, _, is_expert in rows if is_expert)
 
 
 def planned_host_bytes(run: RunConfig, ranks_on_host: int) -> int:

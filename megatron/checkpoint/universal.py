@@ -76,7 +76,7 @@ def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
 
 
 def read_state(folder: Path, name: str, *, optimizer: bool = True) -> State:
-    """The whole state of the parameter ``name`` in the universal checkpoint ``folder``, or its weight alone."""
+    """The full state of the parameter ``name`` in the universal checkpoint ``folder``, or only its weight."""
     parameter_folder = folder / "zero" / name
     files = sorted(parameter_folder.glob("*.pt")) if optimizer else [parameter_folder / f"{WEIGHT}.pt"]
     contents = {file.stem: read_file(file) for file in files}
@@ -173,7 +173,7 @@ def _write(saved: SavedRun, folder: Path) -> None:
 def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
     """Each parameter once, with its state on each tensor-parallel rank. Holds one stage in memory at a time.
 
-    Those that the optimizer has come first; of the others there is the weight alone.
+    Parameters that the optimizer has come first; of the others there is only the weight.
     """
     seen: set[str] = set()
     for states in stage_states(saved) if saved.has_optimizer else ():

@@ -28,7 +28,7 @@ SPECIAL_TOKENS = 3
 class BertDataset(SentenceDataset):
     """Samples of some documents of a data set of sentences, in the order of training.
 
-    A sample depends on the seed and its index alone. Sample n of every epoch differs: another pair, other masked words.
+    A sample depends only on the seed and its index. Sample n of every epoch differs: another pair, other masked words.
 
     Args:
         source: the data set, whose sequences are sentences, and its documents.

@@ -39,7 +39,7 @@ class BlendPlan:
         return min(self.period, self.requested) - sum(self.taken)
 
     def window(self, taken: tuple[int, ...]) -> "BlendPlan":
-        """The window that begins after so many samples of each data set."""
+        """The window that begins after that many samples of each data set."""
         return replace(self, requested=min(self.period, self.requested, sum(taken) + BLEND_WINDOW), taken=taken)
 
     @property
@@ -130,7 +130,7 @@ def _counts(sources: np.ndarray, before: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _draw(shares: Sequence[Fraction], taken: Sequence[int], length: int) -> Iterator[int]:
-    """The data set of each of ``length`` samples, after so many of each data set have been ``taken``."""
+    """The data set of each of ``length`` samples, after that many of each data set have been ``taken``."""
     if len(shares) == 1:
         yield from itertools.repeat(0, length)
         return

@@ -1,4 +1,4 @@
-"""Hashes of the content of data sets and tokenizers, whatever their paths and dates. No torch here."""
+"""Hashes of the content of data sets and tokenizers, regardless of their paths and dates. No torch here."""
 
 import hashlib
 from collections.abc import Sequence

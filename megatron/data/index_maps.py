@@ -1,6 +1,6 @@
 """The order of samples: an endless stream of shuffled epochs, cut into samples, which are shuffled again.
 
-The stream is epoch 0 of the documents, then epoch 1, and so on, each in an order of its own. Sample j
+The stream is epoch 0 of the documents, then epoch 1, and so on, each in its own order. Sample j
 starts at token ``j * seq_length`` of it and has ``seq_length + 1`` tokens, so neighbors share one.
 The samples that start in epoch e are block e; each block is shuffled by itself. Nothing depends on how
 many samples are requested: a longer run sees the samples of a shorter one first, in the same order.
@@ -27,7 +27,7 @@ WINDOW = 1 << 20
 
 
 def window_epochs(entries: int) -> int:
-    """Epochs of a window if each has so many ``entries``."""
+    """Epochs of a window if each has that many ``entries``."""
     return max(1, WINDOW // entries)
 
 

@@ -88,7 +88,7 @@ def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable
 
     Args:
         num_workers: processes that read ahead; with 0 this process reads.
-        to_batch: converts samples, int64 [b, ...] or whatever the data set returns, into a micro-batch.
+        to_batch: converts samples, int64 [b, ...] or what the data set returns, into a micro-batch.
     """
     loader = DataLoader(
         micro_batches,

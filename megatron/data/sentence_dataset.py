@@ -77,7 +77,7 @@ class SentenceStream:
         return n > 0 and spans.shape == (n, 3) and order.shape == (len(self.window(n, 0)) * n,)
 
     def window(self, pairs: int, number: int) -> range:
-        """The epochs of the ``number``-th window, from 0, of a stream of so many pairs of spans."""
+        """The epochs of the ``number``-th window, from 0, of a stream of that many pairs of spans."""
         epochs, size = -(-self.requested // pairs), window_epochs(pairs)
         return range(epochs)[number * size : (number + 1) * size]
 

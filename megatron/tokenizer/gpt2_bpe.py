@@ -37,7 +37,7 @@ _WORD = re.compile(
 _CACHED_IDS = 1 << 18
 """Ids in the cache, some 20 MB with their words; then it is emptied, and memory stays flat."""
 _WORDS_PER_NEW_ONE = 3
-"""At most one word in so many may be new: encoding a single word costs more than encoding it within its text."""
+"""At most one word in this many may be new: encoding a single word costs more than encoding it within its text."""
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 Vocabulary = dict[str, int]
@@ -53,7 +53,7 @@ class WordCache:
         self._held = 0
 
     def tokenize(self, texts: Sequence[str], encode: Encode) -> list[list[int]]:
-        """The ids of each text, as of ``encode(texts)``, which is called for the new words alone if they are few."""
+        """The ids of each text, as of ``encode(texts)``, which is called only for the new words if they are few."""
         known = self._ids  # even if another thread empties the cache meanwhile
         cut = [_WORD.findall(text) for text in texts]
         new = list(set(chain.from_iterable(cut)).difference(known))

@@ -13,7 +13,7 @@ class WhitespaceTokenizer(ListTokenizer):
 
     The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. A text that contains
     ``<|endoftext|>`` has an unknown word there, not an end of document. There are no merges; a file of them is not
-    read, because command lines for Megatron-LM name one whatever the tokenizer.
+    read, because command lines for Megatron-LM name one with any tokenizer.
 
     Attributes:
         unk: id of the words that are not in the vocabulary.

@@ -186,7 +186,7 @@ def family_of(config: ModelConfig) -> Family:
         family
         for family in FAMILIES.values()
         if (family.experts is not None, family.qkv_bias, family.qk_layernorm) == traits
-        # Mixtral alone is a family of its own with and without a window.
+        # Only Mixtral is one family with and without a window.
         and (family.has_window == has_window or (family.model_type == "mixtral" and not has_window))
         and not (family.model_type == "mixtral" and config.moe_router_pre_softmax)
     ]

@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 def hash_documents(sources: Sequence[Source], eod: int | None) -> Documents:
-    """Hash the documents of a split, whatever the type of their tokens, and without a final ``eod``."""
+    """Hash the documents of a split, for any type of their tokens, and without a final ``eod``."""
     digests, tokens = [], []
     for _, indexed, documents in sources:
         starts = indexed.document_starts

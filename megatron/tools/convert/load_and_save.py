@@ -1,4 +1,4 @@
-"""Read the model at a path, whatever its format; write one as a checkpoint."""
+"""Read the model at a path, in any of the formats; write one as a checkpoint."""
 
 import json
 import mmap
@@ -169,7 +169,7 @@ def write_checkpoint(
     source: Path | None = None,
     tokenizer_type: str | None = None,
 ) -> None:
-    """Write a checkpoint of iteration 0 without optimizer, as the plain engine of one process would.
+    """Write a checkpoint of iteration 0 without optimizer, as one process without a pipeline would.
 
     The weights keep their type, and one is in memory at a time. The two files are the tokenizer's, and ``source`` is
     the Hugging Face folder that it is from, for ``run.json``. Without ``tokenizer_type`` the files decide. Raises

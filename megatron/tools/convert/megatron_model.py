@@ -92,7 +92,7 @@ def _config(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> Model
         num_attention_heads=heads,
         ffn_hidden_size=len(_tensor(first, "layers.0.mlp.dense_h_to_4h.bias", shards, dims=1)) * size,
         max_position_embeddings=len(_tensor(first, "position_embeddings.weight", shards, dims=2)),
-        # Fused with the bias, Megatron's GELU is the tanh approximation; alone it is exact.
+        # Fused with the bias, Megatron's GELU is the tanh approximation; not fused, it is exact.
         openai_gelu=given.openai_gelu or bool(args.get("openai_gelu") or args.get("bias_gelu_fusion")),
         layernorm_epsilon=given.layernorm_epsilon or args.get("layernorm_epsilon") or 1e-5,
         **{name: args[name] for name in _SAME if name in args},
