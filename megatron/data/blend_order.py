@@ -103,14 +103,6 @@ class BlendOrder:
         windows = [self._window(number)["sources"] for number in range(-(-needed // BLEND_WINDOW))]
         return np.resize(np.concatenate([np.empty(0, np.uint16), *windows]), samples)
 
-    def counts(self, samples: int) -> list[int]:
-        """Number of samples of each data set among the first ``samples``."""
-        periods, rest = divmod(samples, self._plan.period)
-        number, at = divmod(rest, BLEND_WINDOW)
-        before = self._taken_before(number)
-        last = _counts(self._window(number)["sources"][:at], before) if at else before
-        return [periods * whole + part for whole, part in zip(self._in_period, last, strict=True)]
-
     def _open_window(self, number: int) -> Mapping[str, np.ndarray]:
         taken = self._taken_before(number)
         return self._load(self._plan.window(taken)) if number else self._first
