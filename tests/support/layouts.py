@@ -55,8 +55,8 @@ def differing_weights(one: Path, other: Path) -> list[str]:
     import torch
 
     from megatron.checkpoint.tracker import newest
-    from megatron.tools.convert.load_and_save import whole_weights
+    from megatron.tools.convert.load_and_save import lazy_weights
 
-    first, second = (dict(whole_weights(newest(str(folder)))) for folder in (one, other))
+    first, second = (dict(lazy_weights(newest(str(folder)))) for folder in (one, other))
     assert first.keys() == second.keys() and len(first) > 30
     return [name for name in first if not torch.allclose(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)]

@@ -27,10 +27,10 @@ def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
 
 def load_weights(module: nn.Module, saved) -> None:
     """Load the weights of a checkpoint into a model without tensor or pipeline parallelism."""
-    from megatron.tools.convert.load_and_save import whole_weights
+    from megatron.tools.convert.load_and_save import lazy_weights
 
     parameters = dict(module.named_parameters())
-    for name, weight in whole_weights(saved):
+    for name, weight in lazy_weights(saved).items():
         with torch.no_grad():
             parameters[name].copy_(weight)
 

@@ -8,7 +8,7 @@ import torch
 from support.programs import read_metrics
 
 from megatron.checkpoint.tracker import newest
-from megatron.tools.convert.load_and_save import whole_weights
+from megatron.tools.convert.load_and_save import lazy_weights
 
 SETTINGS = (
     "--batch-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --clip-grad 0.1"
@@ -58,7 +58,7 @@ def test_adapters_train_alike_on_every_layout(
     for name, flags in LAYOUTS.items():
         found = train_in_ranks.into_folder(tmp_path / name, 2, *lora, *flags.split())
         assert losses(found) == pytest.approx(losses(alone), rel=1e-4), name
-    before, after = (dict(whole_weights(newest(folder / "checkpoint"))) for folder in (base, tmp_path / "tp2"))
+    before, after = (dict(lazy_weights(newest(folder / "checkpoint"))) for folder in (base, tmp_path / "tp2"))
     assert all(torch.equal(after[name], weight) for name, weight in before.items()), "the base is frozen"
     assert all(after[name].abs().max() > 0 for name in after.keys() - before.keys())
     assert len(after) - len(before) == 4 * 2 * 4
@@ -75,7 +75,7 @@ def test_adapters_train_alike_on_every_layout(
     programs.python(
         "tools/convert_checkpoint.py", "merge-lora", tmp_path / "tp2" / "checkpoint", "--output", output
     ).ok()
-    plain = dict(whole_weights(newest(output)))
+    plain = dict(lazy_weights(newest(output)))
     assert plain.keys() == before.keys()
     name = "3.mlp.dense_4h_to_h"
     added = 2 * after[f"{name}.lora.B"] @ after[f"{name}.lora.A"]
@@ -93,5 +93,5 @@ def test_any_layout_resumes_adapters_of_any_other(train_in_ranks, base: Path, al
     for number, (flags, bound) in enumerate(CHAIN):
         pair = slice(2 * number, 2 * number + 2)
         assert found[pair] == pytest.approx(expected[pair], rel=bound), flags
-    before, after = (dict(whole_weights(newest(folder / "checkpoint"))) for folder in (base, chain))
+    before, after = (dict(lazy_weights(newest(folder / "checkpoint"))) for folder in (base, chain))
     assert all(torch.equal(after[name], weight.bfloat16()) for name, weight in before.items()), "the base is frozen"

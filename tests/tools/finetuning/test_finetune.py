@@ -74,9 +74,9 @@ def test_weights_are_those_of_the_checkpoint(fine_tuned, run_ranks, pretrained, 
 
 def whole_weights_of(*folders: Path) -> list[dict]:
     from megatron.checkpoint.tracker import newest
-    from megatron.tools.convert.load_and_save import whole_weights
+    from megatron.tools.convert.load_and_save import lazy_weights
 
-    return [dict(whole_weights(newest(folder))) for folder in folders]
+    return [dict(lazy_weights(newest(folder))) for folder in folders]
 
 
 LAYOUTS = {
