@@ -1,7 +1,7 @@
 """Every valid layout of a model on a machine, with memory, traffic and time; and the reasons against the others.
 
 A candidate is the same command line with the flags of a layout, so ``resolve_run`` and the validation rules decide
-which layouts are valid. What the candidates of a grid share is computed once.
+which layouts are valid.
 """
 
 import itertools
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
-from megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from megatron.config import ParallelConfig, RunConfig
 from megatron.config.fields import Provided
 from megatron.config.model import padded_vocabulary
 from megatron.model.partition import explicit
@@ -60,11 +60,11 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
     A schedule that is given stays.
     """
     rejected: dict[str, Rejection] = {}
-    candidates, choices = Candidates(request), list(_choices(request))
+    candidates = Candidates(request)
     found = [
         candidates.make(run, given)
-        for shape in _shapes(request)
-        for run, given in _valid(request, shape, choices, rejected)
+        for flags in _layouts(request)
+        for run, given in _with_micro_batches(request, flags, rejected)
     ]
     if any_schedule and "pipeline_schedule" not in request.given:
         found = [with_schedule(candidate, candidates) for candidate in found]
@@ -77,49 +77,31 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
     )
 
 
-def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
-    """Tensor-parallel size and stages of every grid, with one stage on either engine; of long sequences the size of
-    context parallelism, and with experts the size of expert parallelism."""
+def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
+    """The flags of every layout, without the micro-batch.
+
+    One pipeline stage runs on either engine. Context parallelism is searched for long sequences, and expert parallelism
+    for models with experts.
+    """
     seq_length = request.given["seq_length"].value if "seq_length" in request.given else 0
-    sizes = [size for size in _divisors(request.devices) if size <= seq_length // LONG]
-    experts = request.given["num_experts"].value if "num_experts" in request.given else 1
-    shares = [size for size in _divisors(request.devices) if experts % size == 0]
-    for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
-        stages = (0, *_divisors(request.devices // t.value or 1))
-        for p in _axis(request, "pipe_parallel_size", stages):
-            for c in _axis(request, "context_parallel_size", [None, *sizes[1:]]):
-                for e in _axis(request, "expert_model_parallel_size", [None, *shares[1:]]):
-                    shape = {"model_parallel_size": t, "pipe_parallel_size": p, "context_parallel_size": c}
-                    shape["expert_model_parallel_size"] = e
-                    yield {name: given for name, given in shape.items() if given}
-
-
-class _Choice(NamedTuple):
-    """The settings of a layout that do not depend on its shape, and the run with these settings only."""
-
-    given: Mapping[str, Provided]
-    run: RunConfig
-
-    def of(self, shaped: RunConfig) -> RunConfig:
-        """``shaped``, which has the sizes of a shape, with these settings."""
-        chosen, parallel = self.run, shaped.parallel
-        if parallel.sequence_parallel is not chosen.parallel.sequence_parallel:
-            parallel = replace(parallel, sequence_parallel=chosen.parallel.sequence_parallel)
-        return replace(shaped, parallel=parallel, model=chosen.model, zero=chosen.zero, activation=chosen.activation)
-
-
-def _choices(request: Request) -> Iterator[_Choice]:
-    """The settings of each layout of a grid, without the micro-batch."""
-    recompute = (None,) if "checkpoint_activations" in request.given else RECOMPUTE
+    contexts = [size for size in _divisors(request.devices) if size <= seq_length // LONG]
+    num_experts = request.given["num_experts"].value if "num_experts" in request.given else 1
+    experts = [size for size in _divisors(request.devices) if num_experts % size == 0]
     half_precision = any(request.given[name].value for name in ("fp16", "bf16") if name in request.given)
     axes = {
-        "zero_stage": _axis(request, "zero_stage", range(1 if half_precision else 0, 4)),  # there 0 runs as 1
+        "context_parallel_size": _axis(request, "context_parallel_size", [None, *contexts[1:]]),
+        "expert_model_parallel_size": _axis(request, "expert_model_parallel_size", [None, *experts[1:]]),
+        "zero_stage": _axis(request, "zero_stage", range(1 if half_precision else 0, 4)),  # with half precision 0 is 1
         "sequence_parallel": _axis(request, "sequence_parallel", (None, True)),
-        "recompute_granularity": _axis(request, "recompute_granularity", recompute),
+        "recompute_granularity": _axis(
+            request, "recompute_granularity", (None,) if "checkpoint_activations" in request.given else RECOMPUTE
+        ),
     }
-    for values in itertools.product(*axes.values()):
-        given = {name: value for name, value in zip(axes, values, strict=True) if value is not None}
-        yield _Choice(given, resolve_run({**request.given, **given}, request.environ, request.architecture)[0])
+    for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
+        stages = _axis(request, "pipe_parallel_size", (0, *_divisors(request.devices // t.value or 1)))
+        for p, *values in itertools.product(stages, *axes.values()):
+            chosen = {"model_parallel_size": t, "pipe_parallel_size": p, **dict(zip(axes, values, strict=True))}
+            yield {**request.given, **{name: value for name, value in chosen.items() if value is not None}}
 
 
 def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
@@ -129,56 +111,39 @@ def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
     return [None if value is None else as_flag(name, value) for value in values]
 
 
-def _valid(
-    request: Request, shape: Mapping[str, Provided], choices: Sequence[_Choice], rejected: dict[str, Rejection]
+def _with_micro_batches(
+    request: Request, flags: Mapping[str, Provided], rejected: dict[str, Rejection]
 ) -> Iterator[tuple[RunConfig, dict[str, Provided]]]:
-    """The valid layouts of one shape with their flags; the reasons against the others are counted in ``rejected``."""
-    settled = bool({"micro_batch_size", "gradient_accumulation_steps"} & request.given.keys())
-    shaped = {**request.given, **shape}
-    # The smallest micro-batch breaks the fewest rules.
-    smallest = shaped if settled else {**shaped, "micro_batch_size": as_flag("micro_batch_size", 1)}
-    of_shape, problems = resolve_run(smallest, request.environ, request.architecture)
-    batches = [of_shape.train] if settled else []
-    for choice in choices:
-        run = choice.of(of_shape)
-        broken = ("the global batch falls into equal parts", problems[0]) if problems else broken_rule(run)
-        if broken:
-            _count(rejected, *broken)
-            continue
-        run = replace(run, model=_with_vocabulary(run.model, request.vocab_size, run.parallel.model_parallel_size))
-        batches = batches or list(_with_micro_batches(of_shape))
-        for train in batches:
-            sized = replace(run, train=train)
-            if rules_count_micro_batches(sized) and (broken := broken_rule(sized)):
-                _count(rejected, *broken)
-                continue
-            yield (
-                sized,
-                {**shaped, **choice.given, "micro_batch_size": as_flag("micro_batch_size", train.micro_batch_size)},
-            )
+    """The valid layouts with these ``flags``, a run for each micro-batch; the others are counted in ``rejected``."""
+    if {"micro_batch_size", "gradient_accumulation_steps"} & flags.keys():
+        if run := _resolved(request, flags, rejected):
+            yield run, {**flags, "micro_batch_size": as_flag("micro_batch_size", run.train.micro_batch_size)}
+        return
+
+    def of_size(size: int) -> dict[str, Provided]:
+        return {**flags, "micro_batch_size": as_flag("micro_batch_size", size)}
+
+    smallest = _resolved(request, of_size(1), rejected)  # which breaks the fewest rules
+    if smallest is None:
+        return
+    yield smallest, of_size(1)
+    for size in _divisors(smallest.train.global_batch_size // smallest.parallel.data_parallel_size)[1:]:
+        if run := _resolved(request, of_size(size), rejected):
+            yield run, of_size(size)
 
 
-def _count(rejected: dict[str, Rejection], reason: str, example: str) -> None:
-    earlier = rejected.get(reason, Rejection(reason, 0, example))
-    rejected[reason] = replace(earlier, layouts=earlier.layouts + 1)
-
-
-def rules_count_micro_batches(run: RunConfig) -> bool:
-    """Whether another micro-batch may break a rule that ``run`` keeps; otherwise all sizes break the same rules."""
-    return run.parallel.pipeline_schedule in ("interleaved", "dualpipev") or bool(run.train.batch_steps)
-
-
-@lru_cache(maxsize=64)
-def _with_vocabulary(model: ModelConfig, size: int, tensor_parallel_size: int) -> ModelConfig:
-    padded = padded_vocabulary(size, tensor_parallel_size, model.make_vocab_size_divisible_by)
-    return replace(model, vocab_size=size, padded_vocab_size=padded)
-
-
-def _with_micro_batches(run: RunConfig) -> Iterator[TrainConfig]:
-    """The batch of ``run`` with each micro-batch that divides a replica's samples."""
-    samples = run.train.global_batch_size // run.parallel.data_parallel_size
-    for size in _divisors(samples):
-        yield replace(run.train, micro_batch_size=size, gradient_accumulation_steps=samples // size)
+def _resolved(request: Request, given: Mapping[str, Provided], rejected: dict[str, Rejection]) -> RunConfig | None:
+    """The run of a command line, with its vocabulary; None if it breaks a rule, which is counted in ``rejected``."""
+    run, problems = resolve_run(given, request.environ, request.architecture)
+    broken = ("the global batch falls into equal parts", problems[0]) if problems else broken_rule(run)
+    if broken:
+        reason, example = broken
+        earlier = rejected.get(reason, Rejection(reason, 0, example))
+        rejected[reason] = replace(earlier, layouts=earlier.layouts + 1)
+        return None
+    model, size = run.model, request.vocab_size
+    padded = padded_vocabulary(size, run.parallel.model_parallel_size, model.make_vocab_size_divisible_by)
+    return replace(run, model=replace(model, vocab_size=size, padded_vocab_size=padded))
 
 
 @lru_cache(maxsize=1024)
