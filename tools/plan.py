@@ -31,7 +31,7 @@ from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
-from megatron.tools.planning.request import Request, bytes_of_text, make_request, positive, share, whole
+from megatron.tools.planning.request import Request, bytes_of_text, fraction, make_request, positive, positive_integer
 from megatron.tools.planning.search import search
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
@@ -144,7 +144,7 @@ def _parser() -> ToolParser:
     )
     model.add_argument(
         "--vocab-size",
-        type=whole,
+        type=positive_integer,
         metavar="N",
         help="tokens, without a --vocab-file that exists (default: 50257, or BERT's 30522)",
     )
@@ -157,10 +157,10 @@ def _parser() -> ToolParser:
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=DEVICES, default="a100", help="sets the defaults of the following")
-    machine.add_argument("--devices", type=whole, required=True, metavar="N", help="devices")
-    machine.add_argument("--devices-per-node", type=whole, metavar="N", help="devices per host")
+    machine.add_argument("--devices", type=positive_integer, required=True, metavar="N", help="devices")
+    machine.add_argument("--devices-per-node", type=positive_integer, metavar="N", help="devices per host")
     machine.add_argument("--memory", type=bytes_of_text, metavar="SIZE", help="memory of a device, such as 80GB")
-    machine.add_argument("--headroom", type=share, default=0.06, metavar="X", help="share of it that stays free")
+    machine.add_argument("--headroom", type=fraction, default=0.06, metavar="X", help="share of it that stays free")
     machine.add_argument("--peak-tflops", type=positive, metavar="X", help="dense 16-bit TFLOP/s of a device")
     machine.add_argument("--intra-bandwidth", type=positive, metavar="X", help="GB/s, one way, within a host")
     machine.add_argument("--inter-bandwidth", type=positive, metavar="X", help="GB/s, one way, between hosts")
@@ -170,8 +170,10 @@ def _parser() -> ToolParser:
         help="type of weights, as with --bf16 and --fp16 (default: bf16; fp16 on v100, fp32 on cpu)",
     )
     result = parser.add_argument_group("result")
-    result.add_argument("--top", type=whole, default=10, metavar="N", help="rows of the table")
-    result.add_argument("--choose", type=whole, default=1, metavar="N", help="row of the table for the following")
+    result.add_argument("--top", type=positive_integer, default=10, metavar="N", help="rows of the table")
+    result.add_argument(
+        "--choose", type=positive_integer, default=1, metavar="N", help="row of the table for the following"
+    )
     result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
     result.add_argument("--plot", type=Path, metavar="DIR", help="folder for plots of memory and schedule")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")

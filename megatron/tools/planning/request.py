@@ -204,7 +204,7 @@ def positive(text: str) -> float:
     return value
 
 
-def whole(text: str) -> int:
+def positive_integer(text: str) -> int:
     """A whole number, at least 1."""
     value = positive(text)
     if value != int(value):
@@ -212,7 +212,7 @@ def whole(text: str) -> int:
     return int(value)
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     """A number, at least 0 and below 1."""
     try:
         value = float(text)

@@ -71,7 +71,7 @@ def _visiting(run: RunConfig) -> float:
     passes = 3 if run.activation.layers_together or model.recomputes_attention else 2
     if parallel.cp_comm_type == "all_gather":
         return of_rank * (ring - 1) * (passes * bytes_of(run) + FP32)
-    causal, chunk = architecture_of(model).masked_lm is False, run.data.seq_length // (2 * ring)
+    causal, chunk = architecture_of(model).is_causal, run.data.seq_length // (2 * ring)
     steps = steps_within(ring, -(-model.pre_tokens // chunk) if causal else 2 * ring, causal)
     returning = len(steps) if len(steps) > 1 else 0
     return of_rank * (passes * (len(steps) - 1) * bytes_of(run) + returning * FP32)
