@@ -1,13 +1,11 @@
 """GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``.
 
-Texts are encoded by the library gigatoken where it is installed, or else through a cache of words: the same ids.
+Where the library gigatoken is installed, it encodes texts: faster, and to the same ids.
 """
 
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from threading import Lock
 
@@ -18,53 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.common.errors import DataError
 from megatron.tokenizer.base import EOD, RustTokenizer, read_text, read_vocab_json, require_files, require_tokens
 
-_BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_BEYOND = r"\x80-\U0010ffff"
-_SIGN = r"\x00-\x08\x0e-\x1f!-/:-@\[-`{-\x7f"
-_WORD = re.compile(
-    "|".join(
-        (
-            "'(?:[stmd]|re|ve|ll)",
-            f" ?[A-Za-z]+(?![A-Za-z{_BEYOND}])",
-            f" ?[0-9]+(?![0-9{_BEYOND}])",
-            f" ?[{_SIGN}]+(?![{_SIGN}{_BEYOND}])",
-            f" ?[^{_BLANK}]+",  # there is a character beyond ASCII in it
-            f"[{_BLANK}]+(?![^{_BLANK}])",  # of several blanks the last belongs to what follows
-            f"[{_BLANK}]",
-        )
-    )
-)
-_CACHED_IDS = 1 << 18
-"""Ids in the cache, some 20 MB with their words; then it is emptied, and memory stays flat."""
-_WORDS_PER_NEW_ONE = 3
-"""At most one word in this many may be new: encoding a single word costs more than encoding it within its text."""
-
-Encode = Callable[[Sequence[str]], list[list[int]]]
 Vocabulary = dict[str, int]
 """Ids of tokens, whose bytes are written as printable characters."""
 Merges = list[tuple[str, str]]
-
-
-class WordCache:
-    """A cache of the ids of words. Any number of threads may use it at once."""
-
-    def __init__(self) -> None:
-        self._ids: dict[str, list[int]] = {}
-        self._held = 0
-
-    def tokenize(self, texts: Sequence[str], encode: Encode) -> list[list[int]]:
-        """The ids of each text, as of ``encode(texts)``, which is called only for the new words if they are few."""
-        known = self._ids  # even if another thread empties the cache meanwhile
-        cut = [_WORD.findall(text) for text in texts]
-        new = list(set(chain.from_iterable(cut)).difference(known))
-        if _WORDS_PER_NEW_ONE * len(new) > sum(map(len, cut)):
-            return encode(texts)
-        if new:
-            known.update(zip(new, ids := encode(new), strict=True))
-            self._held += sum(map(len, ids))
-        if self._held > _CACHED_IDS:
-            self._ids, self._held = {}, 0
-        return [list(chain.from_iterable(map(known.__getitem__, words))) for words in cut]
 
 
 class Gigatoken:
@@ -103,7 +57,7 @@ class GPT2BPETokenizer(RustTokenizer):
         merges = read_merges(merge_path, vocabulary)
         super().__init__(None, len(vocabulary))
         self.eod = vocabulary[EOD]
-        self._model, self._words = (vocabulary, merges), WordCache()
+        self._model = vocabulary, merges
 
     def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as an array of integers, [tokens of the text]. Raises as ``tokenize_batch``."""
@@ -113,7 +67,7 @@ class GPT2BPETokenizer(RustTokenizer):
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self._gigatoken is None:
-            return self._words.tokenize(texts, super()._ids)
+            return super()._ids(texts)
         return [ids.tolist() for ids in self._gigatoken.encode(texts)]
 
     @cached_property

@@ -73,13 +73,10 @@ def test_batches_equal_those_of_the_library(files: tuple[Path, Path], monkeypatc
     characters = [*map(chr, range(128)), *CUT_HERE * 3, *ODD_BLANKS, *"é“”一ªſ²½Ⅷ٣\u0301\u200d😀\xad"]
     for _ in range(300):
         texts = ["".join(draw.choices(characters, k=draw.randint(0, 15))) for _ in range(40)]
-        # With texts that are repeated few words are new; they are looked up then.
-        texts = [text * times for text in texts for times in (1, 1, 3, 7)]
         expected = [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
         assert tokenizer.tokenize_batch(texts) == expected
         assert [ids.tolist() for ids in tokenizer.tokenize_arrays(texts)] == expected
     assert (tokenizer._gigatoken is not None) is with_gigatoken
-    assert bool(tokenizer._words._ids) is not with_gigatoken, "no word was looked up"
 
 
 def test_threads_use_gigatoken_in_turns(tokenizer: GPT2BPETokenizer) -> None:
