@@ -15,6 +15,7 @@ from megatron.config import ModelConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2, T5
 from megatron.model.huggingface import bert, gpt2, llama, t5
+from megatron.model.huggingface.values import Shapes
 
 HF_CONFIG = "config.json"
 FORMATS: dict[str, ModuleType] = {
@@ -142,9 +143,9 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
     return {**source, name: dtype}
 
 
-def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def source_shapes(config: ModelConfig) -> Shapes:
     """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of."""
-    shapes: dict[str, dict[str, tuple[int, ...]]] = format_of(config).source_shapes(config)
+    shapes: Shapes = format_of(config).source_shapes(config)
     return shapes
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.model.architectures import BERT, CLASSIFIER, architecture_of
+from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.model.huggingface.values import (
     GELU_KINDS,
+    Shapes,
     gelu_name,
     gelu_problems,
+    our_parameters,
     read_values,
     vocabulary_problems,
 )
@@ -126,21 +128,17 @@ _OTHERS = {
 """Names of the modules outside the blocks, in their layers, to Hugging Face's."""
 
 
-def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def source_shapes(config: ModelConfig) -> Shapes:
     """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of.
 
     Queries, keys and values are one weight of ours.
     """
-    sources: dict[str, dict[str, tuple[int, ...]]] = {}
-    block = 0
-    for prefix, layer in architecture_of(config).prefixed_layers(config):
-        for parameter in layer.parameters:
-            module, _, kind = parameter.name.rpartition(".")
-            if layer.is_block:
-                names = [f"bert.encoder.layer.{block}.{name}.{kind}" for name in _LAYER[module]]
-            else:
-                names = ["cls.predictions.bias" if kind == "word_bias" else f"{_OTHERS[module]}.{kind}"]
-            shape = (parameter.shape[0] // len(names), *parameter.shape[1:])
-            sources[prefix + parameter.name] = dict.fromkeys(names, shape)
-        block += layer.is_block
+    sources: Shapes = {}
+    for ours, block, layer, parameter in our_parameters(config):
+        module, _, kind = parameter.name.rpartition(".")
+        if layer.is_block:
+            names = [f"bert.encoder.layer.{block}.{name}.{kind}" for name in _LAYER[module]]
+        else:
+            names = ["cls.predictions.bias" if kind == "word_bias" else f"{_OTHERS[module]}.{kind}"]
+        sources[ours] = dict.fromkeys(names, (parameter.shape[0] // len(names), *parameter.shape[1:]))
     return sources

@@ -6,8 +6,15 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.model.architectures import GPT2
-from megatron.model.huggingface.values import GELU_KINDS, gelu_name, gelu_problems, read_values, vocabulary_problems
+from megatron.model.huggingface.values import (
+    GELU_KINDS,
+    Shapes,
+    gelu_name,
+    gelu_problems,
+    our_parameters,
+    read_values,
+    vocabulary_problems,
+)
 
 MODEL_TYPE, CLASS_NAME = "gpt2", "GPT2LMHeadModel"
 PREFIX = "transformer."
@@ -113,18 +120,15 @@ _OTHERS = {"WordEmbedding": "wte", "PositionEmbedding": "wpe", "LayerNorm": "ln_
 """Class of a layer outside the blocks to the name of its module."""
 
 
-def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def source_shapes(config: ModelConfig) -> Shapes:
     """Our name of each weight, in the order of the layers, to name and shape of the tensor that it consists of.
 
     Their linear layers are Conv1D: y = x W + b, where ours is y = x W^T + b.
     """
-    sources: dict[str, dict[str, tuple[int, ...]]] = {}
-    block = 0
-    for prefix, layer in GPT2.prefixed_layers(config):
-        for parameter in layer.parameters:
-            module, _, kind = parameter.name.rpartition(".")
-            theirs = f"h.{block}.{_LAYER[module]}" if layer.is_block else _OTHERS[layer.class_name]
-            shape = tuple(reversed(parameter.shape)) if layer.is_block else parameter.shape
-            sources[prefix + parameter.name] = {f"{PREFIX}{theirs}.{kind}": shape}
-        block += layer.is_block
+    sources: Shapes = {}
+    for ours, block, layer, parameter in our_parameters(config):
+        module, _, kind = parameter.name.rpartition(".")
+        theirs = f"h.{block}.{_LAYER[module]}" if layer.is_block else _OTHERS[layer.class_name]
+        shape = tuple(reversed(parameter.shape)) if layer.is_block else parameter.shape
+        sources[ours] = {f"{PREFIX}{theirs}.{kind}": shape}
     return sources

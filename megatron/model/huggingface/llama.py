@@ -12,7 +12,7 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface.rotation import read_rotation, write_rotation
-from megatron.model.huggingface.values import read_values, vocabulary_problems
+from megatron.model.huggingface.values import Shapes, our_parameters, read_values, vocabulary_problems
 
 
 @dataclass(frozen=True)
@@ -248,31 +248,27 @@ _OTHERS = {
 """Class of a layer outside the blocks to the name of its weight."""
 
 
-def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def source_shapes(config: ModelConfig) -> Shapes:
     """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of.
 
     Queries, keys and values are one weight of ours, and so are gate and up.
     """
-    sources: dict[str, dict[str, tuple[int, ...]]] = {}
-    block, d = 0, config.head_size
-    experts = family_of(config).experts if config.has_experts else None
+    sources: Shapes = {}
+    experts, d = family_of(config).experts if config.has_experts else None, config.head_size
     rows = (config.num_attention_heads * d, config.query_groups * d, config.query_groups * d)
-    for prefix, layer in GPT2.prefixed_layers(config):
-        for parameter in layer.parameters:
-            if not layer.is_block:
-                sources[prefix + parameter.name] = {_OTHERS[layer.class_name]: parameter.shape}
-                continue
-            module, kind = parameter.name.rsplit(".", 1)
-            if experts and module.startswith(("mlp.router", "mlp.experts")):
-                theirs = _of_experts(experts, module, config.num_experts)
-                shape = parameter.shape[-2:]
-                sources[prefix + parameter.name] = {f"model.layers.{block}.{name}.{kind}": shape for name in theirs}
-                continue
-            theirs = [f"model.layers.{block}.{name}.{kind}" for name in _LAYER[module]]
-            rest = parameter.shape[1:]
-            shapes = {1: [parameter.shape], 2: [rest, rest], 3: [(size, *rest) for size in rows]}[len(theirs)]
-            sources[prefix + parameter.name] = dict(zip(theirs, shapes, strict=True))
-        block += layer.is_block
+    for ours, block, layer, parameter in our_parameters(config):
+        module, _, kind = parameter.name.rpartition(".")
+        if not layer.is_block:
+            sources[ours] = {_OTHERS[layer.class_name]: parameter.shape}
+            continue
+        if experts and module.startswith(("mlp.router", "mlp.experts")):
+            names = _of_experts(experts, module, config.num_experts)
+            shapes = [parameter.shape[-2:]] * len(names)
+        else:
+            names, rest = list(_LAYER[module]), parameter.shape[1:]
+            shapes = {1: [parameter.shape], 2: [rest, rest], 3: [(size, *rest) for size in rows]}[len(names)]
+        theirs = [f"model.layers.{block}.{name}.{kind}" for name in names]
+        sources[ours] = dict(zip(theirs, shapes, strict=True))
     return sources
 
 

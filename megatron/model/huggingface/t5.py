@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.model.architectures import T5, architecture_of
-from megatron.model.huggingface.values import read_values, vocabulary_problems
+from megatron.model.architectures import T5
+from megatron.model.huggingface.values import Shapes, our_parameters, read_values, vocabulary_problems
 
 MODEL_TYPE, CLASS_NAME = "t5", "T5ForConditionalGeneration"
 TIED = {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"}
@@ -124,29 +124,24 @@ _OTHERS = {
 """Class of a layer outside the blocks to the module of its weight."""
 
 
-def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def source_shapes(config: ModelConfig) -> Shapes:
     """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of.
 
     Queries, keys and values are one weight of ours, as are keys and values of the encoder's output, and gate and up.
     """
-    sources: dict[str, dict[str, tuple[int, ...]]] = {}
-    block = 0
-    for prefix, layer in architecture_of(config).prefixed_layers(config):
-        stack = "encoder" if block < config.encoder_num_layers else "decoder"
-        number = block - (config.encoder_num_layers if stack == "decoder" else 0)
-        place = f"{stack}.block.{number}.layer"
-        for parameter in layer.parameters:
-            module, _, kind = parameter.name.rpartition(".")
-            if layer.is_block and module in _MLP:
-                names = [f"{place}.{1 if stack == 'encoder' else 2}.{name}.{kind}" for name in _MLP[module]]
-            elif layer.is_block:
-                names = [f"{place}.{name}.{kind}" for name in _ATTENTION[module]]
-            elif layer.class_name == "RelativePositions":
-                names = [f"{place}.0.SelfAttention.relative_attention_bias.{kind}"]
-            else:
-                names = [f"{_OTHERS[layer.class_name]}.{kind}"]
-            shape = parameter.shape
-            of_each = shape[1:] if len(shape) > 2 else (shape[0] // len(names), *shape[1:])
-            sources[prefix + parameter.name] = dict.fromkeys(names, of_each)
-        block += layer.is_block
+    sources: Shapes = {}
+    for ours, block, layer, parameter in our_parameters(config):
+        module, _, kind = parameter.name.rpartition(".")
+        in_encoder = block < config.encoder_num_layers
+        stack = f"encoder.block.{block}" if in_encoder else f"decoder.block.{block - config.encoder_num_layers}"
+        if layer.is_block and module in _MLP:
+            names = [f"{stack}.layer.{1 if in_encoder else 2}.{name}.{kind}" for name in _MLP[module]]
+        elif layer.is_block:
+            names = [f"{stack}.layer.{name}.{kind}" for name in _ATTENTION[module]]
+        elif layer.class_name == "RelativePositions":
+            names = [f"{stack}.layer.0.SelfAttention.relative_attention_bias.{kind}"]
+        else:
+            names = [f"{_OTHERS[layer.class_name]}.{kind}"]
+        shape = parameter.shape
+        sources[ours] = dict.fromkeys(names, shape[1:] if len(shape) > 2 else (shape[0] // len(names), *shape[1:]))
     return sources

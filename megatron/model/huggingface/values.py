@@ -1,10 +1,14 @@
-"""What the formats share: the values in a config.json, with a message for each that cannot be taken over."""
+"""What the formats share: values of config.json, with a message for each that cannot be taken over, and our weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.model import ModelConfig
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import LayerSpec, ParameterSpec
 
+Shapes = dict[str, dict[str, tuple[int, ...]]]
+"""Our name of each weight to name and shape of the tensors that it consists of."""
 GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
 Names = Mapping[str, tuple[str, Any]]
@@ -50,3 +54,12 @@ def gelu_name(config: ModelConfig) -> str:
 def gelu_problems(name: str, kind: Any) -> list[str]:
     """A message if the setting ``name`` has a ``kind`` of activation that is no GELU."""
     return [] if str(kind) in GELU_KINDS else [f"{name} is {kind!r}, and can be {' or '.join(GELU_KINDS)}"]
+
+
+def our_parameters(config: ModelConfig) -> Iterator[tuple[str, int, LayerSpec, ParameterSpec]]:
+    """Name, number of transformer layers before it, layer and spec of each weight, in the order of the layers."""
+    block = 0
+    for prefix, layer in architecture_of(config).prefixed_layers(config):
+        for parameter in layer.parameters:
+            yield prefix + parameter.name, block, layer, parameter
+        block += layer.is_block
