@@ -77,7 +77,7 @@ class Snapshots:
         description, files = self._checkpointer.collect(iteration, skipped_samples, folder, EngineFiles(copies=False))
         try:
             self._on_each_host(lambda: _make(folder))
-            shards = on_all_ranks(lambda: self._write(files, folder, iteration))
+            shards = on_all_ranks(lambda: self._write(files, folder))
             on_all_ranks(lambda: copies.update(self._map(shards, folder)))
         except UserError as error:
             self._give_up(folder, error)
@@ -130,7 +130,7 @@ class Snapshots:
             self._root.rmdir()
 
     def _remove_all_but(self, kept: Path | None) -> None:
-        for folder in self._folder.iterdir():
+        for folder in self._folder.glob("*"):  # none if a run that has taken the folder over has removed it
             if folder != kept:
                 rmtree(folder, ignore_errors=True)
 
@@ -148,15 +148,15 @@ class Snapshots:
 
         on_all_ranks(call)
 
-    def _write(self, files: list[StateFile], folder: Path, iteration: int) -> Shard:
+    def _write(self, files: list[StateFile], folder: Path) -> Shard:
         """Write the files of this rank."""
         with _memory_errors(folder):
             records = write_files(files, folder, crc32=False)
         hashes = {name: (record.size, str(record.xxh128)) for name, record in records.items()}
-        return Shard(iteration, self._rank, len(self._hosts), hashes, str(folder))
+        return Shard(int(folder.name), self._rank, len(self._hosts), hashes, str(folder))
 
     def _map(self, shards: Sequence[Shard], folder: Path) -> dict[int, list[Tensor]]:
-        """By rank: the shards that this rank sends or receives, mapped into memory; those that it receives are made."""
+        """By rank: the shards that this rank sends or receives, mapped into memory; makes the files it receives."""
         with _memory_errors(folder):
             for sender in self._senders:
                 for name, (size, _) in shards[sender].files.items():
