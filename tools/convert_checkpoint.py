@@ -101,7 +101,7 @@ def _to_hf(args: argparse.Namespace) -> None:
     model = merged(read_model(found)) if args.merge_lora else read_model(found)
     assert model.description is not None, "a checkpoint of this suite"
     if model.config.lora_rank:
-        raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write them alone by to-peft")
+        raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write only them with to-peft")
     tokenizer = read_run_tokenizer(model.description, model.config, args.vocab_file, args.merge_file)
     carried = files_for_huggingface(found.saved.folder if found.saved else None, model.description)
     if args.vocab_file or args.merge_file:

@@ -121,7 +121,7 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
     messages += _adapter_differences(saved, saved_model, run)
     if not config.override:
-        advice = "give --override to continue with another value, or --finetune to start anew"
+        advice = "give --override to continue with another value, or --finetune to start a new run"
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
     needs_optimizer = not (config.finetune or config.no_load_optim)
     if not loads_directly(saved, run):
@@ -163,7 +163,7 @@ def _adapter_differences(saved: SavedRun, saved_model: ModelConfig, run: RunConf
         {"--lora-rank": model.lora_rank, "the adapted layers": model.adapted, "--lora-alpha": model.lora_alpha}
         for model in (run.model, saved_model)
     )
-    advice = "add --finetune" if not saved_model.lora_rank else "give the same, or merge it first by merge-lora"
+    advice = "add --finetune" if not saved_model.lora_rank else "give the same, or merge it first with merge-lora"
     return [f"{line}: {advice}" for line in _differences(current, before, saved.path)]
 
 

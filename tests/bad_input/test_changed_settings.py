@@ -9,7 +9,7 @@ from support.programs import Programs, read_metrics
 from support.refusals import COMMAND, launched, refusal
 
 SAME = "--load ck --save ck"
-ADVICE = "give --override to continue with another value, or --finetune to start anew"
+ADVICE = "give --override to continue with another value, or --finetune to start a new run"
 
 FOLLOWS = (
     "in ck/global_step2 (by default that of --train-iters; --lr-decay-iters 4 keeps the old value)",
