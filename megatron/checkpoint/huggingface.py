@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder under our names, whole or a rank's shard, and back; one weight at a time.
+"""The weights of a Hugging Face folder under our names, in full or a rank's shard, and back; one weight at a time.
 
 n heads, g query groups, d size of a head, h hidden, f inside the MLP
 """
@@ -139,7 +139,7 @@ class _Shards:
 
     tensors: SafetensorsFiles
     weights: LazyTensors
-    """The same under our names, whole."""
+    """The same under our names, in full."""
     config: ModelConfig
     layout: ParallelLayout
     tokens: int

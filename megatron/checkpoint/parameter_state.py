@@ -85,7 +85,7 @@ def _frozen_at_zero3(saved: SavedRun, mp_rank: int) -> dict[str, Tensor]:
     ranks = [read_file(model_file(saved.path, layout, mp_rank, rank), mapped=True) for rank in range(layout.zero_ranks)]
     shapes: Shapes = ranks[0].get("frozen_param_shapes") or {}
     parts = {name: [rank["frozen_param_fragments"][name].flatten() for rank in ranks] for name in shapes}
-    return {name: _whole(name, {WEIGHT: parts[name]}, shape, saved.path)[WEIGHT] for name, shape in shapes.items()}
+    return {name: _full(name, {WEIGHT: parts[name]}, shape, saved.path)[WEIGHT] for name, shape in shapes.items()}
 
 
 class Block(NamedTuple):
@@ -261,18 +261,18 @@ def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str
             for key, tensor in tensors.items():
                 parts[name][key].append(tensor[span])
             numbers[name] |= {key: value for key, value in values.items() if not _is_flat(value)}
-    return {name: numbers[name] | _whole(name, parts[name], shape, folder) for name, shape in shapes.items()}
+    return {name: numbers[name] | _full(name, parts[name], shape, folder) for name, shape in shapes.items()}
 
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _whole(name: str, parts: Mapping[str, list[Tensor]], shape: torch.Size, folder: Path) -> dict[str, Tensor]:
-    whole = {key: torch.cat(tensors)[: shape.numel()].float() for key, tensors in parts.items()}
-    if WEIGHT not in whole or any(tensor.numel() < shape.numel() for tensor in whole.values()):
+def _full(name: str, parts: Mapping[str, list[Tensor]], shape: torch.Size, folder: Path) -> dict[str, Tensor]:
+    full = {key: torch.cat(tensors)[: shape.numel()].float() for key, tensors in parts.items()}
+    if WEIGHT not in full or any(tensor.numel() < shape.numel() for tensor in full.values()):
         raise CheckpointError(f"{folder} contains only a part of {name}: save the checkpoint again")
-    return {key: tensor.view(shape) for key, tensor in whole.items()}
+    return {key: tensor.view(shape) for key, tensor in full.items()}
 
 
 def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
@@ -285,8 +285,8 @@ def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[
 
     Of the ranks that hold the same experts one writes. With ZeRO the optimizer's state is in DeepSpeed's files.
     """
-    parallel, place = run.parallel, coordinates(run.parallel, dist.get_rank())
-    replica, expert_rank = divmod(place["data"], parallel.expert_model_parallel_size)
+    parallel, coordinate = run.parallel, coordinates(run.parallel, dist.get_rank())
+    replica, expert_rank = divmod(coordinate["data"], parallel.expert_model_parallel_size)
     if replica > 0 or expert_rank == 0:
         return None
     has_state = run.zero.zero_stage == 0 and not run.checkpoint.no_save_optim
@@ -296,7 +296,7 @@ def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[
         for name, parameter in engine.module.named_parameters()
         if expert_group_of(parameter) is not None
     }
-    mp_rank = place["pipe"] * parallel.model_parallel_size + place["tensor"]
+    mp_rank = coordinate["pipe"] * parallel.model_parallel_size + coordinate["tensor"]
     return expert_file(folder, expert_rank, mp_rank), content
 
 

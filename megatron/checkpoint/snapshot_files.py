@@ -2,7 +2,7 @@
 
 Every K iterations each rank writes its files of an ordinary checkpoint into a folder of its host's memory (a tmpfs such
 as /dev/shm), which outlives the process; and in the background it sends them to a rank of the next host. So the state
-is whole while of any two hosts that follow one another in the order of ranks one is left. The next start of the run
+is complete while of any two hosts that follow one another in the order of ranks one is left. The next start of the run
 looks into the memory of its hosts. If they have all shards of a snapshot that is newer than the newest checkpoint on
 disk, its ranks write it to the folder of checkpoints, from where it is loaded like any other, on any layout.
 
@@ -158,7 +158,7 @@ def copy_holders(hosts: Sequence[str]) -> dict[int, int]:
     }
 
 
-def newest_whole(
+def newest_complete(
     found: Mapping[int, Sequence[Shard]], after: int, broken: Collection[Place] = ()
 ) -> dict[int, list[tuple[int, Shard]]] | None:
     """The newest snapshot of which ``found`` has all shards, if it is newer than iteration ``after``.
@@ -172,8 +172,8 @@ def newest_whole(
             if shard.iteration > after and (first, shard.folder, shard.rank) not in broken:
                 snapshot = snapshots.setdefault((shard.iteration, shard.ranks), {})
                 snapshot.setdefault(shard.rank, []).append((first, shard))
-    whole = [key for key, shards in snapshots.items() if shards.keys() == set(range(key[1]))]
-    return snapshots[max(whole)] if whole else None
+    complete = [key for key, shards in snapshots.items() if shards.keys() == set(range(key[1]))]
+    return snapshots[max(complete)] if complete else None
 
 
 def divide(
@@ -211,8 +211,8 @@ def planned_bytes(run: RunConfig) -> list[int]:
         if run.zero.zero_stage == 0:
             size = writes_weights * (numel * weight + trained * _MOMENTS)
         else:
-            whole = 0 if run.zero.zero_stage == 3 else numel * weight
-            size = writes_weights * whole + trained * (4 + _MOMENTS) // owners
+            weights = 0 if run.zero.zero_stage == 3 else numel * weight
+            size = writes_weights * weights + trained * (4 + _MOMENTS) // owners
         if 0 < at["data"] < run.parallel.expert_model_parallel_size and at["sequence"] == 0:
             size += expert * (weight + (0 if run.zero.zero_stage else _MOMENTS))
         sizes.append(size + _FILE_OVERHEAD)

@@ -17,7 +17,7 @@ from megatron.checkpoint.snapshot_files import (
     Shard,
     brought_folders,
     divide,
-    newest_whole,
+    newest_complete,
     read_description,
     read_shards,
     read_start,
@@ -71,7 +71,7 @@ def _recover(
 ) -> bool:
     """Save the newest complete snapshot, if it is of an iteration after ``after``. Returns whether there was one."""
     broken: dict[Place, str] = {}
-    while (snapshot := newest_whole(found, after, broken)) is not None:
+    while (snapshot := newest_complete(found, after, broken)) is not None:
         work = divide(snapshot, hosts)
         iteration = next(iter(snapshot.values()))[0][1].iteration
         what = f"the snapshot of iteration {iteration}"

@@ -1,6 +1,6 @@
 """DeepSpeed's universal format: a checkpoint independent of the layout, with every full parameter in its own files.
 
-    FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": whole fp32 tensor, "cat_dim": sharded dimension}
+    FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": full fp32 tensor, "cat_dim": sharded dimension}
     FOLDER/zero/NAME/step.pt                               updates so far
     FOLDER/zero/optimizer_state.pt                         the optimizer's groups and loss scale
     FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state common to all ranks
@@ -195,11 +195,11 @@ def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) 
         if not (isinstance(value, Tensor) and value.dim()):
             torch.save(value, folder / f"{key}.pt")
             continue
-        whole: dict[str, Any] = {"param": value if dim is None else torch.cat([part[key] for part in parts], dim)}
-        whole |= {} if dim is None else {"cat_dim": dim}
+        full: dict[str, Any] = {"param": value if dim is None else torch.cat([part[key] for part in parts], dim)}
+        full |= {} if dim is None else {"cat_dim": dim}
         if spec.is_vocabulary:
-            whole |= {"param": whole["param"][: spec.shape[0]].clone(), "vocab_tensor": True}  # without padding
-        torch.save(whole, folder / f"{key}.pt")
+            full |= {"param": full["param"][: spec.shape[0]].clone(), "vocab_tensor": True}  # without padding
+        torch.save(full, folder / f"{key}.pt")
     return parts[0].get("step")
 
 
@@ -233,9 +233,9 @@ def load_weights_and_optimizer(
     """
 
     def read(name: str, parameter: nn.Parameter) -> State:
-        whole = read_state(folder, name, optimizer=optimizer)
-        place = folder / "zero" / name
-        return {key: _local_shard(value, parameter, tensor_group, place) for key, value in whole.items()}
+        full = read_state(folder, name, optimizer=optimizer)
+        path = folder / "zero" / name
+        return {key: _local_shard(value, parameter, tensor_group, path) for key, value in full.items()}
 
     load_states(engine, read, only)
     if optimizer:
@@ -262,7 +262,7 @@ def load_states(
 
 
 def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, path: Path) -> Any:
-    """This rank's experts and tensor-parallel shard of a whole weight or moment; a step count as it is."""
+    """This rank's experts and tensor-parallel shard of a full weight or moment; a step count as it is."""
     if not (isinstance(value, Tensor) and value.dim()):
         return value
     shape = getattr(parameter, "ds_shape", parameter.shape)

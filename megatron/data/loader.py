@@ -58,8 +58,8 @@ class MicroBatches(Dataset):
         self.dataset, self.sizes, self.skipped = dataset, sizes, skipped
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.first_sample = sizes.consumed(finished)
-        whole = sizes.iterations(max(len(dataset) - sum(map(len, skipped)), self.first_sample))
-        self.samples = sizes.consumed(whole) - self.first_sample
+        iterations = sizes.iterations(max(len(dataset) - sum(map(len, skipped)), self.first_sample))
+        self.samples = sizes.consumed(iterations) - self.first_sample
 
     def __len__(self) -> int:
         return self.samples // self.samples_together

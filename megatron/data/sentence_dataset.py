@@ -98,8 +98,8 @@ class SentenceStream:
             end = np.where(stop - end < self.fewest, stop, end)
             spans.append(np.stack([begin, end, target], axis=1))
             begin, stop = end[end < stop], stop[end < stop]
-        whole = np.concatenate(spans)
-        return whole[whole[:, 0].argsort()]
+        pairs = np.concatenate(spans)
+        return pairs[pairs[:, 0].argsort()]
 
     def _random(self, purpose: int, epoch: int) -> np.random.RandomState:
         """A generator of its own for every purpose; ``RandomState``, since NumPy has frozen its stream."""

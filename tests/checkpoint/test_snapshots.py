@@ -24,7 +24,7 @@ from megatron.checkpoint.snapshot_files import (
     make_start_folder,
     marker,
     marker_text,
-    newest_whole,
+    newest_complete,
     planned_bytes,
     planned_host_bytes,
     read_shards,
@@ -61,7 +61,7 @@ def shards_after(hosts: Sequence[str], lost: Collection[str], iteration: int = 6
     ],
 )
 def test_what_is_whole_after_the_loss_of_hosts(hosts: str, lost: str, is_whole: bool) -> None:
-    snapshot = newest_whole(shards_after(hosts, lost), 5)
+    snapshot = newest_complete(shards_after(hosts, lost), 5)
     assert (snapshot is not None) is is_whole
     assert all(hosts[rank] != hosts[holder] for rank, holder in copy_holders(hosts).items())
     if snapshot is not None:
@@ -76,11 +76,11 @@ def test_the_newest_whole_snapshot() -> None:
     newer[2] = newer[2][:1]  # the other ranks of b were killed before they had all copies
     newer[0] = newer[0][:1]
     found = {first: [*shards_after("aabb", "")[first], *newer[first]] for first in (0, 2)}
-    assert newest_whole(found, 5)[3][0][1].iteration == 6
-    assert newest_whole(found, 6) is None, "it is on disk"
+    assert newest_complete(found, 5)[3][0][1].iteration == 6
+    assert newest_complete(found, 6) is None, "it is on disk"
     broken = {(0, "slot", 1), (2, "slot", 1)}
-    assert newest_whole(found, 5, {(0, "slot", 1)}) and newest_whole(found, 5, broken) is None
-    work = divide(newest_whole(found, 5), "aabb")
+    assert newest_complete(found, 5, {(0, "slot", 1)}) and newest_complete(found, 5, broken) is None
+    work = divide(newest_complete(found, 5), "aabb")
     assert sorted(map(len, work.values())) == [1, 1, 1, 1], "all ranks write"
 
 

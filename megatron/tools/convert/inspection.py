@@ -102,8 +102,8 @@ def find(path: Path) -> Found:
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata in the header of a safetensors file, or of the first of several."""
     if path.is_dir():
-        whole = path / SAFETENSORS
-        path = whole if whole.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
+        file = path / SAFETENSORS
+        path = file if file.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return file.metadata() or {}

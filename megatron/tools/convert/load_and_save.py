@@ -49,7 +49,7 @@ from megatron.tools.progress import progress_bar
 
 
 def read_model(found: Found) -> WholeModel:
-    """The whole model. Raises CheckpointError if it is incomplete or damaged."""
+    """The full model. Raises CheckpointError if it is incomplete or damaged."""
     return _READERS[found.kind](found)
 
 
@@ -99,19 +99,19 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
         except KeyError:
             raise CheckpointError(f"{saved.path} holds no weight {name}") from None
 
-    def whole(name: str, of_ranks: list[Tensor]) -> Tensor:
+    def full(name: str, of_ranks: list[Tensor]) -> Tensor:
         spec = specs[name]
         weight = of_ranks[0] if spec.shard_dim is None else torch.cat(of_ranks, spec.shard_dim)
         # The padding depends on the tensor-parallel size.
         return weight[: spec.shape[0]].clone() if spec.is_vocabulary else weight
 
-    outlines = {name: whole(name, [part.to("meta") for part in parts(name)]) for name in specs}
+    outlines = {name: full(name, [part.to("meta") for part in parts(name)]) for name in specs}
     for name, outline in outlines.items():
         if outline.shape != specs[name].shape:
             raise CheckpointError(
                 f"{saved.path}: {name} is {list(outline.shape)}, and the model's {list(specs[name].shape)}"
             )
-    return LazyTensors(outlines, lambda name: whole(name, parts(name)))
+    return LazyTensors(outlines, lambda name: full(name, parts(name)))
 
 
 def _of_universal(found: Found) -> WholeModel:

@@ -134,7 +134,7 @@ def _with_order(state: State, version: float, config: ModelConfig, size: int) ->
 
 
 def _joined(parts: list[Tensor], dim: int | None, folder: str) -> Tensor:
-    """A whole weight from its shards along ``dim``, or from one of its replicas."""
+    """A full weight from its shards along ``dim``, or from one of its replicas."""
     try:
         return (parts[0] if dim is None else torch.cat(parts, dim)).float()
     except (RuntimeError, IndexError):

@@ -1,4 +1,4 @@
-"""The weights of a whole model, and the files they are in: safetensors, or the pickles of older Hugging Face models."""
+"""The weights of a full model, and the files they are in: safetensors, or the pickles of older Hugging Face models."""
 
 import json
 from collections.abc import Callable, Mapping
