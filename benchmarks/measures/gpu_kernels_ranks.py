@@ -24,10 +24,12 @@ from benchmarks.measures.ranks import report
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.launch.distributed import distributed
 from megatron.model.architectures import GPT2
-from megatron.model.moe import MoEParallelTransformerLayer, StackedLinear
+from megatron.model.moe import MoEParallelTransformerLayer
 from megatron.model.transformer import ParallelTransformerLayer
+from megatron.ops import stacked_linear
 from megatron.ops.activation import bias_gelu, dropout_add, swiglu
 from megatron.ops.attention_kernel import attention_kernel
+from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
 from megatron.ops.cuda import device_facts
 from megatron.ops.flex_attention import attend_flex
 from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, dense_mask
@@ -158,13 +160,14 @@ def _parts(dtype: str, layout: ParallelLayout) -> Iterator[Case]:
     places = {"labels": labels, "group": layout.tensor_group, "vocab_size": H - 3}
     plain_loss = lambda x: F.cross_entropy(x[..., :-3].movedim(-1, 1), labels, reduction="none")  # noqa: E731
     for compiled in (False, True):
-        loss = partial(vocab_parallel_cross_entropy, **places, compiled=compiled)
+        kernel = CompiledCrossEntropyKernel() if compiled else CrossEntropyKernel()
+        loss = partial(vocab_parallel_cross_entropy, **places, kernel=kernel)
         title = f"cross entropy, {'compiled' if compiled else 'as it is'}"
         yield Case(title, dtype, [8 * _randn(dtype, B, S, H)], loss, plain_loss)
     counts = [300, 1, 517, 206]
     rows, matrices = _randn(dtype, sum(counts), H), 0.1 * _randn(dtype, 4, 384, H)
     for grouped in (True, False) if dtype == "bf16" else (False,):
-        name = f"products of the experts, {'grouped' if grouped else 'one by one'}"
+        name = f"matmuls of the experts, {'grouped' if grouped else 'one by one'}"
         yield Case(
             name, dtype, [rows, matrices], partial(_experts, grouped=grouped, counts=counts), _each_expert(counts)
         )
@@ -288,10 +291,8 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _experts(rows: Tensor, matrices: Tensor, *, grouped: bool, counts: list[int]) -> Tensor:
-    linear = StackedLinear(torch.nn.Parameter(torch.empty(0)), grouped)
-    del linear.weight
-    linear.weight = matrices  # an input of the graph
-    return linear(rows, counts)
+    kernel = stacked_linear.grouped if grouped else stacked_linear.one_by_one
+    return kernel(rows, matrices, counts, lambda gradient, weight: False)
 
 
 def _each_expert(counts: list[int]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -135,11 +135,9 @@ def sleeping_chunk(seconds: PassSeconds) -> "type[nn.Module]":
         def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
             (weight,) = ctx.saved_tensors
             time.sleep(seconds.backward / 2)
-            deferred = ctx.module.deferred
-            if deferred is not None and deferred.is_open:
-                deferred.add(lambda: partial(time.sleep, seconds.backward / 2), weight)
-            else:
-                time.sleep(seconds.backward / 2)
+            sleep = partial(time.sleep, seconds.backward / 2)
+            if not ctx.module.defer(sleep, weight):
+                sleep()
             return grad, None, None
 
     class Chunk(DeferringModule):

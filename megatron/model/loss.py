@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
+from megatron.ops.cross_entropy import cross_entropy_kernel
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_shard
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -30,7 +31,7 @@ def lm_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
     loss(logits [b, s, v/t], (labels, weights)): labels [b, s], and weights [b, s] that add up to 1 over the tokens of
     the global batch. With a sequence group the logits are of this rank's shard; the loss is the mean over the group.
     """
-    sequence_group = layout.sequence_group
+    sequence_group, kernel = layout.sequence_group, cross_entropy_kernel(config)
 
     def loss(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         labels, weights = (sequence_shard(target, layout, 1) for target in targets)
@@ -42,7 +43,7 @@ def lm_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
             layout.tensor_group,
             config.vocab_size,
             in_fp32=not config.fp16_lm_cross_entropy,
-            compiled=config.compile and logits.is_cuda,
+            kernel=kernel,
         )
         return without_gradient_unless_finite((losses.float() * weights).sum())
 

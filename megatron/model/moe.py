@@ -20,10 +20,11 @@ from megatron.model.router import Router
 from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
 from megatron.ops.activation import mlp_activation
+from megatron.ops.stacked_linear import StackedLinearKernel, stacked_linear_kernel
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
-from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule
+from megatron.parallel.tensor.deferred import DeferringModule
 from megatron.parallel.tensor.layers import WeightInit, reduce_output, sharded_parameter
 from megatron.parallel.tensor.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
 
@@ -123,9 +124,9 @@ class Experts(nn.Module):
             inits: list[WeightInit] = [init(config, f"{name}.{number}.{matrix}") for number in numbers]
             return mark_expert(_stacked(inits, shape, dim, group), layout)
 
-        grouped = config.moe_grouped_gemm
-        self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), grouped)
-        self.dense_4h_to_h = StackedLinear(parameter("dense_4h_to_h", residual_weight, (h, f), 2), grouped)
+        kernel = stacked_linear_kernel(config)
+        self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), kernel)
+        self.dense_4h_to_h = StackedLinear(parameter("dense_4h_to_h", residual_weight, (h, f), 2), kernel)
         activation = mlp_activation(config)
         self.activation = activation if config.is_gated else partial(_transposed, activation)
 
@@ -151,54 +152,12 @@ def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: P
 class StackedLinear(DeferringModule):
     """y = x W^T with W [e, o, i] or [e, parts, o, i]: the first ``counts[0]`` rows with the first weight, and so on."""
 
-    def __init__(self, weight: nn.Parameter, grouped: bool):
+    def __init__(self, weight: nn.Parameter, kernel: StackedLinearKernel):
         super().__init__()
-        self.weight, self.grouped = weight, grouped
+        self.weight, self.kernel = weight, kernel
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        # The gradient of a weight without rows is not written by all of the kernels for all experts.
-        if self.grouped and x.is_cuda and x.dtype == torch.bfloat16 and min(counts) > 0:
-            ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
-            return torch._grouped_mm(x, self.weight.flatten(1, -2).transpose(1, 2), offs=ends)
-        output: Tensor = _OneByOne.apply(x, self.weight, counts, self.deferred)
-        return output
-
-
-class _OneByOne(torch.autograd.Function):
-    """x [n, i], weight [e, .., i] -> [n, o]: matmuls that write into one tensor, without copies."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: list[int], deferred: DeferredWeightGradients | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counts, ctx.deferred = counts, deferred
-        output = x.new_empty(x.size(0), weight[0].numel() // x.size(1))
-        for rows, matrix, out in zip(x.split(counts), weight.flatten(1, -2), output.split(counts), strict=True):
-            torch.mm(rows, matrix.t(), out=out)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        weight_gradient = partial(_weight_gradients, grad, x, weight, ctx.counts)
-        is_deferred = ctx.deferred is not None and ctx.deferred.is_open
-        if is_deferred:
-            ctx.deferred.add(lambda: weight_gradient, weight)
-        of_x = torch.empty_like(x)
-        parts = zip(grad.split(ctx.counts), weight.flatten(1, -2), of_x.split(ctx.counts), strict=True)
-        for of_rows, matrix, out in parts:
-            torch.mm(of_rows, matrix, out=out)
-        return of_x, None if is_deferred else weight_gradient(), None, None
-
-
-def _weight_gradients(grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """grad [n, o], x [n, i] -> [e, .., i]."""
-    of_weight = torch.empty_like(weight)
-    parts = zip(grad.split(counts), x.split(counts), of_weight.flatten(1, -2), strict=True)
-    for of_rows, rows, out in parts:
-        torch.mm(of_rows.t(), rows, out=out)
-    return of_weight
+        return self.kernel(x, self.weight, counts, self.defer)
 
 
 class MoEParallelTransformerLayer(ParallelTransformerLayer):

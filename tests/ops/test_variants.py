@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megatron.ops import activation, cpu
+from megatron.ops import activation, cpu, cross_entropy, linear, stacked_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZE = 24
@@ -45,3 +45,49 @@ def test_rms_norm_on_cpus(dtype: torch.dtype) -> None:
     assert_close(norms[0](inputs[0]), norms[1](inputs[1]), **_tolerances(dtype))
     assert_close(inputs[0].grad, inputs[1].grad, **_tolerances(dtype))
     assert_close(norms[0].weight.grad, norms[1].weight.grad, **_tolerances(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("from_largest", [False, True])
+def test_compiled_cross_entropy(dtype: torch.dtype, from_largest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be compiled, of logits whose last columns are padding."""
+    monkeypatch.setattr(cross_entropy, "_compiled", lambda function: function)
+    plain, compiled = cross_entropy.CrossEntropyKernel(), cross_entropy.CompiledCrossEntropyKernel()
+    logits, columns = 4 * _leaf(dtype, 7, SIZE).detach(), SIZE - 3
+    index, scale = torch.arange(7) * 3 % columns, torch.linspace(0.1, 1, 7)
+    found = [kernel.statistics(logits, index, columns, torch.float32, from_largest) for kernel in (plain, compiled)]
+    assert_close(*found)
+    log_probabilities = logits[:, :columns].float().log_softmax(-1)
+    assert_close(found[0][0], log_probabilities.gather(-1, index.unsqueeze(-1)).squeeze(-1))
+    gradients = [
+        kernel.gradient(logits, found[0][1], index, scale.clone(), -scale, columns) for kernel in (plain, compiled)
+    ]
+    assert_close(*gradients, **_tolerances(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_that_accumulates(dtype: torch.dtype) -> None:
+    """The weight's gradient of three micro-batches."""
+    weights = [nn.Parameter(_leaf(dtype, 6, SIZE).detach()) for _ in range(2)]
+    for step in range(3):
+        grad, x = torch.randn(5, 6).to(dtype), torch.randn(5, SIZE).to(dtype)
+        for weight, kernel in zip(weights, (linear.LinearKernel(), linear.AccumulatingLinearKernel()), strict=True):
+            gradient = kernel.weight_gradient(grad, x, weight)
+            assert (gradient is None) == (step > 0 and kernel.has_own_gradients)
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+    assert_close(weights[0].grad, weights[1].grad, **_tolerances(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stacked_linear(dtype: torch.dtype) -> None:
+    """One matmul for each weight equals ``F.linear`` of its rows."""
+    counts, inputs = [3, 0, 4], [_leaf(dtype, 7, SIZE) for _ in range(2)]
+    weights = [nn.Parameter(_leaf(dtype, 3, 5, SIZE).detach()) for _ in range(2)]
+    ours = stacked_linear.one_by_one(inputs[0], weights[0], counts, lambda gradient, weight: False)
+    plain = torch.cat([F.linear(x, w) for x, w in zip(inputs[1].split(counts), weights[1], strict=True)])
+    for output in (ours, plain):
+        output.float().square().sum().backward()
+    assert_close(ours, plain, **_tolerances(dtype))
+    assert_close(inputs[0].grad, inputs[1].grad, **_tolerances(dtype))
+    assert_close(weights[0].grad, weights[1].grad, **_tolerances(dtype))

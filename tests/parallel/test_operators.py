@@ -12,8 +12,11 @@ from torch.testing import assert_close
 from megatron import mpu
 from megatron.common.errors import ConfigError
 from megatron.ops import device as chunks
+from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]
+KERNELS = (CrossEntropyKernel, CompiledCrossEntropyKernel)
+"""Not compiled, and compiled."""
 INIT = {"std": 0.3, "seed": 7}
 
 
@@ -211,7 +214,7 @@ def cross_entropy(vocab: int, compiled: bool):
     labels = torch.randint(0, vocab, (2, 5), generator=torch.Generator().manual_seed(1))
     part = _part(whole, -1).detach().requires_grad_()
     with patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, compiled=compiled)
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, kernel=KERNELS[compiled]())
     serial = F.cross_entropy(whole[..., :vocab].reshape(-1, vocab), labels.view(-1), reduction="none").view(2, 5)
     assert_close(losses, serial)
     weights = torch.linspace(0, 1, 10).view(2, 5)
@@ -237,7 +240,7 @@ def half_precision_cross_entropy(elements: int, compiled: bool):
     expected = F.cross_entropy(serial.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
     expected.sum().backward()
     with patch.dict(chunks.ELEMENTS_AT_ONCE, cpu=elements), patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, compiled=compiled)
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, kernel=KERNELS[compiled]())
         losses.sum().backward()
     assert losses.dtype == torch.float32 and part.grad.dtype == torch.bfloat16
     assert_close(losses, expected)
@@ -257,7 +260,7 @@ def labels_outside(compiled: bool):
     labels = torch.tensor([[-1, 3, vocab, 0, 2], [1, -100, 12, 16, -1]])
     part = _part(whole, -1).detach().requires_grad_()
     with patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, compiled=compiled)
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, kernel=KERNELS[compiled]())
     counted = whole[..., :vocab]
     inside = (labels >= 0) & (labels < vocab)
     own = counted.gather(-1, (labels * inside).unsqueeze(-1)).squeeze(-1) * inside
@@ -280,7 +283,9 @@ def cross_entropy_in_half_precision(compiled: bool):
     labels = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(1))
     part = _part(whole, -1).clone().requires_grad_()
     with patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, in_fp32=False, compiled=compiled)
+        losses = mpu.vocab_parallel_cross_entropy(
+            part, labels, dist.group.WORLD, in_fp32=False, kernel=KERNELS[compiled]()
+        )
     expected = F.cross_entropy(whole.float().flatten(0, 1), labels.flatten(), reduction="none").view(2, 50)
     assert losses.dtype == torch.bfloat16
     assert_close(losses.float(), expected, atol=0.03, rtol=0.01)

@@ -29,6 +29,13 @@ class DeferringModule(nn.Module):
 
     deferred: "DeferredWeightGradients | None" = None
 
+    def defer(self, gradient: Callable[[], Tensor | None], weight: Tensor) -> bool:
+        """Defer a ``gradient`` that needs no communication; False if it is to be computed now."""
+        if self.deferred is None or not self.deferred.is_open:
+            return False
+        self.deferred.add(lambda: gradient, weight)
+        return True
+
 
 class DeferredWeightGradients:
     """Collects the weight gradients of the modules in ``module`` that can defer them."""

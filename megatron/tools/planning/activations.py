@@ -290,7 +290,7 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
 def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:
     """Bytes kept for weight gradients that are deferred: inputs of linear layers, and gradients of their outputs.
 
-    Autograd holds on to one more gradient of hidden states for each layer. Products of experts in one kernel
+    Autograd holds on to one more gradient of hidden states for each layer. Matmuls of experts in one kernel
     (``StackedLinear``) are not deferred.
     """
     z = sizes(run)
