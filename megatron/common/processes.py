@@ -4,10 +4,12 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -127,3 +129,12 @@ def exit_with_parent(parent: int | None = None) -> None:
     die_with_parent()
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def pid_namespace() -> str:
+    """A name of the set of processes that this one can see; the same for ranks that see each other."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

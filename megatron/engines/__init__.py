@@ -12,10 +12,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 TESTED_VERSION = "0.19.8"
 """The version of DeepSpeed that this package is for."""
@@ -88,17 +88,16 @@ def cpu_asked_once() -> None:
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
-def set_groups_of_deepspeed(timeout: timedelta, backend: str | None = None) -> None:
-    """Give the process groups that DeepSpeed forms from now on, such as the pipeline engine's, timeout and backend.
+def set_groups_of_deepspeed(new_group: Callable[..., Any]) -> None:
+    """Let ``new_group(ranks)`` form DeepSpeed's process groups, such as the pipeline engine's, from now on.
 
     DeepSpeed: comm/torch.py, TorchBackend.new_group() passes neither, so that a group gets torch's timeout, 10 minutes
     with NCCL, and the backend of the default group.
     Test: tests/launch/test_timeouts.py. Remove when new_group() takes them, or passes those of init_distributed().
     """
-    import torch.distributed as dist
     from deepspeed import comm
 
-    comm.comm.cdb.new_group = partial(dist.new_group, timeout=timeout, backend=backend)
+    comm.comm.cdb.new_group = new_group
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from socket import socket
 
 import deepspeed
@@ -24,8 +25,7 @@ from megatron.engines import (
     silence_known_warnings,
 )
 from megatron.launch.environment import hosts_store, listen
-from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.shared_memory import backend_of_groups
+from megatron.parallel.layout import ParallelLayout, new_group
 
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
@@ -60,7 +60,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     nothing_compiled_for_collectives()
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
-        set_groups_of_deepspeed(timeout, backend_of_groups(get_accelerator().device_name()))
+        set_groups_of_deepspeed(partial(new_group, timeout=timeout))
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout

@@ -15,11 +15,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megatron.parallel import shared_memory
 from megatron.parallel.pipeline.schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
-_SHARED_MEMORY = Path(shared_memory.__file__).parent.name
 _PACKAGES = (Path(deepspeed.__file__).parent, Path(__file__).parents[1])
 """Those whose functions wait for what they have started: a transfer or an asynchronous collective."""
 _SNAPSHOTS = Path(__file__).parents[1] / "checkpoint" / "snapshots.py"
@@ -92,14 +90,13 @@ def _synchronizes(innermost: FrameType) -> bool:
 
 def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str | None:
     """The collective that a thread is in and its ranks; None if it is in none."""
-    for frame, _ in traceback.walk_stack(innermost):
+    stack = list(traceback.walk_stack(innermost))
+    for frame, _ in stack:
         if Path(frame.f_code.co_filename).name == _COLLECTIVES:
             return f"in {frame.f_code.co_name} {_ranks(frame.f_code.co_name, frame.f_locals, groups)}"
-    caller, line = next(
-        (frame, number)
-        for frame, number in traceback.walk_stack(innermost)
-        if Path(frame.f_code.co_filename).parent.name != _SHARED_MEMORY
-    )
+    # A process group in Python waits within a method of its ``Work``.
+    waiting = [number for number, (frame, _) in enumerate(stack) if isinstance(frame.f_locals.get("self"), dist.Work)]
+    caller, line = stack[waiting[-1] + 1 if waiting else 0]
     file = Path(caller.f_code.co_filename)
     starts = any(map(file.is_relative_to, _PACKAGES)) and file != _SNAPSHOTS
     waits = starts and ".wait(" in linecache.getline(str(file), line)

@@ -22,13 +22,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.common.errors import LaunchError
-from megatron.common.processes import has_received
+from megatron.common.processes import has_received, pid_namespace
 from megatron.launch.backend_errors import exit_when_watchdog_fails, failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.distributed import connect
 from megatron.launch.flight_recorder import recorded_file
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import print_error
-from megatron.parallel.shared_memory import pid_namespace
 
 _FAILURE = "failure"
 """Key of the store: set when a rank has failed, or with ``_FINISHED`` when all have reached the end."""

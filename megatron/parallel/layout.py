@@ -134,10 +134,15 @@ def _topology(parallel: ParallelConfig) -> ProcessTopology:
 
 
 def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> ProcessGroup:
-    """Create all of the groups, as every rank has to in the same order, and return this rank's.
+    """Create all of the groups, as every rank has to in the same order, and return this rank's."""
+    groups = {tuple(ranks): new_group(ranks, timeout=timeout) for ranks in all_groups}
+    return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+
+
+def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta) -> ProcessGroup:
+    """A process group of ``ranks``, or of all, with the backend that a run uses on this device.
 
     Without ``timeout`` torch's default would apply: 10 minutes with NCCL, 30 with gloo.
     """
     backend = backend_of_groups(get_accelerator().device_name())
-    groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_groups}
-    return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+    return dist.new_group(ranks, timeout=timeout, backend=backend)

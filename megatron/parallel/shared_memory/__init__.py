@@ -5,7 +5,7 @@ the others have written. All-reduce, reduce-scatter and all-gather of a tensor d
 as is a group whose ranks do not all see each other's processes.
 """
 
-from megatron.parallel.shared_memory.memory import NAME, SWITCH, pid_namespace
+from megatron.parallel.shared_memory.memory import NAME, SWITCH
 from megatron.parallel.shared_memory.process_group import SharedMemoryGroup, backend_of_groups
 
-__all__ = ["NAME", "SWITCH", "SharedMemoryGroup", "backend_of_groups", "pid_namespace"]
+__all__ = ["NAME", "SWITCH", "SharedMemoryGroup", "backend_of_groups"]

@@ -12,18 +12,17 @@ import mmap
 import os
 import platform
 import select
-import socket
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import Store, Work
 
 from megatron.common.environment import ranks_on_host
+from megatron.common.processes import pid_namespace
 
 NAME = "shared_memory"
 """Of the backend, as ``torch.distributed.new_group(backend=NAME)`` takes it."""
@@ -185,15 +184,6 @@ def _map(places: Sequence[Sequence[str]], rank: int, timeout: timedelta) -> Grou
             return GroupMemory(mmap.mmap(file.fileno(), 0), rank, processes, timeout)
     except (OSError, ValueError):
         return None
-
-
-def pid_namespace() -> str:
-    """A name of the set of processes that this one can see; the same for ranks that see each other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 class _Timespec(ctypes.Structure):
