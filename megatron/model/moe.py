@@ -7,8 +7,6 @@ The layer is one tensor-parallel region: each rank has the whole input, an equal
 a partial sum of the output. Therefore gradients inside are partial sums, too, the router's as well.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from megatron.config import ModelConfig
 from megatron.model.router import Router
 from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
-from megatron.ops.activation import mlp_activation
+from megatron.ops.activation import expert_activation
 from megatron.ops.stacked_linear import StackedLinearKernel, stacked_linear_kernel
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
@@ -127,21 +125,10 @@ class Experts(nn.Module):
         kernel = stacked_linear_kernel(config)
         self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), kernel)
         self.dense_4h_to_h = StackedLinear(parameter("dense_4h_to_h", residual_weight, (h, f), 2), kernel)
-        activation = mlp_activation(config)
-        self.activation = activation if config.is_gated else partial(_transposed, activation)
+        self.activation = expert_activation(config)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(rows, counts)), counts)
-
-
-def _transposed(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """``activation`` of each element of ``rows`` [n, f], whose number n changes in every step.
-
-    On the CPU torch passes what is contiguous to oneDNN, which compiles a kernel for each size, slowly, and keeps up to
-    1,024: they lie between the large blocks that a step frees, so that memory grows. It computes GELU of transposed
-    rows by itself.
-    """
-    return activation(rows.t()).t()
 
 
 def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: ProcessGroup) -> nn.Parameter:

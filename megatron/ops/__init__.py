@@ -1,11 +1,16 @@
 """Operations that devices or precisions compute differently: one function or class for each, without communication.
 
 Every operation has a plain torch version, which works on each device and is the reference that tests compare variants
-with. A variant is in ``cpu.py``, ``cuda.py`` or ``apex.py``, by what it needs, and is chosen once: when a layer is
-built.
+with. A layer chooses the variant once, when it is built. A precision is added as one more variant, such as a
+``LinearKernel`` in FP8.
 
-linear.py      the matmuls of a linear layer: forward, gradient of the input, gradient of the weight
-norm.py        LayerNorm and RMSNorm
-activation.py  GELU, SwiGLU, GEGLU, and GELU with a bias; residual connections with dropout
-device.py      what is chosen by, without torch, since the planner asks, too
+linear.py            the matmuls of a linear layer: output, gradient of the input, gradient of the weight
+stacked_linear.py    the matmuls of several weights, each with its own rows, such as experts
+attention.py         the core of attention; attention_kernel.py says which kernel it gets and why, packed_attention.py,
+                     flex_attention.py and partial_attention.py limit it to documents, windows and parts of the keys
+norm.py              LayerNorm and RMSNorm
+activation.py        GELU, SwiGLU, GEGLU, GELU with a bias; residual connections with dropout
+cross_entropy.py     statistics and gradient of rows of logits
+device.py            what is chosen by, without torch, since the planner asks, too
+cpu.py, cuda.py, apex.py    variants and facts of one device or library
 """
