@@ -62,7 +62,7 @@ class GroupMemory:
             self._files[other] = os.pidfd_open(processes[other])
 
     def next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
-        """Where each rank has the next message, of so many elements."""
+        """Where each rank has the next message, of that many elements."""
         self._uses += 1
         self._bytes = elements * dtype.itemsize
         return [self._slot(dtype, rank, elements) for rank in range(self.size)]
@@ -160,7 +160,7 @@ def _is_supported(environ: Mapping[str, str]) -> bool:
 
 
 def _create_file(size: int) -> int:
-    """A file without a name of so many bytes; -1 if that is not allowed."""
+    """A file without a name of that many bytes; -1 if that is not allowed."""
     try:
         file = os.memfd_create(NAME)
     except OSError:
@@ -196,7 +196,7 @@ _SYS_FUTEX = 202  # on x86_64
 
 
 def _futex(address: int, operation: int, value: int, timeout: object, second: None, third: int) -> int:
-    """Sleep while the word at ``address`` is ``value``, or wake so many that do: futex(2). Frees Python's lock."""
+    """Sleep while the word at ``address`` is ``value``, or wake that many that do: futex(2). Frees Python's lock."""
     return _syscall(_SYS_FUTEX, address, operation, value, timeout, second, third)
 
 

@@ -91,30 +91,30 @@ class SharedMemoryGroup(ProcessGroup):
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions = _REDUCE_SCATTER
     ) -> Work:
         """Sum this rank's part of ``input`` over the ranks into ``output``."""
-        is_whole = output.numel() * self.size() == input.numel()
-        if self.memory is None or not is_whole or not self._suits(opts, [output, input]):
+        sizes_match = output.numel() * self.size() == input.numel()
+        if self.memory is None or not sizes_match or not self._suits(opts, [output, input]):
             return self._gloo._reduce_scatter_base(output, input, opts)
         return self.reduce_scatter([output], [list(_flat(input).tensor_split(self.size()))], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions = _ALL_GATHER) -> Work:
         """Gather ``input`` of every rank, one after the other, in ``output``."""
-        is_whole = output.numel() == input.numel() * self.size()
-        if self.memory is None or not is_whole or not self._suits(opts, [output, input]):
+        sizes_match = output.numel() == input.numel() * self.size()
+        if self.memory is None or not sizes_match or not self._suits(opts, [output, input]):
             return self._gloo._allgather_base(output, input, opts)
-        whole, own = _flat(output), _flat(input)
-        return Pending(self.memory, _all_gather(self.memory, whole, own, opts.asyncOp), output, whole)
+        full, own = _flat(output), _flat(input)
+        return Pending(self.memory, _all_gather(self.memory, full, own, opts.asyncOp), output, full)
 
     def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions
     ) -> Work:
         """``all_gather_single`` of each pair."""
-        return _Together([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        return _Works([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions
     ) -> Work:
         """``reduce_scatter_single`` of each pair."""
-        return _Together([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        return _Works([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def _suits(self, opts: Options, tensors: Sequence[Tensor]) -> bool:
         """Whether a collective of these ``tensors`` can go through shared memory; the same on every rank."""
@@ -163,9 +163,9 @@ def _reduce_scatter(memory: GroupMemory, total: Tensor, parts: Sequence[Tensor],
             summed = torch.add(summed, slots[other][memory.rank][: len(own)], out=own)
 
 
-def _all_gather(memory: GroupMemory, whole: Tensor, own: Tensor, is_async: bool) -> Messages:
-    """A message is this rank's part. ``own`` may lie within ``whole``."""
-    parts, step = whole.tensor_split(memory.size), _elements(own, is_async)
+def _all_gather(memory: GroupMemory, full: Tensor, own: Tensor, is_async: bool) -> Messages:
+    """A message is this rank's part. ``own`` may lie within ``full``."""
+    parts, step = full.tensor_split(memory.size), _elements(own, is_async)
     for begin in range(0, len(own), step):
         part = own[begin : begin + step]
         slots = memory.next_slots(own.dtype, len(part))
@@ -227,7 +227,7 @@ class Pending(Work):
         return None
 
 
-class _Together(Work):
+class _Works(Work):
     """Several collectives under way."""
 
     def __init__(self, works: Sequence[Work]) -> None:

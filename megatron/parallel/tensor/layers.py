@@ -2,7 +2,7 @@
 
 t ranks of the group, i inputs, o outputs, v rows of the embedding, h hidden
 
-Between layers every rank holds whole hidden states; with ``sequence_dim`` it holds its shard along that
+Between layers every rank holds full hidden states; with ``sequence_dim`` it holds its shard along that
 dimension, such as [b, s/t, ..] for 1.
 """
 
@@ -42,7 +42,7 @@ class WeightInit:
     device: str = "cpu"
 
     def draw(self, shape: tuple[int, ...]) -> Tensor:
-        """The whole weight in fp32; on the meta device its shape alone."""
+        """The unsharded weight in fp32; on the meta device only its shape."""
         if torch.get_default_device().type == "meta":
             return torch.empty(shape, dtype=torch.float32)
         digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
@@ -51,9 +51,9 @@ class WeightInit:
         return torch.normal(0.0, self.std, shape, generator=generator, device=self.device, dtype=torch.float32)
 
 
-def sharded_parameter(whole: Tensor, *, dim: int, group: ProcessGroup) -> nn.Parameter:
-    """This rank's slice of ``whole`` along ``dim``, marked as one."""
-    part = whole.chunk(group.size(), dim)[group.rank()].clone()
+def sharded_parameter(full: Tensor, *, dim: int, group: ProcessGroup) -> nn.Parameter:
+    """This rank's slice of ``full`` along ``dim``, marked as one."""
+    part = full.chunk(group.size(), dim)[group.rank()].clone()
     return mark_sharded(nn.Parameter(part), dim)
 
 
@@ -80,7 +80,7 @@ def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Para
 
 
 def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
-    """The sum of the ranks' partial outputs, whole on every rank or sharded along the sequence."""
+    """The sum of the ranks' partial outputs, on every rank or sharded along the sequence."""
     if sequence_dim is None:
         return reduce_from_model_parallel_region(x, group)
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
@@ -158,8 +158,8 @@ class ColumnParallelLinear(DeferringModule):
 class RowParallelLinear(DeferringModule):
     """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
-    With ``input_is_parallel=False`` the input is whole, [.., i], and is scattered here. The output of ``lora(x)`` is
-    added, if it is given.
+    With ``input_is_parallel=False`` the input is not sharded, [.., i], and is scattered here. The output of
+    ``lora(x)``, if given, is added.
     """
 
     def __init__(
@@ -217,10 +217,10 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
-        whole = init.draw((num_embeddings, embedding_dim))  # before padding, which depends on the layout
-        whole = F.pad(whole, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
-        self.rows = whole.size(0) // group.size()
-        self.weight = sharded_parameter(whole, dim=0, group=group)
+        full = init.draw((num_embeddings, embedding_dim))  # before padding, which depends on the layout
+        full = F.pad(full, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
+        self.rows = full.size(0) // group.size()
+        self.weight = sharded_parameter(full, dim=0, group=group)
         self.kernel = kernel()
 
     def forward(self, tokens: Tensor) -> Tensor:

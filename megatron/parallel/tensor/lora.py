@@ -119,6 +119,6 @@ def _draw(init: WeightInit, rank: int, inputs: int) -> Tensor:
 
 
 def train_adapters_only(module: nn.Module) -> None:
-    """Freeze every parameter of ``module`` but those of adapters."""
+    """Freeze every parameter of ``module`` except adapters."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(f".{ADAPTER}." in name)

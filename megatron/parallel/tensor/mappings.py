@@ -1,7 +1,7 @@
 """Mappings into and out of a tensor-parallel region, in conjugate pairs: each is another's backward.
 
 Outside the region every rank of the group holds the same tensor; inside, each holds its own.
-The first four mappings are those of Megatron-LM (arXiv 1909.08053, section 3). The last three
+The first four mappings are Megatron-LM's (arXiv 1909.08053, section 3). The last three
 map to and from a region in which each rank holds a shard of the sequence (arXiv 2205.05198,
 section 4.2.2): all-gather and reduce-scatter, which together move as much as one all-reduce.
 
@@ -98,9 +98,9 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: ProcessGroup) -> Te
 
 def gather_split_1d_tensor(part: Tensor, group: ProcessGroup) -> Tensor:
     """The parts of all ranks: [n/t] -> [n], the inverse of ``split_tensor_into_1d_equal_chunks``. Without gradient."""
-    whole = part.new_empty(part.numel() * group.size())
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    return whole
+    full = part.new_empty(part.numel() * group.size())
+    dist.all_gather_into_tensor(full, part.contiguous(), group=group)
+    return full
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
