@@ -85,13 +85,13 @@ def in_host_memory(item: Any, used: Sequence[Tensor] = ()) -> Any:
 
 
 def _without_other_data(leaf: Any) -> Any:
-    """``leaf``, or a copy of a tensor that is a part of its storage, all of which would be saved.
+    """``leaf``, or a copy in host memory of a tensor that is a part of its storage, all of which would be saved.
 
     Parts of ZeRO's storages that lack no more than padding are not copied.
     """
     if not isinstance(leaf, Tensor) or leaf.nbytes >= 0.9 * leaf.untyped_storage().nbytes():
         return leaf
-    return leaf.detach().clone()
+    return leaf.detach().to("cpu", copy=True)
 
 
 def _is_size(item: Any) -> bool:

@@ -292,7 +292,7 @@ def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[
     has_state = run.zero.zero_stage == 0 and not run.checkpoint.no_save_optim
     states = parameter_states(engine) if has_state else {}
     content = {
-        name: {**states.get(name, {}), WEIGHT: parameter.detach().clone()}
+        name: {**states.get(name, {}), WEIGHT: parameter.detach()}
         for name, parameter in engine.module.named_parameters()
         if expert_group_of(parameter) is not None
     }
