@@ -5,11 +5,14 @@ signature that it has in ``TESTED_VERSION``, and ``check_overrides`` raises one 
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import deepspeed
+from deepspeed import comm
+from deepspeed.comm.torch import TorchBackend
 
 from megatron.common.errors import ConfigError
 from megatron.engines import TESTED_VERSION
@@ -37,6 +40,18 @@ def expect(owner: Any, name: str, signature: str) -> None:
         _differences.append(f"{place} takes {found}, and is known to take {signature}")
 
 
+def _signature(function: Callable) -> str:
+    signature = inspect.signature(function)
+    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+# What ``megatron.engines`` replaces or calls before an engine is built.
+expect(comm.comm, "mpi_discovery", "(distributed_port=29500, verbose=True)")
+expect(sys.modules[TorchBackend.__module__], "build_shm_op", "()")
+expect(TorchBackend, "new_group", "(self, ranks)")
+
+
 def check_overrides() -> None:
     """Raise ConfigError if the installed DeepSpeed differs from the declared names and signatures.
 
@@ -47,12 +62,6 @@ def check_overrides() -> None:
         raise ConfigError(
             f"DeepSpeed {version} is not supported: {'; '.join(_differences)}; install deepspeed=={TESTED_VERSION}"
         )
-
-
-def _signature(function: Callable) -> str:
-    signature = inspect.signature(function)
-    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     BufferOpInstruction,
@@ -32,6 +33,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import Tensor
 
+from megatron.engines.overrides import overrides
 from megatron.engines.pipeline_engine import PipelinedEngine
 from megatron.engines.transfers import Transfers, as_list
 from megatron.parallel.pipeline.program import Step, Transfer, program
@@ -98,25 +100,30 @@ class ScheduledEngine(PipelinedEngine):
         schedule = self.module.schedule
         return schedule.stages * schedule.chunks - 1
 
+    @overrides(PipelineEngine, "(self)")
     def is_last_stage(self) -> bool:
         """Whether the chunk that runs is the last; outside of passes, whether this stage holds it."""
         if not self.is_ready:  # DeepSpeed's constructor asks for the place of the stage
             return super().is_last_stage()
         return self._last_chunk in self.module.chunks if self._chunk is None else self._chunk == self._last_chunk
 
+    @overrides(PipelineEngine, "(self)")
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self.module.schedule.stage_of(self._last_chunk))
 
+    @overrides(PipelineEngine, "(self)")
     def reset_activation_shape(self) -> None:
         """Exchange the shapes of tensors between chunks anew."""
         super().reset_activation_shape()
         self._transfers.forget_shapes()
 
+    @overrides(PipelineEngine, "(self)")
     def _train_schedule(self) -> _Instructions:
         instructions = self._instructions(program(self._schedule, self.stage_id))
         instructions.steps.append([ReduceTiedGrads(), ReduceGrads(), OptimizerStep()])
         return instructions
 
+    @overrides(PipelineEngine, "(self, micro_batches)")
     def _inference_schedule(self, micro_batches: int) -> _Instructions:
         assert micro_batches == self.micro_batches
         return self._instructions(program(self._schedule, self.stage_id, forward_only=True))
@@ -162,6 +169,7 @@ class ScheduledEngine(PipelinedEngine):
         finally:
             self._chunk = None
 
+    @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_load_micro_batch(self, buffer_id: int, micro_batch: int, phase: None) -> None:
         super()._exec_load_micro_batch(buffer_id)
         if self.is_last_stage():
@@ -169,6 +177,7 @@ class ScheduledEngine(PipelinedEngine):
             loaded, labels[buffer_id] = labels[buffer_id], None
             labels[buffer] = loaded
 
+    @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_forward_pass(self, buffer_id: int, phase: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
         with self._running(phase) as chunk:
@@ -246,10 +255,12 @@ class ScheduledEngine(PipelinedEngine):
             return value.detach().contiguous()
         return tuple(tensor.detach().contiguous() for tensor in value)
 
+    @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_recv_activations(self, buffer_id: int, phase: int, micro_batch: int) -> None:
         inputs = self._transfers.take(True, self.module.chunks[phase], micro_batch - 1)
         self.pipe_buffers["inputs"][buffer_id] = _leaves(inputs)
 
+    @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_recv_grads(self, buffer_id: int, phase: int, micro_batch: int) -> None:
         self.pipe_buffers["gradients"][buffer_id] = self._transfers.take(
             False, self.module.chunks[phase], micro_batch - 1
