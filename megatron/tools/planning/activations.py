@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.config import ModelConfig, RunConfig
-from megatron.model.partition import LayerCounts, layer_groups
+from megatron.model.partition import layer_groups
 from megatron.model.spec import LayerSpec, architecture_of
 from megatron.ops.attention_kernel import (
     SHORTEST_BLOCK,
@@ -285,37 +285,3 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
         copies = 3 if z.element != FP32 else 0 if model.has_relative_positions else 2
         return scores * (3 if dropout else 1) * FP32 + copies * queries * FP32 + padded
     return z.b * z.n * z.s * FP32 + padded
-
-
-def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:
-    """Bytes kept for weight gradients that are deferred: inputs of linear layers, and gradients of their outputs.
-
-    Autograd holds on to one more gradient of hidden states for each layer. Matmuls of experts in one kernel
-    (``StackedLinear``) are not deferred.
-    """
-    z = sizes(run)
-    in_one_kernel = run.model.moe_grouped_gemm and run.parallel.device == "cuda" and run.precision.dtype == "bf16"
-    return z.element * sum(
-        count * (z.stream * z.h + _deferred(z, layer, run.model.moe_router_topk, in_one_kernel))
-        for layer, count in layers
-        if layer.is_block
-    )
-
-
-def _deferred(z: Sizes, layer: LayerSpec, chosen: int, in_one_kernel: bool) -> int:
-    """Elements of the inputs of linear layers of ``layer``, and of the gradients of their outputs."""
-    total = 0
-    for parameter in layer.parameters:
-        experts = parameter.shape[0] if parameter.is_expert else 1
-        if parameter.shard_dim is None or len(parameter.shape) < 2 + parameter.is_expert:
-            continue
-        if parameter.is_expert and in_one_kernel:
-            continue
-        inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1] // experts
-        if parameter.is_expert:  # the same number of tokens for each
-            total += z.tokens * chosen * (inputs + outputs) // z.t
-        elif parameter.shard_dim == len(parameter.shape) - 1:
-            total += z.tokens * (inputs // z.t + outputs)
-        else:
-            total += z.stream * inputs + z.tokens * outputs // z.t
-    return total

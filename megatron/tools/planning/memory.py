@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.model.partition import LayerCounts, Stage, counts, plan
+from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.in_flight import Moment, micro_batches_in_flight, peaks
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
-from megatron.tools.planning.activations import Activations, activations, deferred_bytes
+from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
 from megatron.tools.planning.states import States, states
 from megatron.tools.planning.weights import Weights, stage_weights
 
@@ -208,3 +209,37 @@ def _pipeline_buffers(
 
 _ON_THE_WAY = 6
 """Hidden states or gradients being sent, or received early, with schedules other than DeepSpeed's."""
+
+
+def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:
+    """Bytes kept for deferred weight gradients: inputs of linear layers, and gradients of their outputs.
+
+    Autograd keeps one more gradient of hidden states for each layer. Matmuls of experts in one kernel
+    (``StackedLinear``) are not deferred.
+    """
+    z = sizes(run)
+    in_one_kernel = run.model.moe_grouped_gemm and run.parallel.device == "cuda" and run.precision.dtype == "bf16"
+    return z.element * sum(
+        count * (z.stream * z.h + _deferred(z, layer, run.model.moe_router_topk, in_one_kernel))
+        for layer, count in layers
+        if layer.is_block
+    )
+
+
+def _deferred(z: Sizes, layer: LayerSpec, chosen: int, in_one_kernel: bool) -> int:
+    """Elements of the inputs of linear layers of ``layer``, and of the gradients of their outputs."""
+    total = 0
+    for parameter in layer.parameters:
+        experts = parameter.shape[0] if parameter.is_expert else 1
+        if parameter.shard_dim is None or len(parameter.shape) < 2 + parameter.is_expert:
+            continue
+        if parameter.is_expert and in_one_kernel:
+            continue
+        inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1] // experts
+        if parameter.is_expert:  # the same number of tokens for each
+            total += z.tokens * chosen * (inputs + outputs) // z.t
+        elif parameter.shard_dim == len(parameter.shape) - 1:
+            total += z.tokens * (inputs // z.t + outputs)
+        else:
+            total += z.stream * inputs + z.tokens * outputs // z.t
+    return total

@@ -15,6 +15,7 @@ from megatron.tools.planning.machine import GB, TERA
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
 from megatron.tools.planning.search import Plan
+from megatron.tools.planning.timing import spans
 from megatron.training.summary import describe_config
 
 SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
@@ -273,12 +274,8 @@ def _sent(one: Candidate) -> str:
 
 def _links(one: Candidate) -> dict[str, str]:
     """The link of each kind of traffic: a group whose ranks span several hosts uses the network."""
-    parallel, per_node = one.run.parallel, one.request.machine.per_node
-    inner = parallel.model_parallel_size * parallel.sequence_ranks
-    replicas = inner * parallel.data_parallel_size
-    experts = inner * parallel.expert_model_parallel_size
-    spans = {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas, "experts": experts}
-    return {name: "on a host" if span <= per_node else "between hosts" for name, span in spans.items()}
+    per_node, ranks = one.request.machine.per_node, spans(one.run.parallel)
+    return {name: "on a host" if span <= per_node else "between hosts" for name, span in ranks.items()}
 
 
 def _against(plan: Plan, request: Request) -> Iterator[str]:

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from operator import attrgetter
 
-from megatron.config import RunConfig
+from megatron.config import ParallelConfig, RunConfig
 from megatron.model.partition import Stage
 from megatron.model.spec import architecture_of
 from megatron.parallel import steps_within
@@ -169,20 +169,26 @@ class Timing:
 
 def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traffic]]) -> Timing:
     """The time of an iteration of ``run``, from its distinct ``stages``."""
-    parallel = run.parallel
-    t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.sequence_ranks
-    replicas = inner * parallel.data_parallel_size
+    parallel, span = run.parallel, spans(run.parallel)
     busiest = max((pass_seconds(run, machine, stage) for stage, _ in stages), key=attrgetter("total"))
     compute = run.train.gradient_accumulation_steps * busiest.total
-    tensor = max(traffic.tensor - gathered_again(run, stage) for stage, traffic in stages) / machine.bandwidth(inner)
-    sends = max(traffic.pipeline for _, traffic in stages) / machine.bandwidth(replicas * parallel.pipe_stages)
-    data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
+    waited = max(traffic.tensor - gathered_again(run, stage) for stage, traffic in stages)
+    tensor = waited / machine.bandwidth(span["tensor"]) if span["tensor"] > 1 else 0.0
+    sends = max(traffic.pipeline for _, traffic in stages) / machine.bandwidth(span["pipeline"])
+    data = max(traffic.data for _, traffic in stages) / machine.bandwidth(span["data"])
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
         data = max(data - compute / 2, 0.0)
-    exchanging = inner * parallel.expert_model_parallel_size
-    experts = max(traffic.experts for _, traffic in stages) / machine.bandwidth(exchanging)
+    experts = max(traffic.experts for _, traffic in stages) / machine.bandwidth(span["experts"])
     idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + sends + experts)
-    return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data, experts, busiest)
+    return Timing(compute, tensor, sends, idle, data, experts, busiest)
+
+
+def spans(parallel: ParallelConfig) -> dict[str, int]:
+    """For each kind of traffic: ranks of one group are numbered less than this far apart."""
+    inner = parallel.model_parallel_size * parallel.sequence_ranks
+    replicas = inner * parallel.data_parallel_size
+    experts = inner * parallel.expert_model_parallel_size
+    return {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas, "experts": experts}
 
 
 def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:

@@ -9,8 +9,8 @@ from support.command_lines import CUDA, parse
 from megatron.config import RunConfig
 from megatron.model.partition import plan
 from megatron.model.spec import hardware_flops, model_flops
-from megatron.tools.planning.activations import activations, deferred_bytes
-from megatron.tools.planning.memory import stage_memory
+from megatron.tools.planning.activations import activations
+from megatron.tools.planning.memory import deferred_bytes, stage_memory
 from megatron.tools.planning.states import states
 from megatron.tools.planning.timing import traffic
 from megatron.tools.planning.weights import Weight, Weights, rank_parameters
