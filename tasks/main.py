@@ -6,7 +6,7 @@
     python tasks/main.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load checkpoints/gpt2
 
 The classifier is a linear layer on BERT's pooler. After each epoch the accuracy is printed, written to --metrics-file,
-and with --save a checkpoint is saved. Sizes and tokenizer are those of the checkpoint unless they are given. All flags
+and with --save a checkpoint is saved. Sizes and tokenizer come from the checkpoint unless they are given. All flags
 of training apply, such as --model-parallel-size, --zero-stage, --bf16 and --load; pretrain_bert.py --help lists them.
 LAMBADA, WIKITEXT103 and PPL are tasks of tools/evaluate.py, and take its flags.
 """

@@ -32,7 +32,9 @@ def paths(parser: argparse.ArgumentParser, source: str, output: str) -> None:
 def tokenizer_flags(parser: argparse.ArgumentParser, why: str) -> None:
     """Add --vocab-file and --merge-file."""
     parser.add_argument("--vocab-file", metavar="FILE", help=f"vocab.json, {why}")
-    parser.add_argument("--merge-file", metavar="FILE", help=f"merges.txt, {why} (default: beside --vocab-file)")
+    parser.add_argument(
+        "--merge-file", metavar="FILE", help=f"merges.txt, {why} (default: in the folder of --vocab-file)"
+    )
 
 
 def max_shard_size(parser: argparse.ArgumentParser) -> None:

@@ -66,8 +66,8 @@ def handle_signals() -> None:
 def end_launchers(number: int, frame: FrameType | None) -> None:
     """Do what DeepSpeed's runner does after SIGTERM, if it started launchers on several hosts.
 
-    Otherwise send SIGTERM to that of this host, which ends the ranks; the runner waits for it. Before there is one the
-    signal has its default effect.
+    Otherwise send SIGTERM to the launcher of this host, which ends the ranks; the runner waits for it. Before there is
+    one the signal has its default effect.
     """
     handler = signal.getsignal(signal.SIGTERM)
     running = [child for child in _Remembered.all if _LAUNCHER in child.args and child.poll() is None]

@@ -58,7 +58,7 @@ def add_rank_flags(parser: ToolParser) -> None:
 def find_model(args: argparse.Namespace, accepted: Sequence[ArchitectureSpec] = (GPT2,)) -> tuple[Source, int]:
     """The model that ``args`` name, and the context length. Reads no weights, and imports no torch.
 
-    Raises ConfigError if ``args`` are invalid, or so many processes cannot share the model, and as ``source_of``.
+    Raises ConfigError if ``args`` are invalid, or the number of processes cannot share the model, and as ``source_of``.
     """
     check_values(args, _INTERVALS)
     source = source_of(args, os.environ, accepted)

@@ -26,16 +26,15 @@ from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5
-from megatron.tools.command_line import ToolParser
+from megatron.tools.command_line import ToolParser, progress_bar
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.inference.source import Source
-from megatron.tools.progress import progress_bar
 
 CLASSIC_STRIDE = 32
 PAIRS = "PAIRS"
 """The task of models with an encoder."""
 CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
-"""Names of tasks in Megatron-LM's tasks/main.py that differ from those of ``TASKS``."""
+"""Names of tasks in Megatron-LM's tasks/main.py that differ from the names in ``TASKS``."""
 
 
 def main() -> None:
@@ -102,7 +101,7 @@ def build_parser() -> ToolParser:
         help="task; WIKITEXT103 is WIKITEXT; PAIRS is for T5",
     )
     add("--valid-data", type=Path, required=True, metavar="FILE", help="data to evaluate on")
-    add("--strict-lambada", action="store_true", help="predict the whole last word, not its last token")
+    add("--strict-lambada", action="store_true", help="predict the entire last word, not its last token")
     add("--json-keys", default="text", metavar="KEY", help="key of the text in JSONL")
     add(
         "--overlapping-eval",

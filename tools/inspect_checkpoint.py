@@ -4,7 +4,7 @@
     python tools/inspect_checkpoint.py --diff checkpoints/my checkpoints/other
 
 A path is a folder of checkpoints, one tag of it, a universal checkpoint, merged weights, or a Hugging Face folder.
-Two are compared tensor by tensor under the names of the plain engine, whatever their layouts: max |b - a|, and the
+Two are compared tensor by tensor under the names without a pipeline, regardless of their layouts: max |b - a|, and the
 same relative to max |a|.
 
 Exit code 0: undamaged, or equal; 1: they differ; 2: wrong usage; 4: damaged.

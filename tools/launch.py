@@ -5,7 +5,7 @@
 Takes the flags of the deepspeed command. The exit code is the launcher's, 128 + N if signal N ended it; processes that
 it leaves on this host are ended. With --max-restarts N a failed run is restarted from its newest checkpoint; exit code
 93: it failed three times in a row without a new one. With --elastic it is restarted on the hosts that are healthy then:
-spare hosts of the hostfile replace lost ones, or else the planner chooses a layout for those that are left.
+spare hosts of the hostfile replace lost ones, or else the planner chooses a layout for the remaining hosts.
 """
 
 import os
@@ -19,7 +19,7 @@ import _project_root  # noqa: F401
 from megatron.common.screen import ignore_lost_output
 from megatron.tools.cluster.elastic import Policy, TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_run import ElasticRun
-from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
+from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_arguments, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
@@ -33,7 +33,7 @@ def main() -> None:
     launch = read_launch(sys.argv[1:], __doc__)
     if launch.elastic:
         sys.exit(_run_elastic(launch))
-    command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
+    command = [sys.executable, str(RUNNER), *launcher_arguments(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
     check_arguments(launch, os.environ)
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}

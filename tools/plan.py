@@ -92,7 +92,7 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
 
 def _exact_memory(chosen: Candidate) -> list[Memory]:
     """Peak memory with the parameters of the built layers."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device is planned for
+    os.environ["DS_ACCELERATOR"] = "cpu"  # regardless of the planned device
     from megatron.tools.planning.dry_run import first_rank_of_each_stage, rank_memory
 
     return [rank_memory(chosen.run, rank).memory for rank in first_rank_of_each_stage(chosen.run.parallel)]
@@ -140,7 +140,7 @@ def _parser() -> ToolParser:
         "--program",
         type=Path,
         metavar="FILE",
-        help="entry script whose ARCHITECTURE is planned (default: that of --model, or pretrain_gpt2.py)",
+        help="entry script whose ARCHITECTURE is planned (default: the program of --model, or pretrain_gpt2.py)",
     )
     model.add_argument(
         "--vocab-size",

@@ -25,12 +25,11 @@ from megatron.config.tokenizer_files import (
     used_merges,
 )
 from megatron.launch.rank import print_warning
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.preprocess.conversations import KEYS, find_chat_template
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, format_of, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
-from megatron.tools.progress import progress_bar
 
 MOST_WORKERS = max(256, 4 * (os.cpu_count() or 1))
 """Beyond a few for each core, more workers only take memory."""
@@ -92,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"kind of tokenizer (default: what --tokenizer-model holds, or {GPT2_BPE})",
     )
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
-    add("--merge-file", metavar="FILE", help="merges of the BPE (default: those beside --vocab-file)")
+    add("--merge-file", metavar="FILE", help="merges of the BPE (default: merges.txt in the folder of --vocab-file)")
     add(
         "--tokenizer-model",
         "--tokenizer-name-or-path",
@@ -111,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
         "--chat-template",
         metavar="FILE",
         help="template of Jinja that writes messages as text (default: chat_template.jinja, or tokenizer_config.json, "
-        "beside the vocabulary)",
+        "in the folder of the vocabulary)",
     )
     add("--append-eod", action="store_true", help="end each document with the token that ends one")
     add(
@@ -124,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--keep-newlines",
         action="store_true",
-        help="with --split-sentences, keep the line breaks between sentences; in whole documents they are always kept",
+        help="with --split-sentences, keep the line breaks between sentences; in full documents they are always kept",
     )
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
     add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")

@@ -67,8 +67,8 @@ def main() -> None:
 
     threads = torch.get_num_threads()
     if listener is not None:
-        # Another thread generates, and has OpenMP threads of its own. With those of this thread there would be two for
-        # each core, and GNU's OpenMP would let them sleep after each operator, which doubles the time of a token.
+        # Another thread generates, and has OpenMP threads of its own. With the threads of this one there would be two
+        # for each core, and GNU's OpenMP would let them sleep after each operator, which doubles the time of a token.
         torch.set_num_threads(1)
     with opened_model(source, ranks, args.dtype) as model:
         batch = RequestBatch(TextGenerator(model, source.tokenizer), args.max_batch_size)

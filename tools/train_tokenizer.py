@@ -14,7 +14,7 @@ from _atomic_file import atomic_file
 from megatron.common.errors import ConfigError, DataError, counted
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.convert.huggingface_files import BPE
 from megatron.tools.preprocess.corpus import (
     add_input_flags,
@@ -25,7 +25,6 @@ from megatron.tools.preprocess.corpus import (
     text_size,
 )
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
-from megatron.tools.progress import progress_bar
 
 CHUNK_BYTES = 1 << 20
 

@@ -8,10 +8,10 @@
 Each layout is trained from the same seed on the same samples, without dropout, and compared with the first one: the
 losses and gradient norms of all iterations, the gradient of each parameter in the first step, and the final weights. A
 layout is named tpA-ppB-dpC[-epE][-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]: tensor
-parallel A, B pipeline stages (0, or 1 with plain, is the plain engine), data parallel C, experts divided over E of
-these ranks, ZeRO stage Z, Megatron's sequence parallelism, context parallelism over N ranks, DeepSpeed-Ulysses over N
-ranks, a pipeline schedule, the interleaved one with V model chunks per stage. All have the global batch of the first
-and the same micro-batch size.
+parallel A, B pipeline stages (0, or 1 with plain, is DeepSpeedEngine, without a pipeline), data parallel C, experts
+divided over E of these ranks, ZeRO stage Z, Megatron's sequence parallelism, context parallelism over N ranks,
+DeepSpeed-Ulysses over N ranks, a pipeline schedule, the interleaved one with V model chunks per stage. All have the
+global batch of the first and the same micro-batch size.
 
 Losses and gradient norms are compared by |b - a| / |a|, the largest of all iterations; gradients by the largest
 element of |b - a| over the largest of |a|, the largest of all parameters; weights by |b - a| over the sum of the
@@ -31,7 +31,7 @@ from _atomic_file import atomic_file
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.planning.explain import explain
-from megatron.tools.verify.request import PROGRAM, illegal, legal_layouts, make_request, parse_layout
+from megatron.tools.verify.request import PROGRAM, make_request, parse_layout, rule_violations, supported_layouts
 
 
 def main() -> None:
@@ -45,13 +45,13 @@ def main() -> None:
         raise ConfigError(f"--sample {args.sample} chooses among the layouts of --all N, at least one: give --all, too")
     named = [parse_layout(name) for name in args.layouts or ()]
     request = make_request(words, args.iterations, named[0] if named else None, os.environ, args.program)
-    layouts = named or legal_layouts(request, args.all, args.sample, args.sample_seed)
+    layouts = named or supported_layouts(request, args.all, args.sample, args.sample_seed)
     if args.explain:
         for layout in layouts:
             print(f"\n{layout.name}")
             explain(request.parsed(layout))
         return
-    if problems := illegal(request, named):
+    if problems := rule_violations(request, named):
         raise ConfigError(problems)
     if args.list:
         print("\n".join(layout.name for layout in layouts))

@@ -1,7 +1,7 @@
 """Write megatron/cli/deepspeed_json/keys.json: the keys and types of the installed DeepSpeed's config models.
 
 The file lets a config be checked before DeepSpeed is imported. Run this after an upgrade of DeepSpeed.
-Schemas follow a small part of the JSON Schema standard. Below are those of keys that DeepSpeed reads without
+Schemas follow a small part of the JSON Schema standard. Below are the schemas of keys that DeepSpeed reads without
 a model or default that states their type, and ranges that it does not check.
 """
 

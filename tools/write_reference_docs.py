@@ -3,7 +3,7 @@
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,30 +113,26 @@ ENGINES = {
     "pipeline, CP": "--pipe-parallel-size 2 --context-parallel-size 2",
     "DualPipeV, TP": "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-schedule dualpipev",
 }
+
+
+def at_stages(name: str, flags: str, stages: Sequence[int] = range(4)) -> dict[str, str]:
+    """The settings ``name`` with ``flags`` at each ZeRO stage. A name may have a place for the stage, {}."""
+    name = name if "{}" in name else f"{name}, ZeRO {{}}"
+    return {name.format(stage): f"{flags} --zero-stage {stage}".strip() for stage in stages}
+
+
 SETTINGS = {
-    **{f"fp32, ZeRO {stage}": f"--zero-stage {stage}" for stage in range(4)},
-    **{f"bf16, ZeRO {stage}": f"--bf16 --zero-stage {stage}" for stage in range(4)},
-    **{f"fp16, ZeRO {stage} (GPU)": f"--fp16 --zero-stage {stage}" for stage in range(4)},
+    **at_stages("fp32", ""),
+    **at_stages("bf16", "--bf16"),
+    **at_stages("fp16, ZeRO {} (GPU)", "--fp16"),
     "fp16 on the CPU": "cpu --fp16 --zero-stage 1",
-    **{
-        f"bf16, gradients accumulated in fp32, ZeRO {stage}": f"--bf16 --grad-accum-dtype fp32 --zero-stage {stage}"
-        for stage in range(4)
-    },
-    **{
-        f"optimizer offloaded to {device}, ZeRO {stage}": f"--offload-optimizer {device} --zero-stage {stage} {folder}"
-        for device, folder in (("cpu", ""), ("nvme", "--nvme-path folder"))
-        for stage in range(4)
-    },
-    **{f"weights offloaded to cpu, ZeRO {stage}": f"--offload-param cpu --zero-stage {stage}" for stage in range(1, 4)},
-    **{f"overlapped reduction, ZeRO {stage}": f"--zero-overlap-comm --zero-stage {stage}" for stage in range(4)},
-    **{
-        f"round-robin gradients, ZeRO {stage}": f"--zero-round-robin-gradients --zero-stage {stage}"
-        for stage in range(4)
-    },
-    **{
-        f"coalesced reduction, ZeRO {stage}": f"--zero-coalesce-grad-reduction --zero-stage {stage}"
-        for stage in range(4)
-    },
+    **at_stages("bf16, gradients accumulated in fp32", "--bf16 --grad-accum-dtype fp32"),
+    **at_stages("optimizer offloaded to cpu", "--offload-optimizer cpu"),
+    **at_stages("optimizer offloaded to nvme", "--offload-optimizer nvme --nvme-path folder"),
+    **at_stages("weights offloaded to cpu", "--offload-param cpu", (1, 2, 3)),
+    **at_stages("overlapped reduction", "--zero-overlap-comm"),
+    **at_stages("round-robin gradients", "--zero-round-robin-gradients"),
+    **at_stages("coalesced reduction", "--zero-coalesce-grad-reduction"),
     "full recomputation": "--checkpoint-activations",
     "selective recomputation": "--recompute-granularity selective",
     "partitioned activations": "--checkpoint-activations --partition-activations",
@@ -160,8 +156,8 @@ def main() -> None:
         "layouts.md": layouts(),
         "command-line.md": command_line(),
         "classic-flags.md": classic_flags(),
-        "models.md": models((ROOT / "docs" / "models.md").read_text()),
-        "parallelism.md": schedules((ROOT / "docs" / "parallelism.md").read_text()),
+        "models.md": with_table("models.md", "presets", PRESETS_COLUMNS, map(preset_row, PRESETS)),
+        "parallelism.md": with_table("parallelism.md", "schedules", SCHEDULES_COLUMNS, map(schedule_row, EXAMPLES)),
         "images/schedules.svg": schedules_as_svg(EXAMPLES, PassSeconds()),
     }
     (args.output / "images").mkdir(exist_ok=True)
@@ -281,7 +277,6 @@ EXAMPLES = (
     Schedule("zbv", 4, 8, 2),
     Schedule("dualpipev", 4, 8, 2, splits_backward=False),
 )
-SCHEDULES_BEGIN, SCHEDULES_END = "<!-- schedules -->\n", "<!-- end of schedules -->\n"
 SCHEDULES_COLUMNS = (
     "schedule",
     "idle, 8 micro-batches",
@@ -289,14 +284,16 @@ SCHEDULES_COLUMNS = (
     "kept by the first stage",
     "by the last",
 )
+PRESETS_COLUMNS = ("preset", "layers", "hidden", "heads", "MLP", "sequence", "vocabulary", "parameters")
 
 
-def schedules(page: str) -> str:
-    """``page`` with a new table of pipeline schedules on four stages between its two marks."""
-    before, _, rest = page.partition(SCHEDULES_BEGIN)
-    lines = [f"| {' | '.join(SCHEDULES_COLUMNS)} |\n", "|---" + "|---:" * (len(SCHEDULES_COLUMNS) - 1) + "|\n"]
-    lines += [f"| {' | '.join(schedule_row(schedule))} |\n" for schedule in EXAMPLES]
-    return f"{before}{SCHEDULES_BEGIN}{''.join(lines)}{SCHEDULES_END}{rest.partition(SCHEDULES_END)[2]}"
+def with_table(name: str, mark: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The page ``name`` with a new table between its comments ``mark`` and ``end of mark``."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    before, _, rest = (ROOT / "docs" / name).read_text().partition(begin)
+    lines = [f"| {' | '.join(columns)} |\n", "|---|" + "---:|" * (len(columns) - 1) + "\n"]
+    lines += [f"| {' | '.join(row)} |\n" for row in rows]
+    return f"{before}{begin}{''.join(lines)}{end}{rest.partition(end)[2]}"
 
 
 def schedule_row(schedule: Schedule) -> list[str]:
@@ -306,18 +303,6 @@ def schedule_row(schedule: Schedule) -> list[str]:
     kept = [f"{sum(in_flight(schedule, stage)) / schedule.chunks:g}" for stage in (0, schedule.stages - 1)]
     chunks = f", {schedule.chunks} chunks per stage" if schedule.name == "interleaved" else ""
     return [f"`{schedule.name}`{chunks}", *idle, *kept]
-
-
-PRESETS_BEGIN, PRESETS_END = "<!-- presets -->\n", "<!-- end of presets -->\n"
-PRESETS_COLUMNS = ("preset", "layers", "hidden", "heads", "MLP", "sequence", "vocabulary", "parameters")
-
-
-def models(page: str) -> str:
-    """``page`` with a new table of presets between its two marks."""
-    before, _, rest = page.partition(PRESETS_BEGIN)
-    lines = [f"| {' | '.join(PRESETS_COLUMNS)} |\n", "|---|" + "---:|" * (len(PRESETS_COLUMNS) - 1) + "\n"]
-    lines += [f"| {' | '.join(preset_row(name))} |\n" for name in PRESETS]
-    return f"{before}{PRESETS_BEGIN}{''.join(lines)}{PRESETS_END}{rest.partition(PRESETS_END)[2]}"
 
 
 def preset_row(name: str) -> list[str]:

@@ -15,7 +15,7 @@ from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import measured_by_ranks
 from megatron.launch.environment import free_port
 from megatron.tools.reporting.files import read_timeline
-from megatron.tools.reporting.timeline_summary import measure as measure_timeline
+from megatron.tools.reporting.timeline import measure as measure_timeline
 
 PIPELINES = {
     2: (

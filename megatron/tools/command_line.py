@@ -1,19 +1,22 @@
-"""What every command line of the suite shares: user errors as single lines, quiet interruptions."""
+"""What every command line of the suite shares: user errors as single lines, quiet interruptions, progress on stderr."""
 
 import argparse
 import math
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.common.errors import ConfigError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
 from megatron.common.screen import open_closed_streams
 from megatron.model.spec import ArchitectureSpec
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -152,3 +155,46 @@ def read_architecture(program: Path) -> ArchitectureSpec:
     if isinstance(architecture := contents.get("ARCHITECTURE"), ArchitectureSpec):
         return architecture
     raise ConfigError(f"--program {program} defines no ARCHITECTURE: name an entry script such as pretrain_gpt2.py")
+
+
+_SECONDS = 30.0
+"""Between two lines."""
+_LINE = "> {desc}{n_fmt} of {total_fmt}{unit} in {elapsed}, {rate_fmt}{postfix}"
+
+
+class _Lines:
+    """Writes what tqdm draws over its last state as a line of its own, if there was progress."""
+
+    def __init__(self, *, draws_start: bool) -> None:
+        self._last: str | None = None if draws_start else ""
+
+    def write(self, text: str) -> None:
+        """Write the line in ``text``, if there is one."""
+        line = text.strip("\r\n ")
+        state, _, _ = line.partition(" in ")
+        if state and state != self._last:
+            if self._last is not None:
+                sys.stderr.write(f"{line}\n")
+            self._last = state
+
+    def flush(self) -> None:
+        """Flush stderr."""
+        sys.stderr.flush()
+
+
+def progress_bar(
+    iterable: Iterable | None = None, *, shown: bool = True, after: float = 10.0, **options: Any
+) -> "tqdm":
+    """tqdm's bar, with its ``options``, where stderr is a terminal; otherwise a line each half minute and at the end.
+
+    Nothing is printed if ``shown`` is False, as on other ranks than the first, nor outside of terminals by a job that
+    takes less than ``after`` seconds.
+    """
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        return tqdm(iterable, disable=not shown, **options)
+    options["desc"] = f"{options['desc']}: " if "desc" in options else ""
+    options |= {"unit": options.get("unit", "")}
+    options |= {"mininterval": _SECONDS, "maxinterval": _SECONDS, "miniters": 1, "delay": after}
+    return tqdm(iterable, disable=not shown, file=_Lines(draws_start=after == 0), bar_format=_LINE, **options)

@@ -22,7 +22,7 @@ from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, results_of
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
 from megatron.common.errors import ConfigError, LaunchError, ResourceError
-from megatron.tools.verify.request import illegal, make_request, parse_layout
+from megatron.tools.verify.request import make_request, parse_layout, rule_violations
 
 TINY = Shape(layers=2, hidden=32, heads=2, sequence=16, batch=2, vocabulary=64)
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 84_000_000_000)
@@ -106,7 +106,7 @@ def test_layouts_that_are_compared_are_supported_and_fit(devices: int, dtype: st
     layouts = [parse_layout(name) for name in names]
     words = [*a_plan(tmp_path).small_model, "--global-batch-size", "16", *([] if dtype == "fp32" else [f"--{dtype}"])]
     request = make_request(words, 5, layouts[0], {"DS_ACCELERATOR": "cuda"})
-    assert not illegal(request, layouts)
+    assert not rule_violations(request, layouts)
     assert len(names) == len(set(names)) and max(layout.processes for layout in layouts) == devices
     assert set(layouts_of(devices, dtype, quick=True)) < set(names)
 

@@ -12,8 +12,7 @@ import pytest
 from support.command_lines import parse
 from support.timelines import by_theory
 
-from megatron.tools.reporting.files import write_record
-from megatron.tools.reporting.timeline import to_json
+from megatron.tools.reporting.files import to_json, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -34,7 +34,7 @@ def check_name(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_ssh(host: HostContext) -> Iterator[CheckResult]:
-    """ssh connects without a password, and a python answers. A run on this host alone needs no ssh."""
+    """ssh connects without a password, and a python answers. A run on this host only needs no ssh."""
     report = host.report
     if report.address is None:
         return
@@ -42,7 +42,7 @@ def check_ssh(host: HostContext) -> Iterator[CheckResult]:
         yield CheckResult(True, f"answers after {report.seconds:.1f} s")
         return
     if report.facts and len(host.all_reports) == 1:
-        yield CheckResult(True, f"not used: {report.without_ssh}; tools/launch.py needs none for this host alone")
+        yield CheckResult(True, f"not used: {report.without_ssh}; tools/launch.py needs none for this host only")
         return
     failure = report.failure or "no output"
     if report.without_ssh is not None:

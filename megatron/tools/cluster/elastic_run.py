@@ -34,7 +34,7 @@ from megatron.tools.cluster.elastic import (
 )
 from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, END_SECONDS, Watch
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
-from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, training_program
+from megatron.tools.cluster.launching import checkpoint_watch, launcher_arguments, training_program
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import code_after_signal, read_exit_codes, supervise
@@ -176,7 +176,7 @@ class ElasticRun:
 
     def _supervise(self, launch: Namespace, watch: Watch, exit_codes: Path) -> tuple[Ended, dict[int, str]]:
         """Run the launcher to its end: how it has ended, and the exit code of each rank."""
-        command = [*self.runner, *launcher_words(launch, self.environ)]
+        command = [*self.runner, *launcher_arguments(launch, self.environ)]
         environ = {**self.environ, **ssh_options_for_pdsh(self.environ, alive=ALIVE_SECONDS), RUN_VARIABLE: self.token}
         try:
             ended = supervise(command, environ, watch, exit_codes)
@@ -197,7 +197,7 @@ class ElasticRun:
         self.in_vain.discard(start.names)
 
     def _record(self, start: Start, ended: Ended, began: float) -> None:
-        """Add the start to the log of the run, for those who want to know later."""
+        """Add the start to the log of the run."""
         hosts = [host.name for host in start.hosts]
         line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
         line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}

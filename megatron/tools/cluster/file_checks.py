@@ -58,7 +58,7 @@ def _data_problem(host: HostContext, prefix: str) -> tuple[str | None, str]:
 
 
 def check_folders(host: HostContext) -> Iterator[CheckResult]:
-    """Folders are writable, and those of checkpoints are shared by all hosts."""
+    """Folders are writable, and the folders of checkpoints are shared by all hosts."""
     for flag, path in host.request["folders"].items():
         folder = host.fact("folders")[flag]
         if not folder["is_folder"]:

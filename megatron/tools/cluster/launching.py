@@ -1,7 +1,7 @@
 """The arguments of ``deepspeed``, checked and quoted first: no shell runs anything in them.
 
 DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. What it does not quote
-is quoted here, and what cannot be quoted is refused.
+is quoted here; what cannot be quoted is an error.
 """
 
 import re
@@ -121,15 +121,17 @@ def _check_elastic_flags(launch: Namespace) -> None:
             raise ConfigError(f"these flags are for --elastic: {flags}; add it, or remove them")
         return
     if launch.hostfile is None:
-        raise ConfigError("--elastic needs --hostfile: it starts the run on those of its hosts that are healthy")
+        raise ConfigError("--elastic needs --hostfile: it starts the run on the healthy hosts of that file")
     wrong = [flag for flag in ("no_ssh", "num_nodes", "num_gpus", "module", "no_python") if getattr(launch, flag)]
     wrong += [f"launcher {launch.launcher}"] * (launch.launcher != "pdsh")
     if wrong:
-        raise ConfigError(f"--{wrong[0]} does not go with --elastic, which starts python programs by pdsh: remove it")
+        raise ConfigError(
+            f"--{wrong[0]} is not supported with --elastic, which starts python programs with pdsh: remove it"
+        )
 
 
-def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
-    """The arguments of ``deepspeed`` for ``launch``; on this host alone it uses no ssh, whatever the hostfile.
+def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
+    """The arguments of ``deepspeed`` for ``launch``; for this host only it uses no ssh, regardless of the hostfile.
 
     Raises:
         ConfigError: with a line for each problem of the hostfile, and for each value that a remote shell would
@@ -141,7 +143,7 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
     problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
     if several:
-        problems += _place_problems(Path.cwd())
+        problems += _path_problems(Path.cwd())
         problems += variable_problems(environ, device_kind(environ, Path.cwd()), Path.cwd())
     if problems:
         raise ConfigError(problems)
@@ -184,9 +186,11 @@ def training_program(launch: Namespace) -> ArchitectureSpec | None:
 
 
 def chosen_hosts(launch: Namespace) -> list[Host]:
-    """The hosts of a run; empty, for this host alone, without a hostfile. Raises ConfigError."""
+    """The hosts of a run; empty, for this host only, without a hostfile. Raises ConfigError."""
     if (launch.num_nodes or launch.num_gpus) and (launch.include or launch.exclude):
-        raise ConfigError("--num_nodes and --num_gpus do not go with --include and --exclude: remove one or the other")
+        raise ConfigError(
+            "--num_nodes and --num_gpus are not supported with --include and --exclude: remove one or the other"
+        )
     # DeepSpeed's default.
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
@@ -233,11 +237,11 @@ def _words_problem(text: str) -> str | None:
     except ValueError as error:
         return f"{error}; close what was opened"
     wrong = [word for word in words if not is_plain(word.replace("^", ""))]
-    return f"{wrong[0]!r} holds a character that a shell interprets; remove it" if wrong else None
+    return f"{wrong[0]!r} contains a character that a shell interprets; remove it" if wrong else None
 
 
 def _plain_problem(text: str) -> str | None:
-    return None if is_plain(text) else "holds a character that a shell interprets; use letters, digits and @_+=:,./-"
+    return None if is_plain(text) else "contains a character that a shell interprets; use letters, digits and @_+=:,./-"
 
 
 _VALUES: dict[str, Callable[[str], str | None]] = {
@@ -256,14 +260,14 @@ def _flag_problems(launch: Namespace, flag: str, check: Callable[[str], str | No
     return [f"--{flag} {value!r}: {problem}"] if problem else []
 
 
-def _place_problems(folder: Path) -> list[str]:
+def _path_problems(folder: Path) -> list[str]:
     """DeepSpeed sends these to remote shells as they are."""
-    places = {"the working folder": str(folder), "python": sys.executable}
+    paths = {"the working folder": str(folder), "python": sys.executable}
     return [
-        f"the path of {name}, {place!r}, holds a character that a remote shell interprets; use one of letters, digits "
-        "and @_+=:,./-"
-        for name, place in places.items()
-        if not is_plain(place)
+        f"the path of {name}, {path!r}, contains a character that a remote shell interprets; use one of letters, "
+        "digits and @_+=:,./-"
+        for name, path in paths.items()
+        if not is_plain(path)
     ]
 
 

@@ -1,10 +1,12 @@
-"""The facts of a host: a program that is sent to hosts, which may not have this project, and run there by python.
+"""The facts of a host, and the all-reduce test: a program that is sent to hosts, which may not have this project.
 
-It uses only the standard library, prints the facts as one line of JSON and changes nothing, except that for an elastic
-run it first kills the processes that an earlier start has left. Its source is sent after the source of what it uses.
+The probe uses only the standard library, prints the facts as one line of JSON and changes nothing, except that for an
+elastic run it first kills the processes that an earlier start has left. Its source is sent after the source of what it
+uses.
 """
 
 import contextlib
+import datetime
 import fcntl
 import glob
 import hashlib
@@ -25,6 +27,8 @@ from megatron.launch.environment import extensions_folder
 
 MARK = "megatron-probe "
 """Begins each of its two lines of output: shells may print others before."""
+ALL_REDUCE_MARK = "megatron-allreduce "
+MIB = 1 << 20
 
 
 def answer(request: dict) -> None:
@@ -44,7 +48,7 @@ def answer(request: dict) -> None:
 def _attempt(collect, request):
     try:
         return {"value": collect(request)}
-    except Exception as error:  # whatever keeps a host from collecting one fact, the others are useful
+    except Exception as error:  # the other facts are useful nevertheless
         return {"error": getattr(error, "strerror", None) or str(error) or type(error).__name__}
 
 
@@ -219,3 +223,65 @@ FACTS = {
     "port": _port,
     "locks": _locks,
 }
+
+
+def start_all_reduce(source: str, request: dict) -> None:
+    """Start a rank of the all-reduce test for each slot of this host, and exit with the highest of their exit codes.
+
+    Args:
+        source: this program.
+        request: ``address`` and ``port`` of the first host, ``world_size``, ``first_rank``, ``slots``, ``device``,
+            ``seconds``, and ``environ``, which the launcher will set here.
+    """
+    os.environ.update(request["environ"])
+    environ, ranks = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    for rank, slot in enumerate(request["slots"], request["first_rank"]):
+        of_rank = {**request, "rank": rank, "slot": slot}
+        command = [sys.executable, "-c", f"{source}\nrun_rank({of_rank!r})"]
+        ranks.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL))
+    sys.exit(max(abs(rank.wait()) for rank in ranks))
+
+
+def run_rank(request: dict) -> None:
+    """Join the other ranks, reduce a megabyte and then more, and let rank 0 print the bandwidth. Needs torch."""
+    signal.alarm(int(request["seconds"]) + 5)  # a rank that torch cannot stop
+
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = request["device"] == "cuda"
+    if on_gpu:
+        torch.accelerator.set_device_index(request["slot"])
+    rank, world_size, address, port = (request[name] for name in ("rank", "world_size", "address", "port"))
+    timeout = datetime.timedelta(seconds=request["seconds"])
+    # Otherwise the store would listen on every interface.
+    listener = _listen(os.environ.get("MASTER_LISTEN", address), port).detach() if rank == 0 else None
+    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    size = (256 if on_gpu else 16) * MIB
+    tensor = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
+    for _ in range(2):
+        dist.all_reduce(tensor[: MIB // 4].fill_(1))
+    if int(tensor[0]) != world_size:
+        sys.exit(f"the sum over {world_size} ranks was {int(tensor[0])}")
+    best = min(_seconds(dist, tensor.fill_(1), on_gpu) for _ in range(3))
+    if rank == 0:
+        others = 2 * (world_size - 1) / world_size
+        print(ALL_REDUCE_MARK + json.dumps({"bytes_per_second": others * size / best, "bytes": size}), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family, _, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(socket_address, family=family)
+
+
+def _seconds(dist, tensor, on_gpu: bool) -> float:
+    start = time.monotonic()
+    dist.all_reduce(tensor)
+    if on_gpu:
+        tensor[0].item()
+    return time.monotonic() - start

@@ -18,7 +18,7 @@ from megatron.common import reading
 from megatron.config import RunConfig
 from megatron.data import fingerprint
 from megatron.launch.environment import extensions_folder
-from megatron.tools.cluster import allreduce, probe
+from megatron.tools.cluster import probe
 from megatron.tools.cluster.hostfile import Host, is_this_host, runs_here_alone
 from megatron.tools.cluster.remote import forwarded_variables, ssh_command
 
@@ -183,7 +183,7 @@ def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], s
         limit = threading.Timer(seconds, process.kill)
         limit.start()
         try:
-            report = _exchange(HostReport(host), process, _program(request), start)
+            report = _exchange(HostReport(host), process, f"{_SOURCES}\nanswer({dict(request)!r})\n", start)
         finally:
             limit.cancel()
             process.kill()
@@ -221,12 +221,7 @@ def _sources() -> str:
 
 
 _SOURCES = _sources()
-"""The probe and what it uses of this project, as of now: files may be updated while a supervisor runs."""
-
-
-def _program(request: Mapping[str, Any]) -> str:
-    """The probe and its request as one program."""
-    return f"{_SOURCES}\nanswer(json.loads({json.dumps(request)!r}))\n"
+"""The probe and what it uses of this project, as of now: files may be updated while an elastic agent runs."""
 
 
 class AllReduceResult(NamedTuple):
@@ -251,7 +246,8 @@ def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllRe
     }
     first_rank, programs = 0, []
     for report in reports:
-        programs.append(_allreduce_program({**common, "first_rank": first_rank, "slots": report.host.slots}))
+        request = {**common, "first_rank": first_rank, "slots": report.host.slots}
+        programs.append(f"{_SOURCES}\nstart_all_reduce({_SOURCES!r}, {request!r})\n")
         first_rank += len(report.host.slots)
 
     def start(report: HostReport, program: str) -> subprocess.CompletedProcess:
@@ -273,8 +269,10 @@ def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllRe
         for report, done in zip(reports, ended, strict=True)
         if done.returncode
     }
-    found = [line for line in ended[0].stdout.splitlines() if line.startswith(allreduce.MARK)]
-    speed = json.loads(found[0].removeprefix(allreduce.MARK))["bytes_per_second"] if found and not failures else None
+    found = [line for line in ended[0].stdout.splitlines() if line.startswith(probe.ALL_REDUCE_MARK)]
+    speed = (
+        json.loads(found[0].removeprefix(probe.ALL_REDUCE_MARK))["bytes_per_second"] if found and not failures else None
+    )
     return AllReduceResult(speed, failures)
 
 
@@ -282,12 +280,6 @@ def _own_address(first: HostReport, examination: Examination) -> str:
     """The address for the rendezvous: DeepSpeed takes the first one that the first host lists."""
     listed = None if runs_here_alone(examination.hosts) else first.facts["network"].get("value", {}).get("address")
     return listed or first.address or first.host.name
-
-
-def _allreduce_program(request: Mapping) -> str:
-    source = f"from __future__ import annotations\n{inspect.getsource(allreduce)}\n"
-    rank = f"{source}run_rank()\n"
-    return f"{source}start_host({rank!r}, json.loads({json.dumps(request)!r}))\n"
 
 
 def _last_line(errors: str) -> str:

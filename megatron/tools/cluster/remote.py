@@ -1,8 +1,8 @@
 """What reaches other hosts: commands over ssh, quoted once, and environment variables.
 
-DeepSpeed's launcher exports each variable whose name begins in certain ways, and those of ``.deepspeed_env`` in the
-home folder and in the working folder. Into a remote shell it writes a name as it is, and a value between double quotes
-at most.
+DeepSpeed's launcher exports each variable whose name begins in certain ways, and the variables of ``.deepspeed_env`` in
+the home folder and in the working folder. Into a remote shell it writes a name as it is, and a value between double
+quotes at most.
 """
 
 import os
@@ -17,13 +17,13 @@ CONNECT_SECONDS = 5
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
 
 
-def ssh_command(host: str, words: Sequence[str], port: int | None = None) -> list[str]:
-    """The ssh command that runs ``words`` on ``host``: without a prompt, and with a limit on silence.
+def ssh_command(host: str, command: Sequence[str], port: int | None = None) -> list[str]:
+    """The ssh command that runs ``command`` on ``host``: without a prompt, and with a limit on silence.
 
     Whether a host key is trusted is left to ssh's own configuration. ``host`` must be valid by
     ``hostfile.name_problem``, and comes after ``--`` nevertheless.
     """
-    return ["ssh", "-T", *_options(alive=5), *(["-p", str(port)] if port else []), "--", host, shlex.join(words)]
+    return ["ssh", "-T", *_options(alive=5), *(["-p", str(port)] if port else []), "--", host, shlex.join(command)]
 
 
 def ssh_options_for_pdsh(environ: Mapping[str, str], alive: int = 60) -> dict[str, str]:
@@ -114,7 +114,7 @@ def variable_problems(environ: Mapping[str, str], kind: str, folder: Path) -> It
     for name, value in environ.items():
         if name.startswith((*_prefixes(kind), *ALSO_SENT)) and not _is_safe_in_quotes(value):
             yield (
-                f"the environment's {name} holds a character that a remote shell interprets; DeepSpeed sends it to "
+                f"the environment's {name} contains a character that a remote shell interprets; DeepSpeed sends it to "
                 "every host: unset it, or give it a plain value"
             )
     for file in environment_files(environ, folder):
@@ -125,16 +125,16 @@ def variable_problems(environ: Mapping[str, str], kind: str, folder: Path) -> It
             elif not _is_safe_in_quotes(value.strip()):
                 column = len(name) + 2
                 yield (
-                    f"{file}:{number}:{column}: the value of {name} holds a character that a remote shell interprets; "
-                    "write it without quotes, $, `, % and \\"
+                    f"{file}:{number}:{column}: the value of {name} contains a character that a remote shell "
+                    "interprets; write it without quotes, $, `, % and \\"
                 )
 
 
 def environment_files(environ: Mapping[str, str], folder: Path) -> list[Path]:
     """The files that DeepSpeed reads, if they exist; the later one wins."""
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
-    places = [Path(os.path.expanduser("~")) / name, folder / name]
-    return [place for place in dict.fromkeys(places) if place.is_file()]
+    paths = [Path(os.path.expanduser("~")) / name, folder / name]
+    return [path for path in dict.fromkeys(paths) if path.is_file()]
 
 
 def _prefixes(kind: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Run a launcher so that no process outlives it, with a truthful exit code, and restart failed runs.
 
-deepspeed exits with 0 if its helper on this host was killed, and over MPICH whatever happens; killed launchers leave
-processes behind. So every process of the run, in whatever session, is inherited from a launcher that ends, and ended;
-and each rank of this host writes its exit code into a file, which is checked.
+deepspeed exits with 0 if its helper on this host was killed, and with MPICH always; killed launchers leave processes
+behind. So this process inherits every process of the run from a launcher that ends, regardless of its session, and ends
+it; and each rank of this host writes its exit code into a file, which is checked.
 """
 
 import ctypes
@@ -67,8 +67,9 @@ def supervise(
     The signals in ``FORWARDED`` are passed on to the launcher. Each rank leaves its exit code in the folder
     ``exit_codes``, which is removed at the end unless it is given.
 
-    The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, it is
-    that of the rank: 6 for a rank that was killed. If all ranks of this host have saved after a signal, it is 75.
+    The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, the
+    exit code is the rank's: 6 for a rank that was killed. If all ranks of this host have saved after a signal, it is
+    75.
     Raises FileNotFoundError or PermissionError if there is no such launcher.
     """
     _inherit_orphans()
@@ -140,10 +141,10 @@ def _wait(launcher: subprocess.Popen, watch: Watch | None, forwarded: Sequence[i
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], signal_mask: set[int]) -> subprocess.Popen:
-    supervisor = os.getpid()
+    parent = os.getpid()
 
     def prepare() -> None:
-        die_with_parent(supervisor)
+        die_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
 
     return subprocess.Popen(list(command), env=environ, start_new_session=True, preexec_fn=prepare)

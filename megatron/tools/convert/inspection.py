@@ -19,7 +19,7 @@ from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.model.huggingface import HF_CONFIG
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.progress import progress_bar
+from megatron.tools.command_line import progress_bar
 from megatron.training.summary import layer_kinds
 
 

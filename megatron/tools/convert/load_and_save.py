@@ -35,6 +35,7 @@ from megatron.config import (
 )
 from megatron.config.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.model.architectures import architecture_of
+from megatron.tools.command_line import progress_bar
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
 from megatron.tools.convert.whole_model import (
@@ -45,7 +46,6 @@ from megatron.tools.convert.whole_model import (
     read_tensors,
     without_padding,
 )
-from megatron.tools.progress import progress_bar
 
 
 def read_model(found: Found) -> WholeModel:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.tools.progress import progress_bar
+from megatron.tools.command_line import progress_bar
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.huggingface import read_json
-from megatron.tools.progress import progress_bar
+from megatron.tools.command_line import progress_bar
 
 
 @dataclass(frozen=True)

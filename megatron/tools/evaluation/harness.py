@@ -14,13 +14,13 @@ from lm_eval.utils import get_rolling_token_windows
 from megatron.common.errors import ConfigError
 from megatron.engines.containers import SequentialModel
 from megatron.tokenizer import Tokenizer
+from megatron.tools.command_line import progress_bar
 from megatron.tools.evaluation.scoring import ForwardModel, score
 from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
-from megatron.tools.progress import progress_bar
 
 
 class UnsupportedTask(ConfigError):

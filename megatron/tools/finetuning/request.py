@@ -59,7 +59,7 @@ class TaskRun:
 
 
 def build_parser(description: str) -> ToolParser:
-    """The flags of a task. All others are those of a training program."""
+    """The flags of a task. All other flags belong to a training program."""
     parser = ToolParser(description)
     parser.usage = "%(prog)s --task NAME --train-data FILE ... --valid-data FILE ... --epochs N [flags of training]"
     add = parser.add_argument
@@ -79,7 +79,7 @@ def build_parser(description: str) -> ToolParser:
     )
     table.add_argument("--label-column", metavar="COLUMN", help="column of the label (default: label)")
     table.add_argument(
-        "--labels", nargs="+", metavar="LABEL", help="all labels (default: those in --train-data, sorted)"
+        "--labels", nargs="+", metavar="LABEL", help="all labels (default: the labels in --train-data, sorted)"
     )
     table.add_argument("--no-header", action="store_true", help="the first line is a row")
     return parser
@@ -88,7 +88,7 @@ def build_parser(description: str) -> ToolParser:
 def read_task(args: argparse.Namespace, words: Sequence[str], environ: Mapping[str, str]) -> TaskRun:
     """The task and its run, from the flags of ``build_parser`` and the ``words`` that it left.
 
-    Sizes and tokenizer that ``words`` do not give are those of the checkpoint that is loaded.
+    Sizes and tokenizer that ``words`` do not give come from the checkpoint that is loaded.
 
     Raises:
         ConfigError: with a line for each flag that is wrong, missing or contradicts another.

@@ -2,8 +2,8 @@
 
     [CLS] first text [SEP] second text [SEP] [PAD] ...
 
-Each epoch is shuffled by itself and has whole global batches: the rows left over are dropped, or filled up with empty
-samples of weight 0. So a sample depends on its number alone, whatever the layout.
+Each epoch is shuffled by itself and has complete global batches: the rows left over are dropped, or filled up with
+empty samples of weight 0. So a sample only depends on its number, not on the layout.
 
 b batch, s sequence
 """

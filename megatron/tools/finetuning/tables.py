@@ -21,7 +21,7 @@ class Format:
     """One column, or two for a pair."""
     label: str
     labels: tuple[str, ...] = ()
-    """Every label, in the order of the classes; without any, those of the training rows, sorted."""
+    """Every label, in the order of the classes; without any, the labels of the training rows, sorted."""
     has_header: bool = True
     skips_broken_rows: bool = False
     """Whether rows with another number of columns are skipped, as in files that were published with some."""

@@ -12,10 +12,10 @@ from typing import IO, TypeVar
 import torch.distributed as dist
 
 from megatron.common.errors import ConfigError
+from megatron.tools.command_line import progress_bar
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator
 from megatron.tools.inference.prompts import Prompt, StoppingCriteria, tokenized
-from megatron.tools.progress import progress_bar
 
 T = TypeVar("T")
 

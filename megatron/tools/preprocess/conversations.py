@@ -67,7 +67,7 @@ class ChatTemplate:
         A turn is what ``{% generation %}`` surrounds, or else what the template adds to the conversation before it
         that ends with the generation prompt.
 
-        Raises DataError if the template refuses the conversation, or changes earlier turns afterwards, and for a role
+        Raises DataError if the template rejects the conversation, or changes earlier turns afterwards, and for a role
         that is neither in ``ROLES`` nor in the template.
         """
         for number, message in enumerate(messages, start=1):
@@ -122,7 +122,7 @@ def _raise(message: str) -> None:
 
 
 def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template in a file: alone, or the one of a ``tokenizer_config.json``. Special tokens are the tokenizer's.
+    """The template in a file of its own, or in a ``tokenizer_config.json``. Special tokens are the tokenizer's.
 
     Raises ConfigError if it holds none.
     """
@@ -158,7 +158,7 @@ def _read_template(file: str, eos_token: str, bos_token: str) -> ChatTemplate:
 
 
 def find_chat_template(chosen: str | None, vocab_file: str | None) -> str:
-    """The file of the chat template: ``chosen``, or one beside the vocabulary. Raises ConfigError if there is none."""
+    """The file of the chat template: ``chosen``, or one in the folder of the vocabulary. Raises ConfigError."""
     if chosen is not None:
         if not Path(chosen).is_file():
             raise ConfigError(f"--chat-template {chosen}: no such file")

@@ -38,23 +38,23 @@ class Format(NamedTuple):
 
 
 def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Iterator[Chunk]:
-    """Cut a file of one of ``FORMATS`` into chunks of whole lines, of ``size`` bytes or a little more.
+    """Cut a file of one of ``FORMATS`` into chunks of complete lines, of ``size`` bytes or a little more.
 
     Raises:
         DataError: the file cannot be read, or is damaged.
         ConfigError: a package to read it is missing.
     """
-    first_line, held = 1, 0
+    first_line, text_bytes = 1, 0
     lines: list[Line] = []
     try:
         for line in FORMATS[kind].lines(path, keys):
             lines.append(line)
-            held += len(line) if isinstance(line, bytes) else sum(len(cell or b"") for cell in line)
-            if held >= size:
-                yield Chunk(path, first_line, lines, held)
-                first_line, lines, held = first_line + len(lines), [], 0
+            text_bytes += len(line) if isinstance(line, bytes) else sum(len(cell or b"") for cell in line)
+            if text_bytes >= size:
+                yield Chunk(path, first_line, lines, text_bytes)
+                first_line, lines, text_bytes = first_line + len(lines), [], 0
         if lines:
-            yield Chunk(path, first_line, lines, held)
+            yield Chunk(path, first_line, lines, text_bytes)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         after = f" after line {first_line + len(lines) - 1}" if first_line + len(lines) > 1 else ""
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
@@ -134,7 +134,7 @@ def _decoded(where: str, text: bytes) -> str:
 
 
 def line_texts(path: Path, kind: str | None, number: int, line: Line, keys: Sequence[str]) -> list[str]:
-    """The text of each key of line ``number`` of a file of one of ``FORMATS``, by default that of its name.
+    """The text of each key of line ``number`` of a file of one of ``FORMATS``, by default the format of its name.
 
     Raises DataError for a line that has none. If the file may be plain text, the message also names the flag for that.
     """
@@ -183,7 +183,7 @@ def check_inputs(paths: Sequence[Path]) -> None:
 
 
 def format_of(path: Path) -> str:
-    """The format by a file's name, whatever it is compressed by; JSONL by default."""
+    """The format by a file's name, regardless of its compression; JSONL by default."""
     return _FORMATS_BY_ENDING.get(uncompressed(path).suffix, "jsonl")
 
 

@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16
-"""Entries of the index that are held at a time."""
+"""Entries of the index that are in memory at a time."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -40,7 +40,7 @@ class IndexedDatasetBuilder:
     Tokens, index and the ends of documents grow as ``PREFIX.bin.partial``, ``PREFIX.idx.partial`` and
     ``PREFIX.documents.partial``. Data and index take their final names when the block ends without an exception; the
     partial files are removed when it ends with one, unless ``keeps`` is set. What a killed process left is
-    overwritten by the next one, or continued; a second writer is refused.
+    overwritten by the next one, or continued; a second writer is an error.
 
     Args:
         resume_from: what a ``sync()`` of an earlier builder returned, to continue from there.
@@ -89,7 +89,7 @@ class IndexedDatasetBuilder:
         self._written = self._written._replace(documents=self._written.documents + 1)
 
     def add_documents(self, tokens: np.ndarray, sizes: Sequence[Sequence[int]]) -> None:
-        """Append whole documents at once; no document may be unfinished.
+        """Append complete documents at once; no document may be unfinished.
 
         Args:
             tokens: of all sequences, concatenated.
@@ -179,8 +179,8 @@ def _blocks(file: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[np.
     """``count`` numbers of a file, from ``offset``, in blocks."""
     size = np.dtype(dtype).itemsize
     for first in range(0, count, _BLOCK):
-        held = os.pread(file.fileno(), size * min(_BLOCK, count - first), offset + size * first)
-        yield np.frombuffer(held, dtype)
+        content = os.pread(file.fileno(), size * min(_BLOCK, count - first), offset + size * first)
+        yield np.frombuffer(content, dtype)
 
 
 def _partial(path: Path) -> Path:

@@ -32,7 +32,7 @@ class Milestone:
 
 
 class Journal:
-    """The file beside the output that holds the newest milestone.
+    """The file next to the output that contains the newest milestone.
 
     Args:
         job: everything the output depends on; another job cannot resume from this journal.
@@ -117,7 +117,7 @@ class Job:
         return self.input_format or format_of(path)
 
     @property
-    def _beside(self) -> list[list[str | int]] | None:
+    def _tokenizer_config_files(self) -> list[list[str | int]] | None:
         """The files that name the special tokens of a tokenizer; None if there are none, or the kind has none."""
         if self.tokenizer_type != HUGGINGFACE or self.vocab_file is None:
             return None
@@ -134,7 +134,7 @@ class Job:
             "--tokenizer-type": self.tokenizer_type,
             "--vocab-file": self.vocab_file and _version(Path(self.vocab_file)),
             "--merge-file": self.merge_file and _version(Path(self.merge_file)),
-            "files beside the tokenizer": self._beside,
+            "files next to the tokenizer": self._tokenizer_config_files,
             "--eod-token": self.eod_token,
             "--prepend-bos": self.prepend_bos or None,
             "--append-eod": self.append_eod,

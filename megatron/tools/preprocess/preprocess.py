@@ -93,7 +93,7 @@ def preprocess(
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
-    """The inputs in chunks, without those that are done."""
+    """The inputs in chunks, without the chunks that are done."""
     inputs, chunks = done.position if done else (0, 0)
     for number, path in enumerate(job.inputs[inputs:], inputs):
         cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)

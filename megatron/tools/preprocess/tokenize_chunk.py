@@ -1,10 +1,10 @@
 """The work of one preprocessing process: tokenize the documents of a chunk of text."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from megatron.tools.preprocess.conversations import (
     document_parts,
     tokenize_documents,
 )
-from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts
+from megatron.tools.preprocess.corpus import FORMATS, Chunk, Line, json_object, line_texts
 from megatron.tools.preprocess.indexed_dataset_builder import best_dtype
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
 
@@ -50,32 +50,28 @@ class Tokenized(NamedTuple):
 
 def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
-    if job.conversations is not None:
-        return _tokenize_conversations(job, chunk)
-    kind = FORMATS[job.format_of(chunk.path)]
-    texts: dict[str, list[str]] = {key: [] for key in job.json_keys}
-    numbers: list[int] = []
-    errors: list[LineError] = []
-    for number, line in enumerate(chunk.lines, chunk.first_line):
-        try:
-            texts_of_line = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
-            _check_words(f"{chunk.path}:{number}", texts_of_line)
-        except DataError as error:
-            errors.append(LineError(number, str(error), is_empty=False))
-            continue
-        numbers.append(number)
-        for key, text in zip(job.json_keys, texts_of_line, strict=True):
-            texts[key].append(text)
-    tokenizer = tokenizer_of(job)
+    return _tokenize_texts(job, chunk) if job.conversations is None else _tokenize_conversations(job, chunk)
+
+
+def _tokenize_texts(job: Job, chunk: Chunk) -> Tokenized:
+    """A document for each text of a line, under its key."""
+    tokenizer, kind = tokenizer_of(job), FORMATS[job.format_of(chunk.path)]
+
+    def read(where: str, number: int, line: Line) -> list[str]:
+        texts = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
+        _check_words(where, texts)
+        return texts
+
+    lines, errors = _read_lines(chunk, read)
     dtype = best_dtype(tokenizer.vocab_size)
     begin = [np.array([tokenizer.bos], dtype)] if job.prepend_bos and tokenizer.bos is not None else []
     end = [np.array([tokenizer.eod], dtype)] if job.append_eod else []
     tokens, sizes = {}, {}
-    split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _whole
+    split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _unsplit
     blank = unknown = 0
-    for key in job.json_keys:
-        tokenized = _tokenized(tokenizer, [split(text) for text in texts[key]])
-        without = [number for number, document in zip(numbers, tokenized, strict=True) if not document]
+    for column, key in enumerate(job.json_keys):
+        tokenized = _tokenized(tokenizer, [split(texts[column]) for _, texts in lines])
+        without = [number for (number, _), document in zip(lines, tokenized, strict=True) if not document]
         if kind.allows_blank_lines:
             blank += len(without)
         else:
@@ -94,32 +90,25 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
 
 
 def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
-    """The same for documents with a loss mask."""
+    """A document with a loss mask for each line."""
     assert job.conversations is not None
-    tokenizer = tokenizer_of(job)
+    kind, tokenizer = job.conversations, tokenizer_of(job)
     template = chat_template(job.chat_template, tokenizer) if job.chat_template is not None else None
-    documents: list[list[Part]] = []
-    numbers: list[int] = []
-    errors: list[LineError] = []
-    for number, line in enumerate(chunk.lines, chunk.first_line):
-        where = f"{chunk.path}:{number}"
-        try:
-            assert isinstance(line, bytes), "a rule refuses Parquet"
-            document = json_object(where, line)
-            parts = [] if document is None else document_parts(where, document, job.conversations, template)
-            check_encodable(where, parts)
-            _check_words(where, [part.text for part in parts])
-        except DataError as error:
-            errors.append(LineError(number, str(error), is_empty=False))
-            continue
-        documents.append(parts)
-        numbers.append(number)
+
+    def read(where: str, number: int, line: Line) -> list[Part]:
+        assert isinstance(line, bytes), "a rule rejects Parquet"
+        document = json_object(where, line)
+        parts = [] if document is None else document_parts(where, document, kind, template)
+        check_encodable(where, parts)
+        _check_words(where, [part.text for part in parts])
+        return parts
+
+    lines, errors = _read_lines(chunk, read)
+    documents = tokenize_documents(tokenizer, [parts for _, parts in lines], append_eod=job.append_eod)
     tokens: list[int] = []
     masks: list[int] = []
     sizes: list[list[int]] = []
-    for number, (ids, mask) in zip(
-        numbers, tokenize_documents(tokenizer, documents, append_eod=job.append_eod), strict=True
-    ):
+    for (number, _), (ids, mask) in zip(lines, documents, strict=True):
         if not any(mask):
             errors.append(LineError(number, f"{chunk.path}:{number}: no token to train on", is_empty=True))
             continue
@@ -131,6 +120,21 @@ def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
     return Tokenized(arrays, dict.fromkeys(arrays, sizes), 0, unknown, sorted(errors), chunk.size, chunk.position)
 
 
+_T = TypeVar("_T")
+
+
+def _read_lines(chunk: Chunk, read: Callable[[str, int, Line], _T]) -> tuple[list[tuple[int, _T]], list[LineError]]:
+    """What ``read`` returns for each line, given its location, number and content; and its errors."""
+    lines: list[tuple[int, _T]] = []
+    errors: list[LineError] = []
+    for number, line in enumerate(chunk.lines, chunk.first_line):
+        try:
+            lines.append((number, read(f"{chunk.path}:{number}", number, line)))
+        except DataError as error:
+            errors.append(LineError(number, str(error), is_empty=False))
+    return lines, errors
+
+
 def _check_words(where: str, texts: Sequence[str]) -> None:
     """Raises DataError beginning with ``where`` for a word that is too long."""
     try:
@@ -140,13 +144,13 @@ def _check_words(where: str, texts: Sequence[str]) -> None:
         raise DataError(f"{where}: {error}") from None
 
 
-def _whole(text: str) -> list[str]:
+def _unsplit(text: str) -> list[str]:
     """The one sequence of a document that is not split."""
     return [text]
 
 
 def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
-    """The tokens of each sequence of each document, [tokens], without those that have none."""
+    """The tokens of each sequence of each document, [tokens], without empty sequences."""
     ids = iter(tokenizer.tokenize_arrays(list(chain.from_iterable(documents))))
     return [[tokens for tokens in islice(ids, len(sequences)) if len(tokens)] for sequences in documents]
 
@@ -203,7 +207,7 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` cut after each sentence and the white space that follows it; some pieces are white space alone."""
+    """``text`` cut after each sentence and the white space that follows it; some pieces are only white space."""
     paragraphs, blank_lines = (parts := _BLANK_LINES.split(text))[::2], [*parts[1::2], ""]
     for paragraph, blank in zip(paragraphs, blank_lines, strict=True):
         start = 0

@@ -44,7 +44,7 @@ def train_wordpiece(
 
     The library's own trainer orders its alphabet as its hash tables do, and breaks ties by that order, so that no two
     trainings agree. Here each character, and each as part of a word, is given a code of its own, in the order in which
-    the text has them, and the pieces are those of a BPE over the codes.
+    the text has them, and the pieces are the tokens of a BPE over the codes.
     Raises ConfigError if ``vocab_size`` is too small for the characters.
     """
     codes: dict[str, str] = {}

@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from megatron.tools.planning.activations import activations
 from megatron.tools.planning.machine import Machine, device_of_name
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.timing import timing, traffic
-from megatron.tools.reporting.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
+from megatron.tools.reporting.timeline import EVENT_DETAILS, Event, Shape, Timeline
 from megatron.training.summary import describe_config
 
 Points = Mapping[int, float]
@@ -96,6 +96,35 @@ def _record_of(where: str, line: str) -> dict[str, Any]:
     return record
 
 
+TRACE_FORMAT = 1
+
+
+def to_json(timeline: Timeline, ranks: Iterable[int], **metadata: Any) -> str:
+    """The file of ``ranks`` in Chrome's trace format, for Perfetto and chrome://tracing, with further ``metadata``."""
+    rows: list[dict[str, Any]] = []
+    for rank in ranks:
+        coordinates = ", ".join(f"{axis} {number}" for axis, number in timeline.coordinates[rank].items())
+        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}: {coordinates}"}})
+        rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
+        rows += [_row(rank, event) for event in timeline.events[rank]]
+    other_data = {"format": TRACE_FORMAT, **asdict(timeline.shape), "places": list(timeline.coordinates), **metadata}
+    return json.dumps({"displayTimeUnit": "ms", "otherData": other_data, "traceEvents": rows})
+
+
+def _row(rank: int, event: Event) -> dict[str, Any]:
+    details = {name: value for name in EVENT_DETAILS if (value := getattr(event, name)) is not None}
+    return {
+        "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
+        "cat": "all-to-all" if event.is_all_to_all else "collective" if event.collective else event.kind,
+        "ph": "X",
+        "pid": rank,
+        "tid": 0,
+        "ts": round(event.begin * 1e6, 3),
+        "dur": round(event.seconds * 1e6, 3),
+        "args": {"instruction": event.name, "iteration": event.iteration, **details},
+    }
+
+
 def read_timeline(path: Path) -> Timeline:
     """The timeline in a folder of ``--trace``, or in its trace.json.
 
@@ -117,7 +146,7 @@ def read_timeline(path: Path) -> Timeline:
 
 def _timeline(content: Any) -> Timeline:
     metadata = content["otherData"]
-    if metadata["format"] != FORMAT:
+    if metadata["format"] != TRACE_FORMAT:
         raise ValueError
     stages, micro_batches = (_positive(metadata[name]) for name in ("stages", "micro_batches"))
     schedule = str(metadata["schedule"])

@@ -12,8 +12,7 @@ from megatron.common.units import duration, with_prefix
 from megatron.tools.reporting.curves import CURVE_KEYS, draw_curves
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.pictures import draw, draw_expert_loads
-from megatron.tools.reporting.timeline import Timeline
-from megatron.tools.reporting.timeline_summary import PASSES, Measures, measure
+from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
 
 KEYS = (*CURVE_KEYS, "seconds_per_iteration", "loss_scale", "skipped_iterations", "consumed_tokens")
 
@@ -92,7 +91,7 @@ def page(
 ) -> str:
     """The page about the run ``name``. Sections without data name the flag that provides it.
 
-    ``loads`` are those of each expert, by layer; without them there is no section about experts.
+    ``loads`` are the loads of each expert, by layer; without them there is no section about experts.
     """
     return frame(name, sections(series, record, timeline, loads))
 

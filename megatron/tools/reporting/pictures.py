@@ -9,8 +9,7 @@ from typing import NamedTuple
 from megatron.common.errors import counted
 from megatron.parallel.pipeline.simulation import simulate
 from megatron.tools.reporting.files import Points
-from megatron.tools.reporting.timeline import Event, Timeline
-from megatron.tools.reporting.timeline_summary import SHARES, Measures, pass_seconds
+from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline, pass_seconds
 
 COLORS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#d6a520", "send": "#7a4b2a", "receive": "#dcdcdc",

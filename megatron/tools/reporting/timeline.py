@@ -1,19 +1,19 @@
-"""The timeline of a traced run, and its file in Chrome's trace format for Perfetto and chrome://tracing.
+"""The timeline of a traced run: where ranks spend their time, the pipeline bubble, and the seconds of each layer.
 
 No torch here.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import NamedTuple
 
 from megatron.parallel.pipeline.schedule import KINDS, Schedule, has_order
+from megatron.parallel.pipeline.simulation import PassSeconds, bubble, idle_share
 
-FORMAT = 1
 EVENT_DETAILS = ("micro_batch", "phase", "layer", "collective")
-"""Optional fields of an event, beside its name, its times and its iteration."""
+"""Optional fields of an event, besides its name, its times and its iteration."""
 _KINDS = {
     "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInputPass": "backward",
     "BackwardWeightPass": "weights", "SendActivation": "send",
@@ -41,7 +41,7 @@ class Event(NamedTuple):
     def kind(self) -> str:
         """Category: load, forward, backward, weights, send, receive, exchange, reduce, step or other.
 
-        Where a backward pass is divided, backward are the gradients of the inputs, and weights those of the weights.
+        In a split backward pass, backward is the gradients of the inputs, and weights the gradients of the weights.
         """
         return _KINDS.get(self.name, "other")
 
@@ -85,7 +85,7 @@ class Timeline:
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The schedule of the passes; None if there is none of this name for so many micro-batches."""
+        """The schedule of the passes; None if there is none of this name for that many micro-batches."""
         shape, divided = self.shape, any(event.kind == "weights" for events in self.events for event in events)
         form = (shape.schedule, shape.stages, shape.micro_batches, shape.chunks)
         return Schedule(*form, splits_backward=divided) if shape.schedule in KINDS and has_order(*form) else None
@@ -128,27 +128,169 @@ def span(events: Sequence[Event]) -> float:
     return max(event.end for event in events) - min(event.begin for event in events)
 
 
-def to_json(timeline: Timeline, ranks: Iterable[int], **metadata: Any) -> str:
-    """The trace file of ``ranks``, with further ``metadata``."""
-    rows: list[dict[str, Any]] = []
-    for rank in ranks:
-        coordinates = ", ".join(f"{axis} {number}" for axis, number in timeline.coordinates[rank].items())
-        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}: {coordinates}"}})
-        rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
-        rows += [_row(rank, event) for event in timeline.events[rank]]
-    other_data = {"format": FORMAT, **asdict(timeline.shape), "places": list(timeline.coordinates), **metadata}
-    return json.dumps({"displayTimeUnit": "ms", "otherData": other_data, "traceEvents": rows})
+def unit_seconds(timeline: Timeline) -> list[float]:
+    """Seconds of a micro-batch, forward and backward, in the embeddings, in each layer and in the head with the loss.
+
+    Layers are timed one by one. The embeddings are the first stage's passes minus its layers, the head the last
+    stage's; if one stage has both, all of it counts as the head. The trace file keeps this list for
+    ``--repartition-from``.
+    """
+    layers = [_layer_seconds(timeline, number) for number in range(1, timeline.shape.layers + 1)]
+    ends = [min(pipeline[end] for pipeline in timeline.pipelines) for end in (0, -1)]
+    if timeline.shape.schedule in KINDS and KINDS[timeline.shape.schedule].is_v:
+        ends[1] = ends[0]  # the first stage also has the head
+    front, back = (_outside_layers(timeline.events[rank]) for rank in ends)
+    return [front if ends[0] != ends[1] else 0.0, *layers, back]
 
 
-def _row(rank: int, event: Event) -> dict[str, Any]:
-    details = {name: value for name in EVENT_DETAILS if (value := getattr(event, name)) is not None}
-    return {
-        "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
-        "cat": "all-to-all" if event.is_all_to_all else "collective" if event.collective else event.kind,
-        "ph": "X",
-        "pid": rank,
-        "tid": 0,
-        "ts": round(event.begin * 1e6, 3),
-        "dur": round(event.seconds * 1e6, 3),
-        "args": {"instruction": event.name, "iteration": event.iteration, **details},
+def _layer_seconds(timeline: Timeline, layer: int) -> float:
+    """Median forward pass of a layer plus its median backward pass, recomputation included."""
+    passes: dict[str, dict[tuple, float]] = {}
+    for rank, events in enumerate(timeline.events):
+        for event in events:
+            if event.layer == layer:
+                # A recomputed layer runs forward again inside the backward pass.
+                times, key = passes.setdefault(event.name, {}), (rank, event.iteration, event.micro_batch)
+                times[key] = times.get(key, 0.0) + event.seconds
+    return sum(median(times.values()) for times in passes.values())
+
+
+def _outside_layers(events: Sequence[Event]) -> float:
+    """Median over a rank's micro-batches of the seconds that its passes spend outside the transformer layers."""
+    seconds: dict[tuple, float] = {}
+    for event in events:
+        if event.kind in ("forward", "backward") and not event.collective:
+            key = event.iteration, event.micro_batch
+            seconds[key] = seconds.get(key, 0.0) + (event.seconds if event.layer is None else -event.seconds)
+    return max(median(seconds.values()), 0.0) if seconds else 0.0
+
+
+SHARES = ("forward", "backward", "collectives", "all-to-all", "transfer", "reduce", "step", "load", "waiting")
+"""What a rank spends its time on. Collectives only count inside the passes, for example of tensor parallelism, and are
+not counted in forward and backward; all-to-alls, such as of tokens to their experts, count by themselves. Backward are
+all gradients, including the gradients of the weights. A transfer starts when both ranks have started it. Waiting
+is the rest."""
+PASSES, COMMUNICATION = SHARES[:4], SHARES[2:6]
+"""The shares that add up to the passes of a stage, and the shares that are communication."""
+_PARTNERS = {
+    "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
+    "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1),
+}  # fmt: skip
+"""For each end of a transfer: the instruction at the other end, and the difference of the numbers of the chunks."""
+_COMPUTING = ("forward", "backward", "weights")
+"""Categories of the passes."""
+
+
+class Measures(NamedTuple):
+    """Medians over the traced iterations, and means over the pipelines."""
+
+    seconds: float
+    """Of an iteration, from its first instruction to its last."""
+    bubble: float
+    """Share of the time from the first forward pass to the last backward pass in which stages run neither."""
+    theory: float | None
+    """The same where all passes of a kind take equally long, as their medians do; None without a known schedule."""
+    imbalance: float
+    """Time in passes of the slowest stage, divided by the mean over the stages."""
+    communication: float
+    """Share of an iteration that ranks spend in collectives, in transfers between stages, and in the reduction."""
+    ranks: tuple[dict[str, float], ...]
+    """Of each rank: seconds of an iteration for each of ``SHARES``."""
+
+
+def measure(timeline: Timeline) -> Measures:
+    """All measures of a timeline."""
+    iterations, pipelines = timeline.iterations, timeline.pipelines
+    spent = [_spent(timeline, iteration) for iteration in iterations]
+    ranks = tuple(
+        {share: median(of_ranks[rank][share] for of_ranks in spent) for share in SHARES}
+        for rank in range(len(timeline.coordinates))
+    )
+    seconds = median(map(timeline.seconds, iterations))
+    busy = [[sum(ranks[rank][share] for share in PASSES) for rank in pipeline] for pipeline in pipelines]
+    return Measures(
+        seconds=seconds,
+        bubble=mean(median(_bubble(timeline, ranks, n) for n in iterations) for ranks in pipelines),
+        theory=mean(median(_theory(timeline, ranks, n) for n in iterations) for ranks in pipelines)
+        if timeline.schedule
+        else None,
+        imbalance=mean(max(stages) / max(mean(stages), 1e-12) for stages in busy),
+        communication=mean(sum(rank[share] for share in COMMUNICATION) for rank in ranks) / max(seconds, 1e-12),
+        ranks=ranks,
+    )
+
+
+def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> float:
+    passes = [
+        event for rank in pipeline for event in timeline.instructions(rank, iteration) if event.kind in _COMPUTING
+    ]
+    return 1 - sum(event.seconds for event in passes) / (len(pipeline) * max(span(passes), 1e-12))
+
+
+def pass_seconds(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> PassSeconds:
+    """Seconds of the passes of a model chunk: the mean over the stages of their medians.
+
+    A backward pass that is not split counts as one of inputs.
+    """
+    medians = {
+        kind: mean(
+            median([e.seconds for e in timeline.instructions(rank, iteration) if e.kind == kind] or [0.0])
+            for rank in pipeline
+        )
+        for kind in _COMPUTING
     }
+    return PassSeconds(*(medians[kind] for kind in _COMPUTING))
+
+
+def _theory(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> float:
+    assert timeline.schedule is not None
+    if timeline.schedule.name == "1f1b":
+        return bubble(timeline.schedule.stages, timeline.schedule.micro_batches)
+    return idle_share(timeline.schedule, pass_seconds(timeline, pipeline, iteration))
+
+
+def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
+    """Of each rank: the seconds of ``iteration`` for each of ``SHARES``."""
+    span = timeline.seconds(iteration)
+    of_ranks: list[dict[str, float]] = [{} for _ in timeline.coordinates]
+    for pipeline in timeline.pipelines:
+        stages = [
+            {(event.name, event.micro_batch, event.phase): event for event in timeline.instructions(rank, iteration)}
+            for rank in pipeline
+        ]
+        for stage, rank in enumerate(pipeline):
+            spent = dict.fromkeys(SHARES, 0.0)
+            events = timeline.instructions(rank, iteration)
+            reductions = [event for event in events if event.kind == "reduce"]
+            for event in events:
+                if event.kind in _COMPUTING or event.kind in SHARES:
+                    spent[_share(event)] += event.seconds
+                elif event.name in _PARTNERS:
+                    spent["transfer"] += _transfer(timeline.schedule, event, stage, stages)
+                if event.kind == "backward":  # DeepSpeedEngine reduces inside it
+                    spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
+            for event in timeline.events[rank]:
+                if event.iteration == iteration and event.collective and event.kind in _COMPUTING:
+                    spent["all-to-all" if event.is_all_to_all else "collectives"] += event.seconds
+                    spent[_share(event)] -= event.seconds
+            spent["waiting"] = max(span - sum(spent.values()), 0.0)
+            of_ranks[rank] = spent
+    return of_ranks
+
+
+def _share(event: Event) -> str:
+    return "backward" if event.kind == "weights" else event.kind
+
+
+def _transfer(schedule: Schedule | None, event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]]) -> float:
+    """Seconds of this end of a transfer after the other end has started; 0 if the transfer went through a queue."""
+    if schedule is None:
+        return 0.0
+    name, offset = _PARTNERS[event.name]
+    chunk = schedule.chunks_of(stage)[event.phase or 0] + offset
+    if not 0 <= chunk < schedule.stages * schedule.chunks:
+        return 0.0
+    partner = schedule.stage_of(chunk)
+    phase = None if event.phase is None else schedule.chunks_of(partner).index(chunk)
+    other = stages[partner].get((name, event.micro_batch, phase))
+    return max(event.end - max(event.begin, other.begin), 0.0) if other else 0.0

@@ -20,8 +20,8 @@ from megatron.model.partition import TRACE
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
-from megatron.tools.reporting.timeline import Event, Shape, Timeline, to_json
-from megatron.tools.reporting.timeline_summary import measure, unit_seconds
+from megatron.tools.reporting.files import to_json
+from megatron.tools.reporting.timeline import Event, Shape, Timeline, measure, unit_seconds
 from megatron.training.callbacks import Callback, warn_if_unwritable
 
 PICTURE = "schedule.svg"
@@ -132,7 +132,7 @@ class Tracer(Callback):
             self._write(Timeline(shape, coordinates, events), self._layout.rank)
 
     def _write(self, timeline: Timeline, rank: int) -> None:
-        """Each rank writes its own file, and rank 0 that of all ranks and its picture."""
+        """Each rank writes its own file; rank 0 also writes the file of all ranks and its picture."""
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / f"rank{rank}.json").write_text(to_json(timeline, [rank]))
         if rank == 0:
@@ -207,7 +207,7 @@ _RecordLayer = Callable[[int, float, float], None]
 def layers_timed(module: nn.Module, now: Callable[[], float], record: _RecordLayer) -> Iterator[None]:
     """While inside, call ``record(number, begin, end)`` for each pass through a transformer layer of ``module``.
 
-    A layer's backward pass is from the gradient of its output to that of its input.
+    A layer's backward pass is from the gradient of its output to the gradient of its input.
     """
     handles = []
     for layer in module.modules():

@@ -32,7 +32,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _BODY_SECONDS = 20.0
-"""Time limit for receiving the body of a request, unless that of the whole request is shorter."""
+"""Time limit for receiving the body of a request, unless the limit of the entire request is shorter."""
 _T = TypeVar("_T")
 
 
@@ -65,7 +65,7 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     app = FastAPI(openapi_url=None, dependencies=[Depends(may_call)])
 
     @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> JSONResponse:
+    async def rejected(_: Request, error: RequestError) -> JSONResponse:
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         headers |= {"Retry-After": "1"} if error.retry else {}
         return JSONResponse(error_body(error), error.status, headers)
@@ -73,7 +73,7 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         """No such address, no such method."""
-        return await refused(request, RequestError(str(error.detail), status=error.status_code))
+        return await rejected(request, RequestError(str(error.detail), status=error.status_code))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
@@ -143,7 +143,7 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
 
 
 async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """The body of a JSON request, which must arrive within so many seconds.
+    """The body of a JSON request, which must arrive within ``seconds``.
 
     Pages of other sites cannot send that content type without a CORS preflight.
     """

@@ -14,8 +14,8 @@ class Job:
     def __init__(self, request: CompletionRequest, on_end: Callable[["Job"], None]) -> None:
         self.request = request
         self.is_wanted = True
-        self.held: list[Piece] = []
-        """Pieces that the generator's thread has, and the event loop not yet."""
+        self.unreleased: list[Piece] = []
+        """Pieces that the generator's thread has not passed to the event loop yet."""
         self.loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Piece | RequestError | None] = asyncio.Queue()
         self._on_end = on_end
@@ -42,15 +42,15 @@ class Job:
         """What to put after a step: all pieces of a stream so far; of other requests nothing until the end."""
         if not (is_done or getattr(self.request, "stream", True)):
             return ()
-        held, self.held = self.held, []
-        return (*held, None) if is_done else tuple(held)
+        pieces, self.unreleased = self.unreleased, []
+        return (*pieces, None) if is_done else tuple(pieces)
 
     def take(self, arrived: Piece | RequestError | None) -> None:
         """``put`` one, in the thread of the event loop."""
         self._arrived.put_nowait(arrived)
 
     def end_in(self, seconds: float, error: RequestError) -> None:
-        """Answer with ``error`` after so many seconds, if the job is not finished."""
+        """Answer with ``error`` after ``seconds``, if the job is not finished."""
         self._timers.append(self.loop.call_later(seconds, self._end, error))
 
     def _end(self, error: RequestError) -> None:
@@ -75,7 +75,7 @@ class RequestQueue:
     """Accepts requests in order of arrival, up to a limit."""
 
     def __init__(self, *, most_waiting: int, seconds: float, most_running: int = 1) -> None:
-        """A request is answered within so many seconds, the time to receive it and to wait included."""
+        """A request is answered within ``seconds``, including the time to receive it and to wait."""
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
         """For the generator's thread; None ends it."""
         self._open: set[Job] = set()
@@ -101,6 +101,6 @@ class RequestQueue:
         return job
 
     def end_all(self, seconds: float, reason: str) -> None:
-        """Answer requests that are not finished within so many seconds with an error."""
+        """Answer requests that are not finished within ``seconds`` with an error."""
         for job in self._open:
             job.end_in(seconds, RequestError(reason, status=503, retry=True))

@@ -28,7 +28,7 @@ class RequestBatch:
     """The requests in progress, whose completions are computed together, the same on every rank."""
 
     def __init__(self, generator: TextGenerator, most: int) -> None:
-        """At most ``most`` completions, or those of one request."""
+        """At most ``most`` completions, or all completions of one request."""
         self._generator, self._most = generator, most
         self._batch = generator.batch()
 
@@ -129,7 +129,7 @@ _NOT_FINITE = "the model's logits are not finite for this request: check its wei
 def run_driver(queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
     """Answer the requests in ``queue`` on the first rank until it ends.
 
-    An error fails the request that joins, or all in progress; logits that are not finite fail their request alone. With
+    An error fails the request that joins, or all in progress; logits that are not finite fail only their request. With
     several ranks an error is raised, since they may be out of step.
     """
     _Driver(queue, batch, ranks).run()
@@ -218,7 +218,7 @@ class _Driver:
         for number, piece in chosen:
             job = self._running[number]
             if piece.finish_reason != "error":
-                job.held.append(piece)
+                job.unreleased.append(piece)
             elif job.is_wanted:
                 job.is_wanted = False
                 job.put(RequestError(_NOT_FINITE, status=500))
@@ -232,7 +232,7 @@ class _Driver:
 
     @contextmanager
     def _failing(self, jobs: dict[int, Job]) -> Iterator[None]:
-        """An error of the block, of whatever kind, fails ``jobs``: the next request may be fine."""
+        """Any error of the block fails ``jobs``: the next request may be fine."""
         try:
             yield
         except Exception:

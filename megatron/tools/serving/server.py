@@ -111,7 +111,7 @@ SEND_SECONDS = 20.0
 class Connection(H11Protocol):
     """A connection as uvicorn handles it, which also knows how long it has waited for a request.
 
-    uvicorn's own limit, ``limit_concurrency``, refuses new requests while old connections are idle; and it has no time
+    uvicorn's own limit, ``limit_concurrency``, rejects new requests while old connections are idle; and it has no time
     limit for the head of a request.
     """
 
@@ -145,7 +145,7 @@ class Connection(H11Protocol):
 
 
 def close_overdue(connections: Iterable[Any]) -> None:
-    """Close those of ``connections`` on which no request has arrived in time."""
+    """Close the connections on which no request has arrived in time."""
     for connection in list(connections):
         if isinstance(connection, Connection) and connection.is_overdue:
             connection.transport.abort()

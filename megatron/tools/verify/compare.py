@@ -1,10 +1,10 @@
 """Compare what two runs computed: losses, gradient norms, the gradients of the first step and the weights.
 
-Final weights alone mislead. Adam divides a gradient by its own size, so an element whose gradient is nothing but
-rounding makes a step as long as any other, in a direction that each layout rounds differently. Gradients of the first
-step have no such history: all layouts take them of the same weights and the same samples, so they differ by rounding
-only. They are read from the checkpoint after that step, where Adam's first moment is (1 - beta1) times the clipped
-gradient, in fp32, whatever the layout.
+Comparing only the final weights misleads. Adam divides a gradient by its own size, so an element whose gradient is
+nothing but rounding makes a step as long as any other, in a direction that each layout rounds differently. Gradients
+of the first step have no such history: all layouts take them of the same weights and the same samples, so they differ
+by rounding only. They are read from the checkpoint after that step, where Adam's first moment is (1 - beta1) times the
+clipped gradient, in fp32, on every layout.
 """
 
 import json
@@ -33,7 +33,7 @@ _SMALLEST_SCALE = 1e-3
 parameter without effect, such as a bias of attention's keys, has a gradient of nothing but rounding."""
 
 Copies = Sequence[Tensor]
-"""A whole parameter, or something of its shape, from each rank that holds all of it."""
+"""A full parameter, or something of its shape, from each rank that has all of it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str) -> "Bounds":
-        """Those of fp32, bf16 or fp16: several times what is found between layouts that are right."""
+        """The bounds for fp32, bf16 or fp16: several times what is found between layouts that are right."""
         bounds = {"fp32": (1e-4, 1e-4, 1e-4, 0.02), "fp16": (2e-4, 2e-3, 0.02, 0.5), "bf16": (1e-3, 1e-2, 0.1, 0.5)}
         return cls(*bounds[dtype])
 
@@ -235,7 +235,7 @@ def _of_gradients(reference: Result, other: Result) -> dict[str, float]:
 
 
 def _multiple(reference: Tensor, copies: Copies | None) -> str:
-    """By which number the gradient is multiplied, if it differs by that alone."""
+    """The factor of the gradient, if it differs only by a factor."""
     if not copies or not reference.any():
         return ""
     factor = (copies[0].flatten() @ reference.flatten() / reference.square().sum()).item()

@@ -24,7 +24,7 @@ _PART = re.compile(rf"(?:({'|'.join(_SIZES)})(\d+))|({'|'.join(_OPTIONS)})")
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share the work. ``pipe`` 0 is the plain engine, 1 and more are stages of the pipeline engine."""
+    """How ranks share the work. ``pipe`` 0 is ``DeepSpeedEngine``, 1 and more are pipeline stages."""
 
     tensor: int
     pipe: int
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that select it, on so many processes."""
+        """The flags that select it, on its number of processes."""
         words = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}".split()
         words += ["--sequence-parallel"] if self.sequence_parallel else []
         words += ["--context-parallel-size", str(self.context)] if self.context > 1 else []
@@ -74,7 +74,7 @@ class Layout:
 
 ONE_PROCESS = Layout(1, 0, 1)
 ONE_PROCESS_WITH_ZERO = Layout(1, 0, 1, zero=1)
-"""The reference of runs that have ZeRO on every layout, such as those in half precision."""
+"""The reference of runs that have ZeRO on every layout, such as runs in half precision."""
 
 
 def parse_layout(name: str) -> Layout:
@@ -92,7 +92,7 @@ def parse_layout(name: str) -> Layout:
     if {"tp", "pp", "dp"} - sizes.keys() or 0 in map(sizes.get, ("tp", "dp", "ep", "cp", "ulysses")):
         raise ConfigError(f"layout {name}: sizes of TP, PP and DP are needed; write {GRAMMAR}")
     if "plain" in options and sizes["pp"] > 1:
-        raise ConfigError(f"layout {name}: the plain engine has no stages; write pp0 or pp1 with plain")
+        raise ConfigError(f"layout {name}: DeepSpeedEngine has no stages; write pp0 or pp1 with plain")
     schedules = [one for one in _SCHEDULES if one in options] + ["interleaved"] * ("interleaved" in sizes)
     if len(schedules) > 1:
         raise ConfigError(f"layout {name}: a pipeline has one schedule; write {GRAMMAR}")
@@ -111,7 +111,7 @@ def parse_layout(name: str) -> Layout:
 
 
 def grids(processes: int) -> Iterator[Layout]:
-    """Every layout of so many processes: each grid, engine, ZeRO stage and option, legal or not."""
+    """Every layout of ``processes``: each grid, engine, ZeRO stage and option, supported or not."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
     for tensor, stages, context, ulysses in itertools.product(sizes, repeat=4):
         data, rest = divmod(processes, tensor * stages * context * ulysses)
@@ -158,7 +158,7 @@ class Request:
     architecture: ArchitectureSpec = GPT2
 
     def run(self, layout: Layout) -> RunConfig:
-        """The run of ``layout``. Raises ConfigError if it is illegal."""
+        """The run of ``layout``. Raises ConfigError if it is not supported."""
         return self.parsed(layout).checked()
 
     def parsed(self, layout: Layout) -> ParsedRun:
@@ -190,17 +190,17 @@ def make_request(
     environ: Mapping[str, str],
     program: Path = PROGRAM,
 ) -> Request:
-    """The request for ``argv``, arguments of ``program``; its global batch is that of the layout ``first``.
+    """The request for ``argv``, arguments of ``program``; its global batch is the one of the layout ``first``.
 
     By default the first layout is one process. Raises ConfigError with a line for each thing that is wrong.
     """
     architecture = read_architecture(program)
     values, problems, _ = read_flags(argv, architecture)
-    refused = (
+    owned = (
         (_LAYOUT_FIELDS, "the layouts: choose it by their names"),
         (_TOOL_FIELDS, "the comparison: remove it"),
     )
-    for names, owner in refused:
+    for names, owner in owned:
         problems += [f"{values[name].source} belongs to {owner}" for name in names if name in values]
     if problems:
         raise ConfigError(problems)
@@ -214,7 +214,7 @@ def make_request(
     batch = values["global_batch_size"].words if "global_batch_size" in values else []
     request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
-        first = ONE_PROCESS if _is_legal(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
+        first = ONE_PROCESS if _is_supported(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
     run = request.run(first)
     if run.train.train_iters < iterations:
         raise ConfigError(f"--iterations {iterations} is more than the {run.train.train_iters} of the run: lower it")
@@ -231,24 +231,24 @@ def _without(words: list[str], pair: list[str]) -> list[str]:
     return words[:start] + words[start + 2 :]
 
 
-def illegal(request: Request, layouts: Sequence[Layout]) -> list[str]:
+def rule_violations(request: Request, layouts: Sequence[Layout]) -> list[str]:
     """A message for each rule that one of ``layouts`` breaks."""
     return [f"layout {layout.name}: {message}" for layout in layouts for message in _problems(request, layout)]
 
 
-def legal_layouts(request: Request, processes: int, sample: int | None = None, seed: int = 1) -> list[Layout]:
-    """The first layout, and every layout of so many processes that breaks no rule and runs as its name says.
+def supported_layouts(request: Request, processes: int, sample: int | None = None, seed: int = 1) -> list[Layout]:
+    """The first layout, and every layout of ``processes`` that breaks no rule and runs as its name says.
 
-    With ``sample``, so many of them, chosen by ``seed``.
+    With ``sample``, only that many of the others, chosen by ``seed``.
     """
     layouts = [layout for layout in grids(processes) if layout != request.first]
     if sample is not None:
         random.Random(seed).shuffle(layouts)
-    legal = (layout for layout in layouts if _is_legal(request, layout))
-    return [request.first, *itertools.islice(legal, sample)]
+    supported = (layout for layout in layouts if _is_supported(request, layout))
+    return [request.first, *itertools.islice(supported, sample)]
 
 
-def _is_legal(request: Request, layout: Layout) -> bool:
+def _is_supported(request: Request, layout: Layout) -> bool:
     """Whether ``layout`` breaks no rule, and has the ZeRO stage of its name: half precision runs 0 as 1."""
     parsed = request.parsed(layout)
     return not parsed.problems and parsed.run.zero.zero_stage == layout.zero

@@ -31,7 +31,7 @@ from megatron.tools.verify.compare import Bounds, Differences, Result, compare, 
 from megatron.tools.verify.request import Layout, Request
 
 _SAVED_ITERATIONS = 5
-"""Up to so many, a checkpoint after each iteration takes less time than to start a second run."""
+"""Up to that many, a checkpoint after each iteration takes less time than to start a second run."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,13 @@ def run_ranks(
     log: Path,
     time_limit: float,
 ) -> str | None:
-    """Run ``python COMMAND`` as so many ranks on this host, with their output in ``log``.
+    """Run ``python COMMAND`` as ``processes`` ranks on this host, with their output in ``log``.
 
     Returns None if all ranks succeed within ``time_limit`` seconds, else what went wrong and the last lines of the log.
     """
     ranks = [
-        context.Process(target=_run_program, args=(list(command), place, str(log)))
-        for place in _environments(processes, environ)
+        context.Process(target=_run_program, args=(list(command), of_rank, str(log)))
+        for of_rank in _environments(processes, environ)
     ]
     try:
         for rank in ranks:

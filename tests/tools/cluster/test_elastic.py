@@ -31,7 +31,7 @@ from megatron.tools.cluster.elastic import (
 from megatron.tools.cluster.elastic_run import ElasticRun
 from megatron.tools.cluster.elastic_watch import Watch
 from megatron.tools.cluster.hostfile import Host, read_hostfile
-from megatron.tools.cluster.launching import launcher_words, read_launch
+from megatron.tools.cluster.launching import launcher_arguments, read_launch
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal
 from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
@@ -255,7 +255,7 @@ def test_refused_before_a_start(tmp_path: Path, words: str, text: str) -> None:
     assert read_hostfile(hostfile)[1] == Host("b", (0,), spare=True)
     with pytest.raises(ConfigError, match=text):
         launch = read_launch([str(hostfile) if word == "H" else word for word in words.split()])
-        ElasticRun(launch, {"DS_ACCELERATOR": "cpu"}, []) if launch.elastic else launcher_words(launch, {})
+        ElasticRun(launch, {"DS_ACCELERATOR": "cpu"}, []) if launch.elastic else launcher_arguments(launch, {})
 
 
 def watch_of(folder: Path, **run) -> Watch:

@@ -17,7 +17,7 @@ from support.programs import Programs
 
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
-from megatron.tools.cluster.launching import launcher_words, read_launch
+from megatron.tools.cluster.launching import launcher_arguments, read_launch
 from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command
 
 HOSTILE = [
@@ -36,7 +36,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 def refusals(hostfile: Path, *words: str, environ: dict[str, str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        launcher_words(read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"})
+        launcher_arguments(read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"})
     return caught.value.messages
 
 
@@ -53,7 +53,7 @@ def test_this_host_alone_needs_no_ssh(hostfile: Path, name: str) -> None:
     hostfile.write_text(f"{name} slots=2\n")
 
     def words(*more: str) -> list[str]:
-        return launcher_words(read_launch(["--hostfile", str(hostfile), *more, "x.py"]), {"DS_ACCELERATOR": "cpu"})
+        return launcher_arguments(read_launch(["--hostfile", str(hostfile), *more, "x.py"]), {"DS_ACCELERATOR": "cpu"})
 
     assert {"--no_ssh_check", "--master_addr=127.0.0.1"} <= set(words())
     assert "--master_addr=10.0.0.1" in words("--master_addr", "10.0.0.1")

@@ -8,10 +8,9 @@ from support.timelines import BACKWARD, FORWARD, by_theory
 
 from megatron.common.errors import ConfigError
 from megatron.parallel.pipeline.simulation import bubble
-from megatron.tools.reporting.files import read_timeline
+from megatron.tools.reporting.files import read_timeline, to_json
 from megatron.tools.reporting.pictures import draw
-from megatron.tools.reporting.timeline import Event, to_json
-from megatron.tools.reporting.timeline_summary import measure, unit_seconds
+from megatron.tools.reporting.timeline import Event, measure, unit_seconds
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(1, 2), (2, 1), (2, 3), (4, 8)])

@@ -15,8 +15,7 @@ from support.training import RankTraining, pretrain
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.pipeline.schedule import Instruction, Schedule
 from megatron.tools.reporting.files import read_timeline
-from megatron.tools.reporting.timeline import Timeline
-from megatron.tools.reporting.timeline_summary import measure
+from megatron.tools.reporting.timeline import Timeline, measure
 
 SETTINGS = (
     "--train-iters 4 --batch-size 1 --eval-iters 1 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0 "

@@ -8,8 +8,8 @@ from megatron.tools.verify.request import (
     ONE_PROCESS,
     Layout,
     Request,
-    illegal,
-    legal_layouts,
+    rule_violations,
+    supported_layouts,
     make_request,
     parse_layout,
 )
@@ -62,7 +62,7 @@ def test_every_legal_layout_of_two_processes() -> None:
     """As the rules say: ZeRO 2 and 3 on the plain engine alone, sequence parallelism with tensor parallelism alone."""
     plain = {f"{grid}{zero}" for grid in ("tp1-pp0-dp2", "tp2-pp0-dp1") for zero in ("", "-zero1", "-zero2", "-zero3")}
     stages = {f"tp{t}-pp{p}-dp{d}{zero}" for t, p, d in [(1, 1, 2), (2, 1, 1), (1, 2, 1)] for zero in ("", "-zero1")}
-    legal = {layout.name for layout in legal_layouts(request(), 2)}
+    legal = {layout.name for layout in supported_layouts(request(), 2)}
     schedules = ("interleaved2", "zbh1", "zbv", "dualpipev")
     assert {name for name in legal if not name.endswith(("sp", "cp2", "ulysses2", *schedules))} == plain | stages | {
         "tp1-pp0-dp1"
@@ -76,16 +76,16 @@ def test_every_legal_layout_of_two_processes() -> None:
 
 def test_a_sample_of_the_legal_layouts_is_chosen_by_its_seed() -> None:
     asked = request()
-    first, *some = legal_layouts(asked, 8, sample=6, seed=1)
+    first, *some = supported_layouts(asked, 8, sample=6, seed=1)
     assert first == ONE_PROCESS and len(set(some)) == 6 and all(layout.processes == 8 for layout in some)
-    assert not illegal(asked, some)
-    assert legal_layouts(asked, 8, sample=6, seed=1) == [first, *some] != legal_layouts(asked, 8, sample=6, seed=2)
-    every = legal_layouts(asked, 1)
-    assert sorted(map(str, legal_layouts(asked, 1, sample=1000))) == sorted(map(str, every))
+    assert not rule_violations(asked, some)
+    assert supported_layouts(asked, 8, sample=6, seed=1) == [first, *some] != supported_layouts(asked, 8, sample=6, seed=2)
+    every = supported_layouts(asked, 1)
+    assert sorted(map(str, supported_layouts(asked, 1, sample=1000))) == sorted(map(str, every))
 
 
 def test_an_illegal_layout_is_refused_with_the_rule() -> None:
-    (message,) = illegal(request(), [parse_layout("tp1-pp2-dp1"), parse_layout("tp1-pp2-dp1-zero2")])
+    (message,) = rule_violations(request(), [parse_layout("tp1-pp2-dp1"), parse_layout("tp1-pp2-dp1-zero2")])
     assert message.startswith("layout tp1-pp2-dp1-zero2: --zero-stage 2 cannot be combined with --pipe-parallel-size 2")
 
 
