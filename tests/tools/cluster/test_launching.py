@@ -36,7 +36,9 @@ def hostfile(tmp_path: Path) -> Path:
 
 def refusals(hostfile: Path, *words: str, environ: dict[str, str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        launcher_arguments(read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"})
+        launcher_arguments(
+            read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"}
+        )
     return caught.value.messages
 
 

@@ -8,10 +8,10 @@ from megatron.tools.verify.request import (
     ONE_PROCESS,
     Layout,
     Request,
-    rule_violations,
-    supported_layouts,
     make_request,
     parse_layout,
+    rule_violations,
+    supported_layouts,
 )
 
 SMALL_WORDS = SMALL.replace("--batch-size 2", "--batch-size 2 --global-batch-size 8").split()
@@ -79,7 +79,9 @@ def test_a_sample_of_the_legal_layouts_is_chosen_by_its_seed() -> None:
     first, *some = supported_layouts(asked, 8, sample=6, seed=1)
     assert first == ONE_PROCESS and len(set(some)) == 6 and all(layout.processes == 8 for layout in some)
     assert not rule_violations(asked, some)
-    assert supported_layouts(asked, 8, sample=6, seed=1) == [first, *some] != supported_layouts(asked, 8, sample=6, seed=2)
+    assert (
+        supported_layouts(asked, 8, sample=6, seed=1) == [first, *some] != supported_layouts(asked, 8, sample=6, seed=2)
+    )
     every = supported_layouts(asked, 1)
     assert sorted(map(str, supported_layouts(asked, 1, sample=1000))) == sorted(map(str, every))
 
