@@ -111,7 +111,7 @@ def _add_elastic_flags(parser: ToolParser) -> None:
 
 
 def _check_elastic_flags(launch: Namespace) -> None:
-    """Raises ConfigError if a flag needs ``--elastic``, or does not go with it."""
+    """Raises ConfigError if a flag needs ``--elastic``, or is not supported with it."""
     if not launch.elastic:
         given = [name for name in _ELASTIC if getattr(launch, name) not in (None, False, "")]
         if launch.min_hosts == 1:
