@@ -1,4 +1,4 @@
-"""Output files, pictures and folders of the tools, written whole or not at all."""
+"""Output files and folders of the tools, written completely or not at all."""
 
 import errno
 import os
@@ -6,15 +6,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, replace_file, sync, sync_folder
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PICTURES = ("png", "svg", "pdf")
 
 
 @contextmanager
@@ -52,18 +47,6 @@ def atomic_path(path: Path, flag: str) -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
-
-
-def check_picture_name(path: Path, flag: str) -> None:
-    """Raises ConfigError if ``path`` does not end in one of the formats that ``write_picture`` writes."""
-    if path.suffix.removeprefix(".").lower() not in PICTURES:
-        raise ConfigError(f"{flag} {path}: the name must end in .{', .'.join(PICTURES)}")
-
-
-def write_picture(figure: "Figure", path: Path, flag: str) -> None:
-    """Write a figure in the format of its name. Raises as ``atomic_file``."""
-    with atomic_file(path, flag, binary=True) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".").lower())
 
 
 def check_vacant(path: Path, flag: str) -> None:

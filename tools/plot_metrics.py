@@ -1,14 +1,18 @@
-"""Draw the metrics files of one or more runs: loss, learning rate, gradient norm and speed over the iterations."""
+"""Draw the metrics files of one or more runs: loss, learning rate, gradient norm, speed and memory."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import PICTURES, check_picture_name, write_picture
+from _atomic_file import atomic_file
 
-from megatron.tools.command_line import ToolParser, read_named_number, run_tool
+from megatron.common.errors import ConfigError
+from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.reporting.curves import CURVE_KEYS, draw_curves
 from megatron.tools.reporting.files import Points, read_series
+
+FORMATS = ("png", "svg", "pdf")
 
 
 def main() -> None:
@@ -16,20 +20,36 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS", help="files that --metrics-file wrote")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help=f"picture to write ({', '.join(PICTURES)})"
+        "--output", type=Path, required=True, metavar="FILE", help=f"picture to write ({', '.join(FORMATS)})"
     )
     parser.add_argument(
         "--baseline", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="loss to draw as a dashed line"
     )
     parser.add_argument("--title", default="Training", help="title of the picture")
     args = parser.parse_args()
-    check_picture_name(args.output, "--output")
-    usage = "NAME=VALUE with a number, such as unigram=6.2"
-    baselines = dict(read_named_number(text, "--baseline", usage) for text in args.baseline)
+    kind = args.output.suffix.removeprefix(".").lower()
+    if kind not in FORMATS:
+        raise ConfigError(f"--output {args.output}: the name must end in .{', .'.join(FORMATS)}")
+    baselines = dict(named_losses(args.baseline))
     series = [read_series(path, CURVE_KEYS) for path in args.metrics]
     runs = dict(zip(run_names(args.metrics), series, strict=True))
-    write_picture(draw_curves(runs, baselines, args.title), args.output, "--output")
+    figure = draw_curves(runs, baselines, args.title)
+    with atomic_file(args.output, "--output", binary=True) as file:
+        figure.savefig(file, format=kind)
     print(f"{args.output}: {summary(runs)}")
+
+
+def named_losses(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
+    """Name and number of each NAME=VALUE."""
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not name or not math.isfinite(number):
+            raise ConfigError(f"--baseline {text}: give NAME=VALUE with a number, such as unigram=6.2")
+        yield name, number
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
@@ -42,12 +62,12 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 def summary(runs: Mapping[str, Mapping[str, Points]]) -> str:
     """The last losses of each run."""
-    parts = []
-    for name, series in runs.items():
-        for key in ("lm_loss", "validation_loss"):
-            for iteration, loss in list(series[key].items())[-1:]:
-                parts.append(f"{name} {key} {loss:.4f} at iteration {iteration}")
-    return ", ".join(parts)
+    return ", ".join(
+        f"{name} {key} {loss:.4f} at iteration {iteration}"
+        for name, series in runs.items()
+        for key in ("lm_loss", "validation_loss")
+        for iteration, loss in list(series[key].items())[-1:]
+    )
 
 
 if __name__ == "__main__":

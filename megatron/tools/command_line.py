@@ -1,7 +1,6 @@
 """What every command line of the suite shares: user errors as single lines, quiet interruptions, progress on stderr."""
 
 import argparse
-import math
 import os
 import runpy
 import sys
@@ -126,18 +125,6 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(0)
-
-
-def read_named_number(text: str, flag: str, usage: str) -> tuple[str, float]:
-    """Name and number of NAME=NUMBER. Raises ConfigError with ``usage`` if ``text`` of ``flag`` is not that."""
-    name, _, value = text.rpartition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not name or not math.isfinite(number):
-        raise ConfigError(f"{flag} {text}: give {usage}")
-    return name, number
 
 
 def read_architecture(program: Path) -> ArchitectureSpec:

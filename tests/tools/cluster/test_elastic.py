@@ -244,7 +244,10 @@ def test_a_world_size_without_a_layout() -> None:
         ("--rejoin --hostfile H pretrain_gpt2.py", "are for --elastic"),
         ("--min-hosts 2 --exclude-after 3 --hostfile H x.py", "for --elastic: --min-hosts, --exclude-after;"),
         ("--device h100 --device-memory 1GB x.py", "for --elastic: --device, --device-memory;"),
-        ("--elastic --hostfile H --launcher openmpi pretrain_gpt2.py", "--launcher openmpi is not supported with --elastic"),
+        (
+            "--elastic --hostfile H --launcher openmpi pretrain_gpt2.py",
+            "--launcher openmpi is not supported with --elastic",
+        ),
         ("--hostfile H pretrain_gpt2.py", "b is a spare host"),
         ("--elastic --hostfile H pretrain_gpt2.py --deepspeed_config x.json --save ck", "as flags"),
     ],

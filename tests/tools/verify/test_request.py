@@ -45,7 +45,7 @@ def test_a_name_is_read(name: str, layout: Layout) -> None:
         ("tp2-pp2-dp2-tp4", "'tp4' is not part of"),
         ("tp2-pp2-dp2-sp-sp", "'sp' is not part of"),
         ("tp2-pp2-dp2-zbv-interleaved2", "a pipeline has one schedule"),
-        ("tp2-pp2-dp2-plain", "the plain engine has no stages"),
+        ("tp2-pp2-dp2-plain", "DeepSpeedEngine has no stages"),
     ],
 )
 def test_a_malformed_name_is_refused(name: str, message: str) -> None:
