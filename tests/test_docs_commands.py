@@ -252,7 +252,8 @@ def shown_by_script(script: str, arguments: Sequence[str], variables: Mapping[st
     path = f"{ROOT}/tests/support/slurm:/usr/bin:/bin"
     environ = {"PATH": path, "DRY_RUN": "1", **slurm, **variables}
     command = ["bash", str(ROOT / script), *arguments]
-    shown = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    folder = ROOT if script.endswith(".sbatch") else None  # from where sbatch is called
+    shown = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, check=True).stdout
     return [shlex.split(line) for line in shown.splitlines()]
 
 
