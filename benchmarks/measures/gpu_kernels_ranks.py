@@ -183,7 +183,7 @@ def _layers(name: str, config: ModelConfig, dtype: str, layout: ParallelLayout) 
     for compiled in (False, True) if dtype in COMPILED else (False,):
         layer = layer_class(replace(config, compile=compiled), layout, layer_number=1)
         layer = layer.to(hidden.device, DTYPES[dtype])
-        wide = layer_class(replace(config, moe_grouped_gemm=False), layout, layer_number=1)
+        wide = layer_class(replace(config, moe_grouped_gemm=False, dtype="fp32"), layout, layer_number=1)
         wide = wide.to(hidden.device, torch.float64)
         wide.load_state_dict(layer.state_dict())
         title = f"{name}, {'compiled' if compiled else 'as it is'}"
@@ -257,24 +257,22 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: PartialAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
-        logarithms = context.new_full(query.shape[:3], -torch.inf)
+        logsumexp = context.new_full(query.shape[:3], -torch.inf)
         for rows, columns, is_causal in _InParts.blocks(query.size(2)):
             part = kernel.forward(query[:, :, rows], key[:, :, columns], value[:, :, columns], None, is_causal)
-            merge(context[:, :, rows], logarithms[:, :, rows], *part)
+            merge(context[:, :, rows], logsumexp[:, :, rows], *part)
         context = context.to(query.dtype)
         ctx.kernel = kernel
-        ctx.save_for_backward(query, key, value, context, logarithms)
+        ctx.save_for_backward(query, key, value, context, logsumexp)
         return context
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, context, logarithms = ctx.saved_tensors
+        query, key, value, context, logsumexp = ctx.saved_tensors
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
         for rows, columns, is_causal in _InParts.blocks(query.size(2)):
             of_rows, of_keys = (x[:, :, rows] for x in (grad, query)), (x[:, :, columns] for x in (key, value))
-            found = ctx.kernel.backward(
-                *of_rows, *of_keys, context[:, :, rows], logarithms[:, :, rows], None, is_causal
-            )
+            found = ctx.kernel.backward(*of_rows, *of_keys, context[:, :, rows], logsumexp[:, :, rows], None, is_causal)
             for total, part, place in zip(totals, found, (rows, columns, columns), strict=True):
                 total[:, :, place] += part
         return None, *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True))

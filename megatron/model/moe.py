@@ -1,9 +1,9 @@
 """A mixture of experts in place of the MLP: a router chooses a few experts for each token (arXiv 1701.06538).
 
-b batch, s sequence, h hidden, E experts of the layer, e those of this rank, k chosen experts, f inside an expert,
+b batch, s sequence, h hidden, E experts of the layer, e experts of this rank, k chosen experts, f inside an expert,
 t tensor-parallel ranks, n rows: one for each token and chosen expert
 
-The layer is one tensor-parallel region: each rank has the whole input, an equal part of the inside of each expert, and
+The layer is one tensor-parallel region: each rank has the entire input, an equal part of the inside of each expert, and
 a partial sum of the output. Therefore gradients inside are partial sums, too, the router's as well.
 """
 
@@ -64,49 +64,49 @@ class ParallelMoE(nn.Module):
         rows = None if kept is None else kept.flatten().nonzero().squeeze(1)
         experts = chosen.flatten() if rows is None else chosen.flatten()[rows]
         route = Route.of(experts, self.router.experts, self.expert_group)
-        place = route.order if rows is None else rows[route.order]
-        sent: Tensor = _Rows.apply(x.flatten(0, 1), place, k)
+        slots = route.order if rows is None else rows[route.order]
+        sent: Tensor = _Rows.apply(x.flatten(0, 1), slots, k)
         outputs = route.combine(self.experts(route.dispatch(sent), route.counts))
-        table: Tensor = _Table.apply(outputs, place, chosen.numel())
+        table: Tensor = _Table.apply(outputs, slots, chosen.numel())
         y = (weights.to(x.dtype).view(-1, 1, k) @ table.view(-1, k, x.size(-1))).squeeze(1)
         return y.view(x.shape)
 
 
 class _Rows(torch.autograd.Function):
-    """x [b x s, h] -> rows [n, h]: row ``place`` of the table of tokens and k choices, each a copy of its token.
+    """x [b x s, h] -> rows [n, h]: rows ``slots`` of the table of tokens and k choices, each a copy of its token.
 
-    The gradient is a sum over choices, and so the same in every run; that of an index would not be on GPUs.
+    The gradient is a sum over choices, and so the same in every run; the gradient of indexing would not be, on GPUs.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, slots: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(slots)
         ctx.tokens, ctx.k = x.size(0), k
-        return x.index_select(0, place // k)
+        return x.index_select(0, slots // k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return _table(grad, place, ctx.tokens * ctx.k).view(ctx.tokens, ctx.k, -1).sum(1), None, None
+        (slots,) = ctx.saved_tensors
+        return _table(grad, slots, ctx.tokens * ctx.k).view(ctx.tokens, ctx.k, -1).sum(1), None, None
 
 
 class _Table(torch.autograd.Function):
-    """outputs [n, h] -> the table of tokens and choices [size, h], with output i in row ``place[i]`` and zeros."""
+    """outputs [n, h] -> the table of tokens and choices [size, h], with output i in row ``slots[i]`` and zeros."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, place: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(place)
-        return _table(outputs, place, size)
+    def forward(ctx: Any, outputs: Tensor, slots: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return _table(outputs, slots, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
+        (slots,) = ctx.saved_tensors
+        return grad.index_select(0, slots), None, None
 
 
-def _table(rows: Tensor, place: Tensor, size: int) -> Tensor:
-    make = rows.new_empty if place.numel() == size else rows.new_zeros  # all rows are written, unless some are dropped
-    return make((size, rows.size(1))).index_copy_(0, place, rows)
+def _table(rows: Tensor, slots: Tensor, size: int) -> Tensor:
+    make = rows.new_empty if slots.numel() == size else rows.new_zeros  # all rows are written, unless some are dropped
+    return make((size, rows.size(1))).index_copy_(0, slots, rows)
 
 
 class Experts(nn.Module):
@@ -132,7 +132,7 @@ class Experts(nn.Module):
 
 
 def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: ProcessGroup) -> nn.Parameter:
-    """A weight of each of several experts, whole drawn as one of ``shape``; this rank's slice along ``dim``."""
+    """Weights of several experts, each drawn with the full ``shape``; this rank's slice along ``dim``."""
     return sharded_parameter(torch.stack([init.draw(shape) for init in inits]), dim=dim, group=group)
 
 

@@ -48,7 +48,7 @@ class RelativePositions(nn.Module):
 
 
 def without_bias(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a stage sends on: the next one has a table of its own."""
+    """What a stage sends on: the next stage has its own table."""
     return state[:STATE]
 
 
@@ -57,8 +57,8 @@ def with_bias_apart(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """A state, and the bias of ``positions`` for layers that are recomputed, which is no argument of theirs.
 
-    The backward pass of each of them ends before that of the one before begins. Their gradients of the bias meet in a
-    tensor of its own, and are handed over at the end: the table gets its gradient once, as ZeRO needs it.
+    The backward pass of a layer ends before the backward pass of the previous one begins. Their gradients of the bias
+    are added up in a separate tensor, and handed over at the end: the table gets its gradient once, as ZeRO needs it.
     """
     hidden, *others, bias = positions(state)
     collecting = bias.detach().requires_grad_(bias.requires_grad)

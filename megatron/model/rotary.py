@@ -21,7 +21,7 @@ from megatron.parallel.sequence import sequence_shard
 class RotaryPositions(nn.Module):
     """Rotates query [b, n, s, d] and key [b, g, s, d] by the positions of their tokens, of which this rank has a shard.
 
-    Positions count from the first token, or from that of each segment in ``segment_ids`` [b, s of all ranks].
+    Positions count from the first token of the sequence, or of each segment in ``segment_ids`` [b, s of all ranks].
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -93,9 +93,9 @@ def _first_positions(
 def _scaled(frequencies: Tensor, factor: float) -> Tensor:
     """Llama 3.1's rule: long waves become ``factor`` times as long, short ones stay, and those between are mixed."""
     wavelengths = 2 * math.pi / frequencies
-    share = (ORIGINAL_LENGTH / wavelengths - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
-    share = share.clamp(0.0, 1.0)
-    return (1 - share) * frequencies / factor + share * frequencies
+    weight = (ORIGINAL_LENGTH / wavelengths - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+    weight = weight.clamp(0.0, 1.0)
+    return (1 - weight) * frequencies / factor + weight * frequencies
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     rounds: bool = True
-    """Whether the ramp begins and ends at whole dimensions."""
+    """Whether the ramp begins and ends at integral dimensions."""
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Yarn":

@@ -2,7 +2,7 @@
 
 b batch, s sequence, h hidden, E experts of the layer, k chosen experts, t tensor-parallel ranks
 
-Every tensor-parallel rank routes the whole input. Gradients inside the layer are summed over the ranks, so each rank
+Every tensor-parallel rank routes the entire input. Gradients inside the layer are summed over the ranks, so each rank
 adds only 1/t of the gradient of an auxiliary loss.
 """
 
@@ -40,7 +40,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(weight(config, name).draw((config.num_experts, config.hidden_size)))
         all_reduce_gradient(self.weight, self.group)
         self.gradient_scale = 1.0
-        self._shares: list[Tensor] = []
+        self._fractions: list[Tensor] = []
         self.layer_number = 0
         """Of its transformer layer in the model, from 1 on."""
         self.measured: dict[str, Tensor] = {}
@@ -72,26 +72,26 @@ class Router(nn.Module):
 
     def begin_step(self, gradient_scale: float) -> None:
         """Begin a global batch, of each of whose micro-batches the engine multiplies the loss by ``gradient_scale``."""
-        self.gradient_scale, self._shares = gradient_scale, []
+        self.gradient_scale, self._fractions = gradient_scale, []
 
     def _load_balancing_loss(self, scores: Tensor, is_chosen: Tensor) -> Tensor:
-        """E x sum of (share of choices x mean score) of each expert (arXiv 2101.03961), 1 if all are equal.
+        """E x sum of (fraction of choices x mean score) of each expert (arXiv 2101.03961), 1 if all are equal.
 
-        In a global batch the share is of this micro-batch and those before it, of all data-parallel ranks.
+        In a global batch the fraction is of this micro-batch and those before it, of all data-parallel ranks.
         """
         if self.balances == "seq_aux_loss":
-            share, score = is_chosen.mean(1), scores.mean(1)  # [b, E]
+            fraction, score = is_chosen.mean(1), scores.mean(1)  # [b, E]
         else:
-            share, score = is_chosen.mean((0, 1)), scores.mean((0, 1))  # [E]
+            fraction, score = is_chosen.mean((0, 1)), scores.mean((0, 1))  # [E]
         if self.balances == "global_aux_loss":
-            self._shares.append(_mean(share, self.replica_group))
-            share = torch.stack(self._shares).mean(0)
+            self._fractions.append(_mean(fraction, self.replica_group))
+            fraction = torch.stack(self._fractions).mean(0)
         elif self.sequence_group is not None:  # this rank has a part of each sample
-            share = _mean(share, self.sequence_group)
-        return self.experts / self.chosen * (share * score).sum(-1).mean()
+            fraction = _mean(fraction, self.sequence_group)
+        return self.experts / self.chosen * (fraction * score).sum(-1).mean()
 
     def _within_capacity(self, is_chosen: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """[b, s, k]: whether the token is among those of its sample with the largest scores for the expert."""
+        """[b, s, k]: whether the token is among the tokens of its sample with the largest scores for the expert."""
         s = scores.size(1)
         capacity = min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
         first = scores.masked_fill(is_chosen == 0, -1.0).topk(capacity, dim=1).indices  # [b, capacity, E]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.projections import column_parallel, row_parallel
-from megatron.model.weights import norm_class
+from megatron.model.weights import column_parallel, norm_class, row_parallel
 from megatron.ops.activation import bias_gelu, dropout_add, mlp_activation
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import random_stream

@@ -1,4 +1,7 @@
-"""What the layers of a model have in common: initial values of weights, adapters, norms."""
+"""What the layers of a model have in common: initial weights, linear layers with adapters, norms.
+
+i inputs, o outputs, in all t tensor-parallel ranks together
+"""
 
 import math
 from collections.abc import Callable
@@ -9,10 +12,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from megatron.config import ModelConfig
+from megatron.ops.linear import linear_kernel
 from megatron.ops.norm import choose_norm
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.layers import WeightInit, sharded_norm
-from megatron.parallel.tensor.lora import LowRank
+from megatron.parallel.sequence import sequence_parallel_dim
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, sharded_norm
+from megatron.parallel.tensor.lora import ColumnParallelAdapter, LowRank, RowParallelAdapter
 
 
 def weight(config: ModelConfig, name: str) -> WeightInit:
@@ -27,7 +32,37 @@ def residual_weight(config: ModelConfig, name: str) -> WeightInit:
     return replace(undivided, std=undivided.std / math.sqrt(2 * config.num_layers))
 
 
-def adapter(
+def column_parallel(
+    config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int, *,
+    has_bias: bool | None = None, parts: int = 1, **options: Any,
+) -> ColumnParallelLinear:  # fmt: skip
+    """The layer ``name``, such as ``layers.1.mlp.dense_h_to_4h``: [.., i] -> [.., parts x o/t]."""
+    kwargs: dict[str, Any] = {
+        "group": layout.tensor_group,
+        "sequence_dim": sequence_parallel_dim(config, layout),
+        "init": weight(config, name),
+        "parts": parts,
+    }
+    lora = _adapter(config, name.rpartition(".")[2], ColumnParallelAdapter, inputs, outputs, **kwargs)
+    kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": linear_kernel(config)}
+    return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
+
+
+def row_parallel(
+    config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int
+) -> RowParallelLinear:
+    """The layer ``name``, which writes to the residual stream: [.., i/t] -> [.., o]."""
+    kwargs: dict[str, Any] = {
+        "group": layout.tensor_group,
+        "sequence_dim": sequence_parallel_dim(config, layout),
+        "init": residual_weight(config, name),
+    }
+    lora = _adapter(config, name.rpartition(".")[2], RowParallelAdapter, inputs, outputs, **kwargs)
+    kwargs |= {"has_bias": config.linear_bias, "kernel": linear_kernel(config)}
+    return RowParallelLinear(inputs, outputs, lora=lora, **kwargs)
+
+
+def _adapter(
     config: ModelConfig, target: str, kind: Callable[..., nn.Module], *sizes: int, **arguments: Any
 ) -> nn.Module | None:
     """The adapter of the linear layer ``target``, made as ``kind(*sizes, **arguments)``; None if it has none."""

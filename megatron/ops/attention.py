@@ -126,4 +126,4 @@ _LIMITED: dict[str, Callable[..., Tensor]] = {
     "mask": attend_with_mask,
     "blocks": attend_in_blocks,
 }
-"""How segments and windows are kept apart, by the name in ``AttentionKernel.limits``."""
+"""How segments and windows are masked, by the name in ``AttentionKernel.limits``."""

@@ -21,7 +21,7 @@ class AttentionKernel(NamedTuple):
     name: str
     """flash, memory-efficient, plain (scores, softmax and context step by step), or torch's where it decides."""
     limits: str
-    """How documents, padding and windows are kept apart: none if there are none; varlen (one call of torch's
+    """How documents, padding and windows are masked: none if there are none; varlen (one call of torch's
     ``varlen_attn``); flex (one call of FlexAttention, by ``--flex-attention``); blocks (a call for each document or
     part of a window); or mask."""
     summary: str
@@ -57,7 +57,7 @@ def attention_kernel(
     name, why = _kernel(model, device, dtype, has_dropout)
     if model.encoder_num_layers:
         name = "memory-efficient" if name == "flash" and device.kind == "cuda" else name
-        reasons = why or "a mask keeps padding and later tokens apart"
+        reasons = why or "a mask hides padding and later tokens"
         return AttentionKernel(name, "mask", f"{name} ({dtype}, head dim {model.head_size}, by mask): {reasons}")
     limits, why_limits = "none", ""
     window = causal and model.pre_tokens < seq_length - 1
@@ -66,8 +66,8 @@ def attention_kernel(
     parts = [
         dtype,
         f"head dim {model.head_size}",
-        "causal" if causal else "padding kept apart",
-        *(["documents kept apart"] if causal and model.reset_attention_mask else []),
+        "causal" if causal else "padding masked",
+        *(["separate documents"] if causal and model.reset_attention_mask else []),
         *([f"window of {model.pre_tokens} tokens"] if window else []),
         *([f"by {limits}"] if limits != "none" else []),
     ]

@@ -62,7 +62,7 @@ def _mask_of(segment_ids: Tensor | None, s: int, device: torch.device, causal: b
 
 
 def block_mask(segment_ids: Tensor, causal: bool, pre_tokens: int) -> BlockMask:
-    """Which blocks of keys each block of queries sees, in whole or in part, by ``segment_ids`` [b, s].
+    """Which blocks of keys each block of queries sees, all of it or a part, by ``segment_ids`` [b, s].
 
     A token attends to a run of tokens, whose ends never move back from one token to the next. The blocks follow from
     the ends, and no mask of the sequence is made.
@@ -80,11 +80,11 @@ def block_mask(segment_ids: Tensor, causal: bool, pre_tokens: int) -> BlockMask:
     least_first, most_first = _ends_of_blocks(first)  # [b, k, 1] each
     least_last, most_last = _ends_of_blocks(last)
     begin = torch.arange(0, s, BLOCK, device=index.device)  # [k]
-    end = begin + BLOCK - 1  # a short block at the end is seen in part, so that what it lacks is masked
-    seen = (end >= least_first) & (begin <= most_last)  # [b, k, k]
-    whole = (begin >= most_first) & (end <= least_last)
-    in_part, in_whole = _numbers(seen & ~whole), _numbers(whole)
-    return BlockMask.from_kv_blocks(*in_part, *in_whole, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(s, s))
+    end = begin + BLOCK - 1  # a short block at the end is visible in part, so that what it lacks is masked
+    visible = (end >= least_first) & (begin <= most_last)  # [b, k, k]
+    full = (begin >= most_first) & (end <= least_last)
+    partial_blocks, full_blocks = _numbers(visible & ~full), _numbers(full)
+    return BlockMask.from_kv_blocks(*partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(s, s))
 
 
 def _ends_of_blocks(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Attention within documents and windows, without scores or a mask of the whole sequence.
+"""Attention within documents and windows, without scores or a mask of the entire sequence.
 
 b batch, s sequence, n heads of queries, g heads of keys and values, d size of a head
 """
@@ -33,7 +33,7 @@ def attend_in_blocks(
     """[b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]: a call of ``core`` for each document or chunk of a window.
 
     A document is a run of equal ``segment_ids`` [b, s]; neighbors that are short share a call. Tokens of different
-    documents are in no call together, and the largest mask is that of a chunk.
+    documents are in no call together, and the largest mask is for a chunk.
     """
     s = query.size(2)
     if s <= SHORTEST_BLOCK:
@@ -97,9 +97,9 @@ def _in_window(query: Tensor, key: Tensor, value: Tensor, core: Core, window: in
     mask = chunk_mask(chunk, window, query.dtype, query.device)
     contexts = []
     for number, rows in enumerate(queries):
-        seen = slice(max(window - number * chunk, 0), window + rows.size(2))  # without the padding
-        columns, contents = (tensors[number][..., seen].transpose(2, 3) for tensors in (keys, values))
-        contexts.append(core(rows, columns, contents, mask[: rows.size(2), seen]))
+        visible = slice(max(window - number * chunk, 0), window + rows.size(2))  # without the padding
+        columns, contents = (tensors[number][..., visible].transpose(2, 3) for tensors in (keys, values))
+        contexts.append(core(rows, columns, contents, mask[: rows.size(2), visible]))
     return torch.cat(contexts, 2)
 
 
@@ -109,8 +109,8 @@ def chunk_mask(chunk: int, window: int, dtype: torch.dtype, device: torch.device
 
     Made once. Of a mask of bools each call would keep such a copy for its backward pass.
     """
-    seen = torch.ones(chunk, window + chunk, dtype=torch.bool, device=device).tril(window).triu()
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
+    visible = torch.ones(chunk, window + chunk, dtype=torch.bool, device=device).tril(window).triu()
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill(~visible, -torch.inf)
 
 
 def attend_with_mask(
@@ -137,11 +137,11 @@ def attend_varlen(
     longest = max(lengths)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
     window = (-1, -1) if not causal else (-1, 0) if pre_tokens >= longest - 1 else (pre_tokens, 0)
-    shares = key.size(1) != n
-    if shares and torch.__version__ < "2.12":  # which has no ``enable_gqa``
-        (key, value), shares = (x.repeat_interleave(n // x.size(1), 1) for x in (key, value)), False
+    is_grouped = key.size(1) != n
+    if is_grouped and torch.__version__ < "2.12":  # which has no ``enable_gqa``
+        (key, value), is_grouped = (x.repeat_interleave(n // x.size(1), 1) for x in (key, value)), False
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [b x s, n or g, d]
-    options: dict[str, Any] = {"enable_gqa": True} if shares else {}
+    options: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
     context = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=window, **options)
     assert isinstance(context, Tensor), "a pair only if it is asked for"
     return context.unflatten(0, (b, s)).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Attention of queries to a part of their keys, with what is needed to merge it with attention to the other parts.
 
-The logarithm of the sum of a query's exponentials says how much of its attention falls on a part. Given that of all
-parts, the gradient of each can be computed by itself (arXiv 2205.14135, 2310.01889).
+The logsumexp of a query's scores says how much of its attention falls on a part. Given the logsumexp of all parts
+together, the gradient of each part can be computed separately (arXiv 2205.14135, 2310.01889).
 
 b batch, n heads of queries, g heads of keys and values, q queries, k keys, d size of a head
 """
@@ -28,21 +28,21 @@ class PartialAttention:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """[b, n, q, d], [b, g, k, d] twice -> context [b, n, q, d], and its logarithms, fp32 [b, n, q].
+        """[b, n, q, d], [b, g, k, d] twice -> context [b, n, q, d], and the logsumexp of the scores, fp32 [b, n, q].
 
         A query attends to the keys for which ``mask`` [q, k] is True; without it to all of them or, if ``is_causal``,
-        to those up to its own number. Of none, the context is 0 and the logarithm -inf. A mask of numbers is added to
+        to those up to its own number. Of none, the context is 0 and the logsumexp -inf. A mask of numbers is added to
         the scores, and leaves each query a key.
         """
         key, value = _for_each_head(query, key), _for_each_head(query, value)
         if self._has_fused(query, mask):
             return _fused(query, key, value, mask, is_causal)
-        contexts, logarithms = [], []
+        contexts, sums = [], []
         for _, scores, kept in self._scores(query, key, mask, is_causal, seed):
-            logarithms.append(scores.logsumexp(-1))
-            weights = _weights(scores, logarithms[-1])
+            sums.append(scores.logsumexp(-1))
+            weights = _weights(scores, sums[-1])
             contexts.append((weights if kept is None else weights * kept) @ value.float())
-        return torch.cat(contexts, 2).to(query.dtype), torch.cat(logarithms, 2)
+        return torch.cat(contexts, 2).to(query.dtype), torch.cat(sums, 2)
 
     def backward(
         self,
@@ -51,31 +51,33 @@ class PartialAttention:
         key: Tensor,
         value: Tensor,
         context: Tensor,
-        logarithms: Tensor,
+        logsumexp: Tensor,
         mask: Tensor | None,
         is_causal: bool,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; ``context`` and ``logarithms`` are those of all parts together."""
+        """Gradients of query, key and value; ``context`` and ``logsumexp`` are of all parts together."""
         groups = key.size(1)
         key, value = _for_each_head(query, key), _for_each_head(query, value)
         if self._has_fused(query, mask):
-            of_query, of_key, of_value = _fused_backward(grad, query, key, value, context, logarithms, mask, is_causal)
-            return of_query, _sum_of_heads(of_key, groups), _sum_of_heads(of_value, groups)
+            query_grad, key_grad, value_grad = _fused_backward(
+                grad, query, key, value, context, logsumexp, mask, is_causal
+            )
+            return query_grad, _sum_of_heads(key_grad, groups), _sum_of_heads(value_grad, groups)
         wide_key, wide_value = key.float(), value.float()
-        of_queries, scale = [], 1 / math.sqrt(query.size(-1))
-        of_key, of_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
+        query_grads, scale = [], 1 / math.sqrt(query.size(-1))
+        key_grad, value_grad = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
         for rows, scores, kept in self._scores(query, key, mask, is_causal, seed):
-            weights, wide = _weights(scores, logarithms[:, :, rows]), grad[:, :, rows].float()
-            of_weights = wide @ wide_value.transpose(-1, -2)
-            of_value += (weights if kept is None else weights * kept).transpose(-1, -2) @ wide
+            weights, wide = _weights(scores, logsumexp[:, :, rows]), grad[:, :, rows].float()
+            weight_grads = wide @ wide_value.transpose(-1, -2)
+            value_grad += (weights if kept is None else weights * kept).transpose(-1, -2) @ wide
             if kept is not None:
-                of_weights *= kept
+                weight_grads *= kept
             share = (wide * context[:, :, rows]).sum(-1, keepdim=True)
-            of_scores = weights * (of_weights - share) * scale
-            of_queries.append(of_scores @ wide_key)
-            of_key += of_scores.transpose(-1, -2) @ query[:, :, rows].float()
-        return torch.cat(of_queries, 2), _sum_of_heads(of_key, groups), _sum_of_heads(of_value, groups)
+            score_grads = weights * (weight_grads - share) * scale
+            query_grads.append(score_grads @ wide_key)
+            key_grad += score_grads.transpose(-1, -2) @ query[:, :, rows].float()
+        return torch.cat(query_grads, 2), _sum_of_heads(key_grad, groups), _sum_of_heads(value_grad, groups)
 
     def _has_fused(self, query: Tensor, mask: Tensor | None) -> bool:
         on_cpu = query.device.type == "cpu"
@@ -101,32 +103,32 @@ class PartialAttention:
             yield rows, scores, kept
 
 
-def merge(context: Tensor, logarithms: Tensor, part: Tensor, of_part: Tensor) -> None:
-    """Add a part, [b, n, q, d] and [b, n, q], to a context and its logarithms, in place; both are fp32."""
-    total = torch.logaddexp(logarithms, of_part)
+def merge(context: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
+    """Add a part, [b, n, q, d] and [b, n, q], to a context and its logsumexp, in place; both are fp32."""
+    total = torch.logaddexp(logsumexp, part_logsumexp)
     finite = total.clamp(min=_LEAST)  # of none so far: exp(-inf) is 0, and would be NaN less -inf
-    context.mul_((logarithms - finite).exp().unsqueeze(-1))
-    context.add_(part * (of_part - finite).exp().unsqueeze(-1))
-    logarithms.copy_(total)
+    context.mul_((logsumexp - finite).exp().unsqueeze(-1))
+    context.add_(part * (part_logsumexp - finite).exp().unsqueeze(-1))
+    logsumexp.copy_(total)
 
 
-def _weights(scores: Tensor, logarithms: Tensor) -> Tensor:
-    """The softmax whose sums of exponentials have these logarithms; 0 where nothing is seen."""
-    return (scores - logarithms.clamp(min=_LEAST).unsqueeze(-1)).exp()
+def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
+    """The softmax with this logsumexp of scores; 0 where a query attends to no key."""
+    return (scores - logsumexp.clamp(min=_LEAST).unsqueeze(-1)).exp()
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
     if query.device.type != "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
-        return found[0], found[1]
+        output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
+        return output[0], output[1]
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    context, logarithms = kernel(
+    context, logsumexp = kernel(
         query, key, value, 0.0, is_causal, attn_mask=None if mask is None else _added(mask, query)
     )
     if mask is None or mask.dtype != torch.bool:
-        return context, logarithms
+        return context, logsumexp
     blind = ~mask.any(-1)
-    return context.masked_fill(blind.unsqueeze(-1), 0.0), logarithms.masked_fill(blind, -torch.inf)
+    return context.masked_fill(blind.unsqueeze(-1), 0.0), logsumexp.masked_fill(blind, -torch.inf)
 
 
 def _fused_backward(
@@ -135,11 +137,11 @@ def _fused_backward(
     key: Tensor,
     value: Tensor,
     context: Tensor,
-    logarithms: Tensor,
+    logsumexp: Tensor,
     mask: Tensor | None,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (grad, query, key, value, context, logarithms.contiguous())
+    tensors = (grad, query, key, value, context, logsumexp.contiguous())
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(*tensors, 0.0, is_causal, attn_mask=None if mask is None else _added(mask, query))

@@ -86,10 +86,10 @@ def test_merged_parts_are_the_whole(fused: bool, dropout: float) -> None:
     seen[:, 0] = True
     seen[2, 4:] = False  # sees nothing of the second part
     parts = [(slice(0, 4), 11), (slice(4, 10), 12)]
-    context, logarithms = torch.zeros_like(query), torch.full((2, 4, 6), -torch.inf)
+    context, logsumexp = torch.zeros_like(query), torch.full((2, 4, 6), -torch.inf)
     for columns, seed in reversed(parts):
         of_part = key[:, :, columns], value[:, :, columns], seen[:, columns]
-        merge(context, logarithms, *kernel.forward(query, *of_part, False, seed))
+        merge(context, logsumexp, *kernel.forward(query, *of_part, False, seed))
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -104,7 +104,7 @@ def test_merged_parts_are_the_whole(fused: bool, dropout: float) -> None:
     found = [torch.zeros_like(tensor) for tensor in inputs]
     with torch.no_grad():
         for columns, seed in parts:
-            of_part = key[:, :, columns], value[:, :, columns], context, logarithms, seen[:, columns]
+            of_part = key[:, :, columns], value[:, :, columns], context, logsumexp, seen[:, columns]
             of_query, of_key, of_value = kernel.backward(grad, query, *of_part, False, seed)
             found[0] += of_query
             found[1][:, :, columns] += of_key

@@ -55,7 +55,7 @@ def sequence_shard(x: Tensor, layout: ParallelLayout, dim: int, *, of_tensor_gro
 
 
 def first_token(hidden: Tensor, layout: ParallelLayout, dim: int) -> Tensor:
-    """hidden [b, s, h], whole or sharded along ``dim`` -> the sequence's first token [b, h], on every rank."""
+    """hidden [b, s, h], complete or sharded along ``dim`` -> the sequence's first token [b, h], on every rank."""
     first = hidden.select(dim, 0)
     for group in sequence_groups(layout):
         first = reduce_from_model_parallel_region(first * (group.rank() == 0), group)
@@ -68,7 +68,7 @@ def all_to_all(x: Tensor, group: ProcessGroup, *, split_dim: int, concat_dim: in
     """Send the n-th part of ``split_dim`` to rank n, and concatenate what is received along ``concat_dim``.
 
     Backward is the same with both dimensions swapped. For heads [b, n, s/t, d] with ``split_dim=1, concat_dim=2``
-    each rank receives a part of the heads for the whole sequence, [b, n/t, s, d] (arXiv 2309.14509).
+    each rank receives a part of the heads for the entire sequence, [b, n/t, s, d] (arXiv 2309.14509).
     """
     forward = partial(_all_to_all, split_dim=split_dim, concat_dim=concat_dim)
     return mapped(x, group, forward, partial(_all_to_all, split_dim=concat_dim, concat_dim=split_dim))

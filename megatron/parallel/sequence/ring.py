@@ -89,7 +89,7 @@ def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _pass_on(x: Tensor, group: ProcessGroup, distance: int) -> Callable[[], Tensor]:
-    """Start to send ``x`` so many ranks on. The function returned waits for the tensor of the rank so far before."""
+    """Start to send ``x`` to the rank ``distance`` after this one. The result waits for that of the rank before."""
     rank, size = group.rank(), group.size()
     sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     works = dist.batch_isend_irecv(

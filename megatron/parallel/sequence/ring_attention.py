@@ -35,12 +35,12 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class RingAttention:
-    """[b, n, s/R, d], [b, g, s/R, d] twice -> [b, n, s/R, d]: attention of this rank's tokens to those of all ranks.
+    """[b, n, s/R, d], [b, g, s/R, d] twice -> [b, n, s/R, d]: attention of this rank's tokens to all tokens.
 
     ``causal`` attention is limited to earlier tokens, at most ``window`` back. The call takes the segment ids of the
-    whole sequence, int [b, s], if a token attends to its own segment only. The largest mask is that of a chunk of a
+    entire sequence, int [b, s], if a token attends to its own segment only. The largest mask is for a chunk of a
     window, as of attention on one rank, and keys that no query attends to are not computed with. A step of the ring
-    that brings no rank a key that it attends to is left out; keys gathered at once are those of all ranks.
+    that brings no rank a key that it attends to is left out; with ``gathers`` the keys of all ranks come at once.
     """
 
     group: ProcessGroup
@@ -67,12 +67,12 @@ class RingAttention:
         self, source: int, query: Tensor, segment_ids: Tensor | None
     ) -> Iterator[tuple[slice, Block, Tensor | None]]:
         """(samples, a block of this rank's queries and the keys of rank ``source``, its mask)."""
-        place = self.group.rank(), source, self.group.size(), query.size(2) // 2, self.causal, self.window
+        ranks = self.group.rank(), source, self.group.size(), query.size(2) // 2, self.causal, self.window
         if segment_ids is None:
-            yield from ((slice(None), block, self.mask(block, None, query)) for block in attending(*place))
+            yield from ((slice(None), block, self.mask(block, None, query)) for block in attending(*ranks))
             return
         for sample, lengths in enumerate(document_lengths(segment_ids)):
-            for block in attending(*place, lengths):
+            for block in attending(*ranks, lengths):
                 yield slice(sample, sample + 1), block, self.mask(block, segment_ids[sample], query)
 
     def mask(self, block: Block, ids: Tensor | None, query: Tensor) -> Tensor | None:
@@ -89,19 +89,19 @@ class RingAttention:
         if block.limit != "documents":
             return None
         assert ids is not None
-        seen = ids[rows.start : rows.stop].unsqueeze(-1) == ids[columns.start : columns.stop]
+        visible = ids[rows.start : rows.stop].unsqueeze(-1) == ids[columns.start : columns.stop]
         if self.causal:  # token rows.start + i attends to columns.start + j if that is not later, and near
             offset = rows.start - columns.start
-            seen = seen.tril(offset).triu(offset - self.window)
-        return seen
+            visible = visible.tril(offset).triu(offset - self.window)
+        return visible
 
 
 def attending(
     rank: int, source: int, size: int, chunk: int, causal: bool, window: int, lengths: Sequence[int] = ()
 ) -> Iterator[Block]:
-    """The blocks of queries of ``rank`` and keys of ``source``, each with two chunks of so many tokens.
+    """The blocks of queries of ``rank`` and keys of ``source``, each with two chunks of ``chunk`` tokens.
 
-    ``lengths`` are those of documents, which are kept apart. Without them, or a window that reaches less far, causal
+    ``lengths`` of documents limit attention to a document. Without them, or a window that reaches less far, causal
     attention is one block: each query of a rank attends to the first chunk of an earlier rank and to none of its second
     one, and each query of the second chunk to both chunks of a later rank.
     """
@@ -128,15 +128,15 @@ def attending(
 
 def _blocks(rows: range, columns: range, causal: bool, window: int, documents: int) -> Iterator[Block]:
     """The blocks of ``rows`` and ``columns``, each a part of a chunk, of one document or of several short ones."""
-    whole = slice(None)
+    everything = slice(None)
     if causal and (rows.stop <= columns.start or rows.start - columns[-1] > window):
         return
     if documents > 1:
-        yield Block(whole, whole, "documents", rows, columns)
+        yield Block(everything, everything, "documents", rows, columns)
     elif not causal or rows[-1] - columns[0] <= window:
-        yield Block(whole, whole, "causal" if causal and rows == columns else "none", rows, columns)
+        yield Block(everything, everything, "causal" if causal and rows == columns else "none", rows, columns)
     else:
-        yield from (Block(whole, whole, *block) for block in _in_window(rows, columns, window))
+        yield from (Block(everything, everything, *block) for block in _in_window(rows, columns, window))
 
 
 def _in_window(
@@ -144,7 +144,7 @@ def _in_window(
 ) -> Iterator[tuple[Literal["none", "causal", "window"], range, range]]:
     """Limit, rows and columns of each block, in chunks of rows, of which each attends to some of the columns.
 
-    A mask is for the edge of the window alone, or for all of a short one.
+    Only the edge of the window needs a mask, or all of a short window.
     """
     chunk = chunk_size(window)
     for begin in range(rows.start, min(rows.stop, columns.stop + window), chunk):
@@ -197,7 +197,7 @@ class _RingAttention(torch.autograd.Function):
         ctx.ring, ctx.seed = ring, _draw_seed(query.device) if ring.kernel.dropout else 0
         b, n, length, d = query.shape
         context = query.new_zeros(b, length, n, d, dtype=torch.float32).transpose(1, 2)  # as its user needs it
-        logarithms = context.new_full(query.shape[:3], -torch.inf)
+        logsumexp = context.new_full(query.shape[:3], -torch.inf)
         steps = ring.steps(query.size(2), segment_ids)
         sources = of_each_rank(torch.stack([key, value]), ring.group, gathers=ring.gathers, steps=steps)
         for source, (keys, values) in sources:
@@ -205,15 +205,15 @@ class _RingAttention(torch.autograd.Function):
                 rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
                 of_block = mask, block.limit == "causal", _seed_of(ctx.seed, source, number)
                 part = ring.kernel.forward(query[rows], keys[columns], values[columns], *of_block)
-                merge(context[rows], logarithms[rows], *part)
+                merge(context[rows], logsumexp[rows], *part)
         context = context.to(query.dtype)
-        ctx.save_for_backward(query, key, value, context, logarithms, segment_ids)
+        ctx.save_for_backward(query, key, value, context, logsumexp, segment_ids)
         return context
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, context, logarithms, segment_ids = ctx.saved_tensors
-        ring, of_query = ctx.ring, torch.zeros_like(query, dtype=torch.float32)
+        query, key, value, context, logsumexp, segment_ids = ctx.saved_tensors
+        ring, query_grad = ctx.ring, torch.zeros_like(query, dtype=torch.float32)
 
         def contribution(source: int, keys_values: Tensor) -> Tensor:
             total = torch.zeros_like(keys_values, dtype=torch.float32)
@@ -221,30 +221,30 @@ class _RingAttention(torch.autograd.Function):
             for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
                 rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
                 of_rows = (tensor[rows] for tensor in (grad, query))
-                found = ring.kernel.backward(
+                grads = ring.kernel.backward(
                     *of_rows,
                     keys[columns],
                     values[columns],
                     context[rows],
-                    logarithms[rows],
+                    logsumexp[rows],
                     mask,
                     block.limit == "causal",
                     _seed_of(ctx.seed, source, number),
                 )
                 for gradient, of_block in zip(
-                    (of_query[rows], total[0][columns], total[1][columns]), found, strict=True
+                    (query_grad[rows], total[0][columns], total[1][columns]), grads, strict=True
                 ):
                     gradient.add_(of_block)
             return total
 
-        of_key, of_value = gradient_of_each_rank(
+        key_grad, value_grad = gradient_of_each_rank(
             torch.stack([key, value]),
             ring.group,
             contribution,
             gathers=ring.gathers,
             steps=ring.steps(query.size(2), segment_ids),
         )
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
 
 
 def _draw_seed(device: torch.device) -> int:

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Joining(NamedTuple):
     """Completions that join a batch: ``samples`` of each prompt.
 
-    A completion depends on the seed, the prompt and its index alone, counted from ``first_sample``.
+    A completion depends only on the seed, the prompt and its index, counted from ``first_sample``.
     """
 
     request: Hashable

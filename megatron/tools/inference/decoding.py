@@ -4,7 +4,6 @@ v vocabulary
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,78 +45,60 @@ class Row(NamedTuple):
 
     sampling: Sampling
     generator: np.random.Generator
-    seen: Sequence[int] = ()
+    previous: Sequence[int] = ()
     """The tokens that the sequence has."""
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The next token of each row, by logits [b, v] on the CPU, which are not modified.
+    """The next token of each row, from logits [b, v] on the CPU, which are not modified.
 
     NOT_FINITE where the logits are not finite.
     """
-    scores = [_scores(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
-    size = logits.size(1)
-    from_all = [n for n, row in enumerate(rows) if not row.sampling.greedy and not 0 < row.sampling.top_k < size]
-    tokens = {}
-    if from_all:
-        of_rows = torch.stack([scores[n] for n in from_all])
-        tokens = dict(zip(from_all, _draw(of_rows.softmax(-1), [rows[n] for n in from_all]), strict=True))
-    return [tokens[n] if n in tokens else _choose_one(scores[n], row) for n, row in enumerate(rows)]
+    return [_choose_one(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
 
 
-def _scores(logits: Tensor, row: Row) -> Tensor:
-    """Logits [v] after the repetition penalty and the temperature."""
-    scores, temperature = penalized(logits, row.seen, row.sampling.repetition_penalty), row.sampling.temperature
-    return scores if row.sampling.greedy or temperature == 1 else scores / max(temperature, _LEAST_TEMPERATURE)
-
-
-def _choose_one(scores: Tensor, row: Row) -> int:
-    if row.sampling.greedy:
-        best = int(scores.numpy().argmax())  # several times as fast as torch's; the first NaN, if there is one
+def _choose_one(logits: Tensor, row: Row) -> int:
+    sampling = row.sampling
+    scores = penalized(logits, row.previous, sampling.repetition_penalty)
+    if sampling.greedy:
+        best = int(scores.argmax())  # the first NaN, if there is one
         return best if scores[best].isfinite() else NOT_FINITE
-    # In the order of the vocabulary, so that rounding errors do not give random numbers to other tokens.
-    index = scores.topk(row.sampling.top_k, sorted=False).indices.sort().values
-    (drawn,) = _draw(scores[index].softmax(-1).unsqueeze(0), [row])
-    return drawn if drawn == NOT_FINITE else int(index[drawn])
+    scores = scores / max(sampling.temperature, _LEAST_TEMPERATURE)
+    index = torch.arange(len(scores))
+    if 0 < sampling.top_k < len(scores):
+        # In the order of the vocabulary, so that rounding errors do not give random numbers to other tokens.
+        index = scores.topk(sampling.top_k, sorted=False).indices.sort().values
+    probabilities = scores[index].softmax(-1)
+    if probabilities[0].isnan():
+        return NOT_FINITE
+    if 0 < sampling.top_p < 1:
+        probabilities = nucleus(probabilities, sampling.top_p)
+    return int(index[_draw(probabilities, row.generator)])
 
 
-_LIKELY = 256
-"""Tokens that are sorted first to find the most likely ones of a probability."""
-
-
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Probabilities [v], 0 for all but the most likely tokens that total ``top_p``."""
-    values, index = probabilities.topk(min(_LIKELY, probabilities.numel()))
-    if values.sum() <= top_p:
-        values, index = probabilities.sort(descending=True)
+    values, index = probabilities.sort(descending=True)
     within = values.cumsum(-1) - values <= top_p
     return torch.zeros_like(probabilities).index_copy_(0, index[within], values[within])
 
 
-def _draw(probabilities: Tensor, rows: Sequence[Row]) -> list[int]:
-    """A random index of each row, with probabilities [b, v] that need not total 1; NOT_FINITE where they are NaN.
-
-    ``probabilities`` are modified.
+def _draw(probabilities: Tensor, generator: np.random.Generator) -> int:
+    """A random index, with probabilities [v] that need not total 1.
 
     The index with the least exponential random number of that rate: an error in the last bits of a probability changes
     the index only if two numbers are equal but for these bits. (A number within the sum of probabilities would move
-    with the errors of all.) As ``torch.multinomial`` does it, in a fraction of its time.
+    with the errors of all.)
     """
-    numbers, are_finite = np.empty(probabilities.shape), [not math.isnan(first) for first in probabilities[:, 0]]
-    for row, of_row, own in zip(rows, probabilities, numbers, strict=True):
-        if 0 < row.sampling.top_p < 1:
-            of_row.copy_(_nucleus(of_row, row.sampling.top_p))
-        row.generator.random(out=own)
     with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = np.divide(np.log(numbers, out=numbers), probabilities.numpy(), out=numbers).argmax(1).tolist()
-    return [index if is_finite else NOT_FINITE for index, is_finite in zip(drawn, are_finite, strict=True)]
+        return int((np.log(generator.random(len(probabilities))) / probabilities.numpy()).argmax())
 
 
-def penalized(scores: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
-    """Scores [v]; those of the tokens ``seen`` are divided by ``penalty`` if positive, else multiplied by it."""
-    if penalty == 1.0 or not seen:
+def penalized(scores: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
+    """Scores [v]; of the tokens in ``previous``, divided by ``penalty`` if positive, else multiplied by it."""
+    if penalty == 1.0 or not previous:
         return scores
-    index = torch.tensor(sorted(set(seen)))
+    index = torch.tensor(sorted(set(previous)))
     old = scores[index]
     return scores.index_copy(0, index, torch.where(old > 0, old / penalty, old * penalty))
 
@@ -165,7 +146,10 @@ def search_beams(
     for length in range(1, new_tokens + 1):
         scores = batch.logits.log_softmax(-1)  # [k, v], and [1, v] for the first token
         scores = torch.stack(
-            [penalized(row, seen, beams.repetition_penalty) for row, seen in zip(scores, batch.sequences, strict=True)]
+            [
+                penalized(row, previous, beams.repetition_penalty)
+                for row, previous in zip(scores, batch.sequences, strict=True)
+            ]
         )
         totals = (sums.unsqueeze(1) + scores).flatten()
         # At most one token of each beam ends it, so that twice as many candidates leave enough to continue.

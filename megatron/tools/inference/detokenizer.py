@@ -18,9 +18,9 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._tokens = list(prompt[-_CONTEXT:])
         self._decoded_to = len(self._tokens)
-        """Tokens whose text is returned or held; later ones are decoded together with those since ``_begin``."""
+        """Tokens whose text is returned or pending; later ones are decoded together with those since ``_begin``."""
         self._begin = 0
-        self._held = ""
+        self._pending = ""
         self.stopped = False
         """Whether a stop string was found."""
 
@@ -33,8 +33,8 @@ class Detokenizer:
         """The rest of the text after the last token; half a character becomes U+FFFD."""
         if self.stopped:
             return ""
-        text = self._release(self._decoded(allow_half=True)) + ("" if self.stopped else self._held)
-        self._held = ""
+        text = self._release(self._decoded(allow_half=True)) + ("" if self.stopped else self._pending)
+        self._pending = ""
         return text
 
     def _decoded(self, allow_half: bool) -> str:
@@ -47,14 +47,14 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         """Held and new text up to a stop string, without an end that may be the beginning of one."""
-        text = self._held + text
+        text = self._pending + text
         ends = [end for stop in self._stop if (end := text.find(stop)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped, self._pending = True, ""
             return text[: min(ends)]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        pending = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._pending = text[len(text) - pending :]
+        return text[: len(text) - pending]
 
 
 def _overlap(text: str, stop: str) -> int:

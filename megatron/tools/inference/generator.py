@@ -1,4 +1,4 @@
-"""Text generation: continuations of prompts, streamed or whole."""
+"""Text generation: continuations of prompts, streamed or at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Completion:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    """Including those of a stop string, without the end of document."""
+    """Including the tokens of a stop string, without the end of document."""
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
@@ -39,7 +39,7 @@ class TextGenerator:
         """``use_cache=False`` recomputes keys and values for each token."""
         self.model, self.tokenizer, self._use_cache = model, tokenizer, use_cache
         self.continues = continues(model)
-        """Whether completions continue the prompts; those of a model with an encoder are texts of their own."""
+        """Whether completions continue the prompts; those of a model with an encoder are separate texts."""
 
     def batch(self) -> ContinuousBatch:
         """An empty batch, for completions that begin and end at different times."""
@@ -56,7 +56,7 @@ class TextGenerator:
     ) -> Iterator[Piece]:
         """A piece for each token of ``samples`` completions of each prompt, computed as one batch.
 
-        The caller may stop iterating at any time. A completion depends on the seed, the prompt and its index alone,
+        The caller may stop iterating at any time. A completion depends only on the seed, the prompt and its index,
         counted from ``first_sample``.
         """
         batch = self.batch()

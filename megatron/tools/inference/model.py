@@ -73,7 +73,7 @@ class LanguageModel:
         return KeyValueCache(self.config, rows, heads=heads, dtype=dtype, device=self.device)
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """logits [b, v/t] of this rank -> those of all ranks, without padding, in fp32 on the CPU [b, v]."""
+        """logits [b, v/t] of this rank -> the logits of all ranks, without padding, in fp32 on the CPU [b, v]."""
         logits = gather_from_model_parallel_region(logits, self.tensor_group)
         return logits[:, : self.config.vocab_size].float().cpu()
 

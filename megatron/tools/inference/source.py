@@ -51,7 +51,7 @@ class Source:
 
     found: Found
     config: ModelConfig
-    """The whole model in fp32, its vocabulary not padded."""
+    """The model in fp32, its vocabulary not padded."""
     tokenizer: Tokenizer
 
     @property
@@ -114,7 +114,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
 
     No token is dropped: which ones are depends on the padding and on later tokens.
 
-    Raises ConfigError if so many ranks cannot share it.
+    Raises ConfigError if ``size`` ranks cannot share it.
     """
     for name in ("num_attention_heads", "ffn_hidden_size"):
         if getattr(config, name) % size:

@@ -37,7 +37,7 @@ class TextToTextBatch(DecodingBatch):
         self._output, self._segment_ids = self._output[index], self._segment_ids[index]
 
     def can_join(self, other: DecodingBatch) -> bool:
-        """Whether ``other`` can join: each batch has texts of its own length."""
+        """Whether ``other`` can join: each batch has its own length of texts."""
         return False
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class TextToTextBatch(DecodingBatch):
 
 
 def continues(model: LanguageModel) -> bool:
-    """Whether completions continue the prompts; those of a model with an encoder are texts of their own."""
+    """Whether completions continue the prompts; those of a model with an encoder are separate texts."""
     return not model.config.encoder_num_layers
 
 

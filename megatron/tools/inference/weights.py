@@ -41,8 +41,8 @@ def load_weights(model: Module, source: Source, config: ModelConfig, layout: Par
     return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
 
 
-def _local_shard(whole: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:
+def _local_shard(weight: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:
     if spec.is_vocabulary:
-        whole = F.pad(whole[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+        weight = F.pad(weight[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
     dim = spec.shard_dim
-    return whole if dim is None else whole.chunk(layout.tensor_group.size(), dim)[layout.tensor_group.rank()]
+    return weight if dim is None else weight.chunk(layout.tensor_group.size(), dim)[layout.tensor_group.rank()]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.tools.inference.decoding import Row, Sampling, _nucleus, choose, sample_generator
+from megatron.tools.inference.decoding import Row, Sampling, choose, nucleus, sample_generator
 from megatron.tools.inference.model import NOT_FINITE
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
@@ -39,7 +39,7 @@ def test_the_most_likely_tokens_of_a_large_vocabulary(spread: float):
     ordered, index = probabilities.sort(descending=True)
     expected = torch.zeros(1000).index_copy(0, index, ordered * (ordered.cumsum(0) - ordered <= 0.9))
     assert expected.count_nonzero() in {0.0: range(899, 903), 1.0: range(300, 700), 20.0: range(1, 20)}[spread]
-    kept = _nucleus(probabilities, 0.9)
+    kept = nucleus(probabilities, 0.9)
     assert kept.count_nonzero() == expected.count_nonzero() and (spread == 0 or kept.equal(expected))
 
 

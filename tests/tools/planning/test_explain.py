@@ -69,7 +69,7 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
         (
             CUDA,
             "--bf16 --reset-attention-mask --attention-dropout 0 --seq-length 64 --pre-tokens 9",
-            "flash (bf16, head dim 16, causal, documents kept apart, window of 9 tokens, by varlen): on compute"
+            "flash (bf16, head dim 16, causal, separate documents, window of 9 tokens, by varlen): on compute"
             " capability 8.0 or later",
         ),
     ],
