@@ -19,7 +19,7 @@ from megatron.cli.validation import RULES, Rule
 from megatron.cli.validation.relations import REASONS
 from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
 from megatron.config.fields import flag_name
-from megatron.config.presets import PRESETS
+from megatron.cli.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule

@@ -1,135 +1,180 @@
-"""One source of flags, such as a command line: from its words to a value for each field.
+"""One source of flags, such as a command line or a settings file: from what it gives to a value for each field.
 
 Names are accepted with hyphens or underscores. Flags that only Megatron-LM knows are replaced, ignored or refused.
 """
 
 import argparse
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from megatron.cli.classic_flags import Outcome, outcome_of
-from megatron.cli.parser import has_flag, names_of
+from megatron.cli.classic_flags import outcome_of
+from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, has_flag, names_of, negative_flag
 from megatron.cli.values import read_value
-from megatron.common.errors import ConfigError, did_you_mean
+from megatron.common.errors import did_you_mean
 from megatron.config import flag_fields
-from megatron.config.fields import Provided, Source
+from megatron.config.fields import Provided, Source, flag_name
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 
-_Given: TypeAlias = tuple[str, str, Provided]
-"""Field, flag and value."""
-
-NEAR = 0.8
+_NEAR = 0.8
 """Similarity from which on a known flag is suggested for an unknown one."""
 
 
-class Setting(NamedTuple):
-    """A flag with its value, from another source than the command line."""
+class Given(NamedTuple):
+    """A flag as a source gives it."""
 
     name: str
-    """Of the flag, with hyphens or underscores."""
+    """With its dashes; without them it is a word that follows no flag."""
     value: bool | str | list[str]
-    place: str
-    """The file and the line, for messages."""
+    """The words that follow a flag of a command line; in a settings file, whether it is on, a text or a list."""
+    place: str = ""
+    """The source, for messages; empty for the command line."""
 
 
 @dataclass
 class Layer:
     """What one source gives."""
 
-    words: list[str] = field(default_factory=list)
-    """As arguments of a command line, with the names that the parser knows."""
     values: dict[str, Provided] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     """A message for each value that is missing or cannot be parsed."""
     warnings: list[str] = field(default_factory=list)
+    extra_words: list[str] = field(default_factory=list)
+    """The flags that the program of a provided model has added, for its parser."""
 
 
-def read_layer(
-    sources: Iterable[tuple[Sequence[str], str]], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
-) -> Layer:
-    """The layer of one or more command lines, each with the place that messages name; empty for the real one."""
-    layer = Layer()
-    provided: list[_Given] = []
-    for argv, place in sources:
-        at = f"{place}: " if place else ""
-        words, problems, warnings = _normalize_names(argv, parser, architecture)
-        layer.words += words
-        layer.warnings += [at + warning for warning in warnings]
-        try:
-            namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
-        except ConfigError as error:
-            layer.unreadable += [at + message for message in error.messages]
-        else:
-            problems += [f"unexpected argument {word!r}: every value follows its flag" for word in extra]
-            provided += _read_values(namespace.occurrences, place, layer.unreadable)
-        layer.problems += [at + problem for problem in problems]
-    layer.values = _merge_repetitions(_without_single_stage(provided), layer)
-    return layer
-
-
-class _Words(NamedTuple):
-    """The arguments with all flags as the parser knows them, and a message for each flag that it does not know."""
-
-    words: list[str]
-    problems: list[str]
-    warnings: list[str]
-
-
-def _normalize_names(argv: Sequence[str], parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> _Words:
-    """``argv`` for ``parser``. Unknown and unsupported flags are removed with their values."""
-    known = {name for action in parser._actions for name in action.option_strings}
-    others = flags_of_other_models(architecture)
-    result = _Words([], [], [])
-    for word, *values in _grouped(argv):
-        name, equals, value = word.partition("=")
-        name = known_name(name, known)
-        values = [value, *values] if equals else values
-        if not is_flag(word):
-            result.words.extend([word, *values])
-        elif name in known:
-            result.words.extend([f"{name}={values[0]}", *values[1:]] if equals else [name, *values])
-        elif name in others:
-            result.problems.append(f"{name}: {others[name]}")
-        elif outcome := outcome_of(name.removeprefix("--"), values):
-            _apply(outcome, name, values, result)
-        else:
-            guess = did_you_mean(name, known, otherwise="see --help", cutoff=NEAR)
-            result.problems.append(f"unknown flag {name}: {guess}")
-    return result
-
-
-def known_name(name: str, known: Collection[str]) -> str:
-    """The one of ``known`` that is ``name`` but for hyphens and underscores; without one ``name`` with hyphens."""
-    hyphens = name.replace("_", "-")
-    return hyphens if hyphens in known else next((one for one in known if one.replace("_", "-") == hyphens), hyphens)
-
-
-def _grouped(argv: Sequence[str]) -> list[list[str]]:
-    """Each flag with the words that follow it up to the next flag; the words before the first flag are a group, too."""
-    groups: list[list[str]] = []
-    for word in argv:
+def group(words: Sequence[str], place: str = "") -> list[Given]:
+    """Each flag of a command line, with the words that follow it up to the next flag."""
+    groups: list[Given] = []
+    values: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=") if is_flag(word) else (word, "", "")
         if is_flag(word) or not groups:
-            groups.append([word])
+            values = [value] if equals else []
+            groups.append(Given(name, values, place))
         else:
-            groups[-1].append(word)
+            values.append(word)
     return groups
 
 
-def _apply(outcome: Outcome, name: str, values: Sequence[str], result: _Words) -> None:
-    """Add to ``result`` what becomes of the classic flag ``name`` with ``values``."""
-    if outcome.kind == "replaced":
-        result.words.extend(outcome.text.split())
-    elif outcome.kind == "ignored":
-        result.warnings.append(f"{' '.join([name, *values])} has no effect: {outcome.text}")
-    elif outcome.kind == "refused":
-        result.problems.append(f"{name}: {outcome.text}")
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag: not a negative number."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+        return False
+    except ValueError:
+        return True
+
+
+def read_layer(given: Iterable[Given], parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> Layer:
+    """The layer of all that a source gives to the program that trains ``architecture``."""
+    reader = _Reader(parser, architecture)
+    for one in given:
+        reader.read(one)
+    reader.layer.values = _merge_repetitions(_without_single_stage(reader.occurrences), reader.layer)
+    return reader.layer
+
+
+_Occurrence = tuple[str, str, Provided]
+"""Field, flag and value."""
+
+
+class _Reader:
+    """Reads one flag after the other."""
+
+    def __init__(self, parser: argparse.ArgumentParser, architecture: ArchitectureSpec):
+        self.parser = parser
+        self.known = {
+            name.replace("_", "-"): (name, action) for action in parser._actions for name in action.option_strings
+        }
+        self.others = flags_of_other_models(architecture)
+        self.layer = Layer()
+        self.occurrences: list[_Occurrence] = []
+
+    def read(self, given: Given) -> None:
+        """Add the value of a flag, or a message, to the layer."""
+        name, at = given.name.replace("_", "-"), f"{given.place}: " if given.place else ""
+        problems = self.layer.problems
+        values = [] if isinstance(given.value, bool) else [given.value] if isinstance(given.value, str) else given.value
+        if not is_flag(name):
+            problems.extend(f"{at}{_unexpected(word)}" for word in (given.name, *values))
+        elif name in self.known:
+            self._read_known(*self.known[name], given)
+        elif name in self.others:
+            problems.append(f"{at}{name}: {self.others[name]}")
+        elif (outcome := outcome_of(name.removeprefix("--"), values)) is None:
+            guess = did_you_mean(
+                name, [known for known, _ in self.known.values()], otherwise="see --help", cutoff=_NEAR
+            )
+            problems.append(f"{at}unknown flag {name}: {guess}")
+        elif outcome.kind == "replaced":
+            for replacement in group(outcome.text.split(), given.place):
+                self.read(replacement)
+        elif outcome.kind == "ignored":
+            self.layer.warnings.append(f"{at}{' '.join([name, *values])} has no effect: {outcome.text}")
+        elif outcome.kind == "refused":
+            problems.append(f"{at}{name}: {outcome.text}")
+
+    def _read_known(self, name: str, action: argparse.Action, given: Given) -> None:
+        at, value = f"{given.place}: " if given.place else "", given.value
+        if name in ("--help", "-h", f"--{SETTINGS_FILE}") and given.place:
+            self.layer.problems.append(f"{at}{name} is for the command line: remove it")
+        elif isinstance(action, argparse._HelpAction):
+            self.parser.print_help()
+            self.parser.exit()
+        elif isinstance(value, bool) and action.nargs != 0:
+            self.layer.problems.append(f"{at}{name} needs a value, not {str(value).lower()}")
+        elif isinstance(value, str) and action.nargs == 0:
+            self.layer.problems.append(f"{at}{name} is a switch: write true or false")
+        elif not isinstance(action, ConfigFlag):
+            self.layer.extra_words += [] if value is False else [name, *_words(value)]
+        elif value is False:
+            if off := _off(action):
+                self.read(Given(off, [], given.place))
+        else:
+            self._read_value(name, action, _words(value), given.place)
+
+    def _read_value(self, name: str, action: argparse.Action, words: list[str], place: str) -> None:
+        at, is_switch = f"{place}: " if place else "", action.nargs == 0
+        most = 0 if is_switch else 1 if action.nargs is None else len(words)
+        self.layer.problems += [f"{at}{_unexpected(word)}" for word in words[most:]]
+        if not is_switch and not words:
+            self.layer.unreadable.append(f"{at}{name}: needs a value")
+            return
+        text = " ".join(words[:most])
+        source = Source(name if is_switch else f"{name} {text or repr(text)}", place)
+        value: Any = action.const
+        try:
+            if not is_switch:
+                value = read_value(flag_fields().get(action.dest), words[0] if action.nargs is None else words)
+        except ValueError as error:
+            self.layer.unreadable.append(f"{source}: {error}")
+        else:
+            self.occurrences.append((action.dest, name, Provided(value, source)))
+
+
+def _words(value: bool | str | list[str]) -> list[str]:
+    return [] if isinstance(value, bool) else [value] if isinstance(value, str) else value
+
+
+def _unexpected(word: str) -> str:
+    return f"unexpected argument {word!r}: every value follows its flag"
+
+
+def _off(action: argparse.Action) -> str | None:
+    """The flag that a switch is off with; None if it is off without one."""
+    switch = flag_fields()[action.dest]
+    if action.const is False:
+        return flag_name(switch)
+    return negative_flag(switch) if action.const is True else None
 
 
 def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
-    """The flags that the program of ``architecture`` refuses since they are those of other models, with the message."""
+    """The flags that the program of ``architecture`` refuses since other models have them, with the message."""
     others = [field for field in flag_fields().values() if not has_flag(field, architecture)]
     return {
         name: f"{architecture.program} has no such flag: it is {_owner(field)}"
@@ -147,43 +192,14 @@ def _owner(field: Field) -> str:
     return f"{owner.name}'s, for {owner.program}"
 
 
-def is_flag(word: str) -> bool:
-    if not word.startswith("-") or word == "-":
-        return False
-    try:
-        float(word)
-        return False
-    except ValueError:
-        return True
-
-
-def _read_values(occurrences: Iterable[tuple[str, str, Any, bool]], place: str, unreadable: list[str]) -> list[_Given]:
-    """The value of each occurrence, which is field, flag, text, and whether the flag is a switch.
-
-    Adds a message to ``unreadable`` for each value that cannot be parsed.
-    """
-    provided: list[_Given] = []
-    for name, flag, value, is_switch in occurrences:
-        words = " ".join(value) if isinstance(value, list) else value
-        source = Source(flag if is_switch else f"{flag} {words or repr(words)}", place)
-        try:
-            if not is_switch:
-                value = read_value(flag_fields()[name] if name in flag_fields() else None, value)
-        except ValueError as error:
-            unreadable.append(f"{source}: {error}")
-        else:
-            provided.append((name, flag, Provided(value, source)))
-    return provided
-
-
-def _without_single_stage(occurrences: list[_Given]) -> list[_Given]:
+def _without_single_stage(occurrences: list[_Occurrence]) -> list[_Occurrence]:
     """Without a pipeline size of 1 next to --no-pipeline-parallel: the scripts of Megatron-DeepSpeed give both."""
     if all(flag != "--no-pipeline-parallel" for _, flag, _ in occurrences):
         return occurrences
     return [given for given in occurrences if (given[0], given[2].value) != ("pipe_parallel_size", 1)]
 
 
-def _merge_repetitions(occurrences: list[_Given], layer: Layer) -> dict[str, Provided]:
+def _merge_repetitions(occurrences: list[_Occurrence], layer: Layer) -> dict[str, Provided]:
     """One value for each field; ``layer`` gets a warning for each value that a later one of the same flag replaces.
 
     The last value counts, so that the flags a user appends to a script replace the script's; aliases must not

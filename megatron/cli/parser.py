@@ -36,7 +36,7 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
     )
     parser.add_argument_group("Settings file").add_argument(
         f"--{SETTINGS_FILE}",
-        action=_Record,
+        action=ConfigFlag,
         dest=SETTINGS_FILE,
         metavar="FILE",
         help="File of settings (YAML): a line FLAG: VALUE for each flag. Flags on the command line win.",
@@ -51,7 +51,7 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
     launch.add_argument(
         "--deepspeed-config",
         "--deepscale-config",
-        action=_Record,
+        action=ConfigFlag,
         dest=CONFIG_FILE,
         metavar="FILE",
         help="DeepSpeed config file (JSON). A setting with a flag may be given in either place, or with the same value "
@@ -88,18 +88,18 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     metadata = field.metadata["flag"]
     names = names_of(field)
     if value_type(field) is bool:
-        group.add_argument(*names, action=_Record, dest=field.name, nargs=0, const=True, help=_help(field))
+        group.add_argument(*names, action=ConfigFlag, dest=field.name, nargs=0, const=True, help=_help(field))
     else:
         metavar = metadata["metavar"] or "|".join(metadata["choices"] or ()) or _METAVARS[value_type(field)]
         nargs = "+" if get_origin(field.type) is tuple else None
-        group.add_argument(*names, action=_Record, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
+        group.add_argument(*names, action=ConfigFlag, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
     for value in dict.fromkeys(metadata["switches"].values()):
         names_of_value = [f"--{name}" for name in metadata["switches"] if metadata["switches"][name] == value]
         text = f"Same as {names[0]} {value}." if value_type(field) is not bool else f"Disable {names[0]}."
-        group.add_argument(*names_of_value, action=_Record, dest=field.name, nargs=0, const=value, help=text)
+        group.add_argument(*names_of_value, action=ConfigFlag, dest=field.name, nargs=0, const=value, help=text)
     if value_type(field) is bool and negative_flag(field).removeprefix("--") not in metadata["switches"]:
         hidden = negative_flag(field)
-        group.add_argument(hidden, action=_Record, dest=field.name, nargs=0, const=False, help=argparse.SUPPRESS)
+        group.add_argument(hidden, action=ConfigFlag, dest=field.name, nargs=0, const=False, help=argparse.SUPPRESS)
 
 
 def names_of(field: Field) -> list[str]:
@@ -130,29 +130,17 @@ def value_type(field: Field) -> Any:
     return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
 
 
-_MESSAGES = {
-    "expected one argument": "needs a value",
-    "expected at least one argument": "needs a value",
-    "ignored explicit argument": "takes no value: remove",
-}
+class ConfigFlag(argparse.Action):
+    """A flag of the config: ``layer`` reads it, so that all errors are reported at once."""
 
-
-class _Record(argparse.Action):
-    """Records each occurrence of a flag. Values are parsed afterwards, so that all errors are reported at once."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        is_switch = self.nargs == 0
-        if values == [] and not is_switch:  # argparse removes the value of --flag=--
-            parser.error(f"{option_string} needs a value")
-        namespace.occurrences.append((self.dest, option_string, self.const if is_switch else values, is_switch))
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("argparse parses only the flags that programs add")
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError with one line, instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
-        for theirs, ours in _MESSAGES.items():
-            message = message.replace(theirs, ours)
         raise ConfigError(message.removeprefix("argument "))
 
 

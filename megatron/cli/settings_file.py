@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.cli.layer import Setting
+from megatron.cli.layer import Given, is_flag
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_bytes
 from megatron.config import RunConfig
@@ -25,7 +25,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_settings_file(path: str) -> list[Setting]:
+def read_settings_file(path: str) -> list[Given]:
     """The settings in ``path``, in order.
 
     Raises:
@@ -37,14 +37,14 @@ def read_settings_file(path: str) -> list[Setting]:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
-    settings: list[Setting] = []
+    settings: list[Given] = []
     lines: dict[str, int] = {}
     try:
         for line, name, value in _pairs(path, text):
             if (known := name.replace("_", "-")) in lines:
                 _refuse(path, line, f"{name} was already given in line {lines[known]}")
             lines[known] = line
-            settings.append(Setting(name, value, f"{path}, line {line}"))
+            settings.append(Given(f"--{name}", value, f"{path}, line {line}"))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         _refuse(path, mark.line + 1 if mark else 1, f"not YAML: {error.problem or error.context}")
@@ -68,6 +68,8 @@ def _pairs(path: str, text: str) -> Iterator[tuple[int, str, bool | str | list[s
             assert name is not None and items is not None, "the parser closes what it has opened"
             if not items:
                 _refuse(path, line, f"{name} has no value: write one, or remove the line")
+            if flags := [item for item in items if is_flag(item)]:
+                _refuse(path, line, f"--{name}: {flags[0]!r} looks like a flag; write a value")
             yield line, name, items
             name, items = None, None
         elif name is None:

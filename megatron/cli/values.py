@@ -6,6 +6,7 @@ from dataclasses import Field
 from typing import Any
 
 from megatron.cli.parser import value_type
+from megatron.cli.presets import PRESETS
 from megatron.common.errors import did_you_mean
 from megatron.config.experts import as_runs, layer_list
 
@@ -22,7 +23,7 @@ def read_value(field: Field | None, text: str | list[str]) -> Any:
         return _text(str(text))
     if isinstance(text, list):
         return tuple(map(_READERS[value_type(field)], text))
-    choices = field.metadata["flag"]["choices"]
+    choices = tuple(PRESETS) if field.name == "model_preset" else field.metadata["flag"]["choices"]
     if (field.name, text) in REFUSED_VALUES:
         raise ValueError(REFUSED_VALUES[field.name, text])
     if choices and text not in choices:

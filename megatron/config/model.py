@@ -6,7 +6,6 @@ from megatron.config.adapters import AdapterConfig
 from megatron.config.experts import ExpertConfig, as_runs
 from megatron.config.fields import derived, flag
 from megatron.config.positions import PositionConfig
-from megatron.config.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +16,6 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         None,
         "A published model by name: its sizes, --seq-length and kinds of layers. Flags that are given replace its "
         "values.",
-        choices=tuple(PRESETS),
         metavar="NAME",
     )
     num_layers: int = flag(

@@ -95,7 +95,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         ["--top-k: it is for text generation: use tools/generate.py"],
     ),
     "a value after a switch": ("--bf16 true", {}, ["unexpected argument 'true': every value follows its flag"]),
-    "a value tied to a switch": ("--bf16=true", {}, ["--bf16: takes no value: remove 'true'"]),
+    "a value tied to a switch": ("--bf16=true", {}, ["unexpected argument 'true': every value follows its flag"]),
     "a flag without its value": ("--lr", {}, ["--lr: needs a value"]),
     "a word for a number": ("--batch-size two", {}, ["--batch-size two: must be a number"]),
     "half an iteration": ("--train-iters 1.5", {}, ["--train-iters 1.5: must be a whole number"]),

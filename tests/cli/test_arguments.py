@@ -17,7 +17,7 @@ from megatron.cli.values import REFUSED_VALUES
 from megatron.common.errors import ConfigError
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name
-from megatron.config.presets import PRESETS
+from megatron.cli.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES, GPT2
 from megatron.model.partition import layers_per_chunk
 

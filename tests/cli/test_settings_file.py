@@ -105,7 +105,7 @@ def test_later_layers_replace_values_and_what_they_exclude() -> None:
 
 
 WRONG = {
-    "hiden-size: 64": "run.yaml, line 1: there is no flag --hiden-size: did you mean --hidden-size?",
+    "hiden-size: 64": "run.yaml, line 1: unknown flag --hiden-size: did you mean --hidden-size?",
     "lr: 1\n\nlr: 1": "run.yaml, line 3: lr was already given in line 1",
     "zero-stage: 1\nzero_stage: 1": "run.yaml, line 2: zero_stage was already given in line 1",
     "batch-size: 2\nmicro-batch-size: 3": "run.yaml, line 1: --batch-size 2 and run.yaml, line 2: --micro-batch-size 3 "
@@ -116,7 +116,7 @@ WRONG = {
     "data-impl: mmapp": "run.yaml, line 1: --data-impl mmapp: did you mean mmap?",
     "bf16: yes": "run.yaml, line 1: --bf16 is a switch: write true or false",
     'bf16: "true"': "run.yaml, line 1: --bf16 is a switch: write true or false",
-    "lr: [1, 2]": "run.yaml, line 1: --lr takes one value, not a list",
+    "lr: [1, 2]": "run.yaml, line 1: unexpected argument '2': every value follows its flag",
     "lr:": "run.yaml, line 1: lr has no value: write one, or remove the line",
     "save: ~": "run.yaml, line 1: save has no value: write one, or remove the line",
     "data-path: []": "run.yaml, line 1: data-path has no value: write one, or remove the line",

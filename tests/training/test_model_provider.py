@@ -92,9 +92,9 @@ def test_the_command_line_wins_over_defaults_and_has_the_programs_flags(parse) -
         ("--my-depth x", {}, "--my_depth: invalid int value: 'x'"),
         ("--my-name c", {}, "--my-name: invalid choice: 'c'"),
         ("--num-layers x", {}, "--num-layers x: must be a number"),
-        ("", {"numlayers": 3}, "args_defaults: there is no flag --numlayers: did you mean --num-layers?"),
+        ("", {"numlayers": 3}, "args_defaults: unknown flag --numlayers: did you mean --num-layers?"),
         ("", {"lr": -1}, "--lr -1 must be more than 0"),
-        ("--dry-run", {}, "--dry-run plans memory and time"),
+        ("--dry-run", {}, "--dry-run: the model of"),
     ],
 )
 def test_mistakes_in_flags_and_defaults(parse, words: str, defaults: dict, message: str) -> None:
