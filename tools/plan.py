@@ -20,8 +20,8 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.common.errors import ConfigError, counted
 from megatron.cli.presets import PRESETS
+from megatron.common.errors import ConfigError, counted
 from megatron.launch.environment import never_collected
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of

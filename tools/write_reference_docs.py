@@ -14,12 +14,12 @@ from megatron.cli.classic_flags import OUTCOMES
 from megatron.cli.classic_flags.accepted import UNCHANGED
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import build_parser
+from megatron.cli.presets import PRESETS
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import RULES, Rule
 from megatron.cli.validation.relations import REASONS
 from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
 from megatron.config.fields import flag_name
-from megatron.cli.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule

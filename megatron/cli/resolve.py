@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from megatron.cli.batch_sizes import GLOBAL, solve_batch
+from megatron.cli.batch_sizes import GLOBAL, ramp_up, read_steps, solve_batch
 from megatron.common.environment import expected_device, local_rank, world_size
 from megatron.common.errors import ConfigError
 from megatron.config import (
@@ -19,7 +19,7 @@ from megatron.config import (
     default_ffn_hidden_size,
     sections,
 )
-from megatron.config.batch_schedule import Steps, ramp_up, read_steps
+from megatron.config.batch_schedule import Steps
 from megatron.config.data import DEFAULT_VOCABULARY
 from megatron.config.fields import Provided
 from megatron.config.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
@@ -100,8 +100,6 @@ def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided]) -> Paralle
     if flags and "pipeline_schedule" in provided and parallel.pipeline_schedule != "interleaved":
         given = provided["pipeline_schedule"].source
         raise ConfigError(f"{flags[0]} is for --pipeline-schedule interleaved, and {given} is given: remove one")
-    if len(flags) == 2:
-        raise ConfigError(f"{flags[0]} and {flags[1]} exclude each other: give one")
     per_chunk, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
     if per_chunk is not None:
         if numbers is not None:
@@ -124,11 +122,8 @@ def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided]) -> Paralle
 
 def _repartitioned(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
     parallel = run.parallel
-    if parallel.repartition_from is None or not parallel.uses_pipeline:
+    if parallel.repartition_from is None or not parallel.uses_pipeline or "pipeline_partition" in provided:
         return parallel
-    if "pipeline_partition" in provided:
-        sources = f"{provided['repartition_from'].source} and {provided['pipeline_partition'].source}"
-        raise ConfigError(f"{sources} exclude each other: give one")
     return replace(parallel, pipeline_partition=repartitioned(parallel, run.model))
 
 

@@ -1,5 +1,6 @@
 """From the texts of a command line or a settings file to the values of the config's fields."""
 
+import ast
 import math
 from collections.abc import Callable
 from dataclasses import Field
@@ -8,7 +9,7 @@ from typing import Any
 from megatron.cli.parser import value_type
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import did_you_mean
-from megatron.config.experts import as_runs, layer_list
+from megatron.config.experts import as_runs
 
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
@@ -39,6 +40,51 @@ def _layer_freq(text: str) -> int | str:
     if (number := _whole(text)) < 1:
         raise ValueError("must be 1 or more")
     return number
+
+
+_MOST_LAYERS = 20_000
+_LONGEST_TEXT = 100_000
+"""More than the text of a list of the most layers has."""
+
+
+def layer_list(text: str) -> tuple[int, ...]:
+    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
+
+    Raises ValueError if it is no such list, or a longer one than any model.
+    """
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError("is too long")
+    try:
+        found = _value(ast.parse(text.strip("\"' "), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = None
+    if not isinstance(found, list) or not found:
+        raise ValueError("must be a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3")
+    return tuple(found)
+
+
+def _value(node: ast.AST) -> list[int] | int:
+    """The list or number of an expression. Raises ValueError for what is neither."""
+    match node:
+        case ast.List(elts=elements) if all(isinstance(e, ast.Constant) and e.value in (0, 1) for e in elements):
+            return [1 if isinstance(element, ast.Constant) and element.value else 0 for element in elements]
+        case ast.Constant(value=int(number)) if 0 < number <= _MOST_LAYERS:
+            return number
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
+                found = first + second
+            elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
+                listed, times = (first, second) if isinstance(first, list) else (second, first)
+                assert isinstance(listed, list) and isinstance(times, int)
+                if len(listed) * times > _MOST_LAYERS:  # a list of so many would take gigabytes
+                    raise ValueError
+                found = listed * times
+            else:
+                raise ValueError
+            if len(found) <= _MOST_LAYERS:
+                return found
+    raise ValueError
 
 
 def _first_of_window(text: str) -> str:

@@ -1,16 +1,13 @@
 """The global batch size as a function of the consumed samples: constant, a ramp-up, or steps. No torch."""
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.common.errors import ConfigError
-
 Steps = tuple[tuple[int, int], ...]
-"""(samples, batch size): from so many consumed samples on, global batches have this size. The first begins at 0."""
+"""(samples, batch size): the size of global batches from that number of consumed samples on. The first begins at 0."""
 
 
 class Phase(NamedTuple):
@@ -25,7 +22,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The size of each global batch, and with it how many samples so many iterations consume.
+    """The size of each global batch, and with it how many samples a number of iterations consumes.
 
     The size of a batch follows from the samples consumed before it, so that a step of the schedule begins with the
     first iteration at or after its number of samples.
@@ -82,60 +79,3 @@ class BatchSchedule:
                 iterations = -(-rest // size)
                 iteration, sample = iteration + iterations, sample + iterations * size
         return tuple(phases)
-
-
-def ramp_up(numbers: Sequence[int], global_batch_size: int) -> Steps:
-    """The steps of ``--rampup-batch-size START INCR SAMPLES``, as in Megatron-LM but in whole numbers.
-
-    Over the first SAMPLES samples the size grows from START to ``global_batch_size`` by INCR at a time, each time after
-    an equal share of them. Raises ConfigError unless the numbers make such a ramp-up.
-    """
-    flag = f"--rampup-batch-size {' '.join(map(str, numbers))}"
-    if len(numbers) != 3 or min(numbers[:2]) < 1 or numbers[2] < 0:
-        raise ConfigError(f"{flag}: give the first batch size, its increment and the samples of the ramp-up")
-    start, increment, samples = numbers
-    if start > global_batch_size:
-        raise ConfigError(f"{flag} starts above the global batch of {global_batch_size}: lower the first number")
-    increments, rest = divmod(global_batch_size - start, increment)
-    if rest:
-        raise ConfigError(
-            f"{flag}: from {start} to the global batch of {global_batch_size} it is {global_batch_size - start}, which "
-            f"is not a multiple of {increment}: choose another increment"
-        )
-    begins = {
-        -(-number * samples // max(increments, 1)): start + number * increment for number in range(increments + 1)
-    }
-    return tuple(begins.items())  # of sizes that begin together only the last is left
-
-
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def read_steps(text: str, seq_length: int) -> Steps:
-    """The steps of ``--step-batch-size-schedule "0:768 250B:1536"``, whose thresholds are tokens, as in Megatron-LM.
-
-    Raises ConfigError if ``text`` is no such schedule.
-    """
-    flag = f'--step-batch-size-schedule "{text}"'
-    try:
-        pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
-        steps = sorted((_number(tokens) // max(seq_length, 1), _number(size)) for tokens, size in pairs)
-    except ValueError:
-        raise ConfigError(f'{flag}: give TOKENS:SIZE for each batch size, such as "0:768 250B:1536"') from None
-    begins = [samples for samples, _ in steps]
-    if not steps or begins[0] != 0:
-        raise ConfigError(f"{flag}: the first batch size begins at 0 tokens, such as 0:768")
-    if len(set(begins)) < len(begins):
-        raise ConfigError(f"{flag}: two batch sizes begin with the same sample of {seq_length} tokens: remove one")
-    if min(size for _, size in steps) < 1:
-        raise ConfigError(f"{flag}: a batch has 1 sample or more")
-    return tuple(steps)
-
-
-def _number(text: str) -> int:
-    """A whole number that may have a unit, such as 250B or 1.5K. Raises ValueError for anything else."""
-    unit = _UNITS.get(text[-1:].upper(), 1)
-    number = float(text[:-1] if unit > 1 else text) * unit
-    if not 0 <= number < math.inf or number != int(number):
-        raise ValueError(text)
-    return int(number)

@@ -1,6 +1,6 @@
 """The mixture of experts of a model: how many, in which layers, and how tokens are routed to them."""
 
-import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -123,61 +123,24 @@ class ExpertConfig:
     def layer_has_experts(self, layer_number: int) -> bool:
         """Whether the transformer layer of this number, from 1 on, has a mixture of experts."""
         if isinstance(self.moe_layer_freq, str):
-            listed = layer_list(self.moe_layer_freq)
+            listed = layers_of_runs(self.moe_layer_freq)
             return self.has_experts and layer_number <= len(listed) and bool(listed[layer_number - 1])
         return self.has_experts and (layer_number - 1) % self.moe_layer_freq == 0
 
 
-_MOST_LAYERS = 20_000
-_LONGEST_TEXT = 100_000
-"""More than the text of a list of the most layers has."""
 _MOST_RUNS = 100
 """Python reads sums of some hundred terms."""
 
 
 @cache
-def layer_list(text: str) -> tuple[int, ...]:
-    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
-
-    Raises ValueError if it is no such list, or a longer one than any model.
-    """
-    if len(text) > _LONGEST_TEXT:
-        raise ValueError("is too long")
-    try:
-        found = _value(ast.parse(text.strip("\"' "), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = None
-    if not isinstance(found, list) or not found:
-        raise ValueError("must be a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3")
-    return tuple(found)
-
-
-def _value(node: ast.AST) -> list[int] | int:
-    """The list or number of an expression. Raises ValueError for what is neither."""
-    match node:
-        case ast.List(elts=elements) if all(isinstance(e, ast.Constant) and e.value in (0, 1) for e in elements):
-            return [1 if isinstance(element, ast.Constant) and element.value else 0 for element in elements]
-        case ast.Constant(value=int(number)) if 0 < number <= _MOST_LAYERS:
-            return number
-        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
-            first, second = _value(left), _value(right)
-            if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
-                found = first + second
-            elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
-                listed, times = (first, second) if isinstance(first, list) else (second, first)
-                assert isinstance(listed, list) and isinstance(times, int)
-                if len(listed) * times > _MOST_LAYERS:  # a list of so many would take gigabytes
-                    raise ValueError
-                found = listed * times
-            else:
-                raise ValueError
-            if len(found) <= _MOST_LAYERS:
-                return found
-    raise ValueError
+def layers_of_runs(text: str) -> tuple[int, ...]:
+    """The zeros and ones of a text that ``as_runs`` has written."""
+    runs = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
+    return tuple(int(value) for values, times in runs for value in values.split(",") * int(times or 1))
 
 
 def as_runs(listed: Sequence[int]) -> str:
-    """The list as ``layer_list`` reads it: [0]*1+[1]*3, or [0,1,0] if it falls into more than 100 runs."""
+    """The list as ``--moe-layer-freq`` takes it: [0]*1+[1]*3, or [0,1,0] if it falls into more than 100 runs."""
     runs = [(int(value), len(list(run))) for value, run in groupby(listed)]
     if len(runs) > _MOST_RUNS:
         return f"[{','.join(str(int(value)) for value in listed)}]"

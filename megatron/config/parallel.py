@@ -34,6 +34,7 @@ class ParallelConfig:
         "such as 5,6,6,4. The embeddings belong to the first stage, the head to the last.",
         metavar="METHOD",
         needs="pipe_parallel_size",
+        instead_of=("repartition_from",),
     )
     repartition_from: str | None = flag(
         None,
@@ -78,6 +79,7 @@ class ParallelConfig:
         "--num-layers-per-virtual-pipeline-stage if the layers cannot be divided evenly.",
         within="[2, inf)",
         needs="pipe_parallel_size",
+        instead_of=("num_layers_per_virtual_pipeline_stage",),
     )
     sequence_parallel: bool = flag(
         False,

@@ -13,11 +13,10 @@ from megatron.cli import parse_run, read_run
 from megatron.cli.classic_flags import outcome_of
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import build_parser
-from megatron.cli.values import REFUSED_VALUES
+from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name
-from megatron.cli.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES, GPT2
 from megatron.model.partition import layers_per_chunk
 
@@ -70,13 +69,6 @@ def test_a_replaced_value_is_announced() -> None:
     assert parsed.warnings == ["--lr 0.001 has no effect: --lr 0.2 follows it"]
 
 
-REFUSED = {
-    name: outcome.text
-    for name in (classic.replace("_", "-") for classic in CLASSIC)
-    if (outcome := outcome_of(name, [])) and outcome.kind == "refused"
-}
-
-
 def test_classic_arguments_are_flags_or_have_an_outcome() -> None:
     assert len(CLASSIC) == len(set(CLASSIC)) == 95
     programs = [build_parser(architecture) for architecture in ARCHITECTURES.values()]
@@ -86,15 +78,18 @@ def test_classic_arguments_are_flags_or_have_an_outcome() -> None:
         assert ("--" + name in flags) != (outcome_of(name, ["local"]) is not None), name
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refused_arguments_give_their_reason(name: str) -> None:
-    assert complaints(f"--{name} value") == complaints(f"--{name.replace('-', '_')}") == [f"--{name}: {REFUSED[name]}"]
-
-
-@pytest.mark.parametrize("field, value", sorted(REFUSED_VALUES))
-def test_refused_values_give_their_reason(field: str, value: str) -> None:
-    flag = f"{flag_name(flag_fields()[field])} {value}"
-    assert complaints(flag) == [f"{flag}: {REFUSED_VALUES[field, value]}"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-layers 8", "--lr 0.1", "--save out", "--compile", "--no-zero-reduce-scatter", "--split 949,50,1",
+        "--lr-decay-style cosine", "--data-path 1 a 2 b", "--local_rank=1", "--window-size 8,0",
+        "t5 --no-geglu", "bert --mask-prob 0.2",
+    ],
+)  # fmt: skip
+def test_a_flag_changes_the_run(words: str) -> None:
+    """One for each kind of value and of flag."""
+    program = words.partition(" ")[0] if not words.startswith("-") else ""
+    assert parse(words) != parse(program)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +169,8 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         ("--lr nan", "--lr nan: must be a finite number"),
         ("--lr-decay-style cosin", "--lr-decay-style cosin: did you mean cosine?"),
         ("--data-impl zip", "--data-impl zip: choose from mmap, infer"),
+        ("--data-impl lazy", "--data-impl lazy: convert the data with tools/preprocess_data.py"),
+        ("--num-unique_layers 3", "--num-unique-layers: weight sharing between layers is not supported: remove it"),
         ("--mask-prob 0.1", "--mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for pretrain_bert.py"),
         (
             "bert --reset-position-ids",

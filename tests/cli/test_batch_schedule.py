@@ -4,8 +4,9 @@ import pytest
 from support.command_lines import SMALL
 
 from megatron.cli import parse_run
+from megatron.cli.batch_sizes import ramp_up, read_steps
 from megatron.common.errors import ConfigError
-from megatron.config.batch_schedule import BatchSchedule, ramp_up, read_steps
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.training.summary import describe_config
 
 RAMPS = [((4, 4, 20), 12), ((2, 2, 7), 8), ((8, 4, 0), 16), ((8, 3, 50), 8), ((1, 1, 1000), 9), ((4, 4, 3), 32)]

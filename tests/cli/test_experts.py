@@ -8,8 +8,9 @@ import pytest
 from support.command_lines import complaints, parse
 
 from megatron.cli.flags import read_flags
+from megatron.cli.values import layer_list
 from megatron.config import ModelConfig
-from megatron.config.experts import as_runs, layer_list
+from megatron.config.experts import as_runs
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from megatron.cli.validation.pipeline import partition_fits, stages_have_layers
 from megatron.cli.validation.rules import Messages, enabled, rule
 from megatron.common.errors import nearest_multiples
 from megatron.config import RunConfig
-from megatron.config.experts import layer_list
+from megatron.config.experts import layers_of_runs
 from megatron.model import partition
 from megatron.parallel.pipeline.schedule import chunks_of
 
@@ -23,9 +23,9 @@ def listed_layers(run: RunConfig) -> Messages:
     model, listed = run.model, run.model.moe_layer_freq
     if not isinstance(listed, str) or not model.has_experts:
         return
-    if (count := len(layer_list(listed))) != model.num_layers > 0:
+    if (count := len(layers_of_runs(listed))) != model.num_layers > 0:
         yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {model.num_layers}: give one each"
-    elif not any(layer_list(listed)):
+    elif not any(layers_of_runs(listed)):
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 
 
