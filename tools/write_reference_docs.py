@@ -11,15 +11,13 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.cli.classic_flags import OUTCOMES
-from megatron.cli.classic_flags.accepted import UNCHANGED
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import build_parser
 from megatron.cli.presets import PRESETS
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import RULES, Rule
 from megatron.cli.validation.relations import REASONS
-from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
-from megatron.config.fields import flag_name
+from megatron.config import ModelConfig, default_ffn_hidden_size
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
@@ -67,8 +65,9 @@ CLASSIC_FLAGS = """\
 # Flags of Megatron-LM and Megatron-DeepSpeed
 
 This page is generated from the flags by `python tools/write_reference_docs.py`. It lists the training flags of
-Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5), and what becomes of each.
-`name=value` is one value of a flag, and `*` a family of flags. For whole commands see
+Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) that are no flags here, and
+what becomes of each. Most of their flags are [flags here](command-line.md), too, under the same name or as another name
+of one. `name=value` is one value of a flag, and `*` a family of flags. For complete commands see
 [Coming from Megatron-LM](coming-from-megatron.md).
 """
 
@@ -236,27 +235,9 @@ def flag_row(action: argparse.Action) -> str:
 
 def classic_flags() -> str:
     """The page of the classic suites' flags."""
-    meanings = {name: meaning_of(name) for name in UNCHANGED}
-    unchanged = ", ".join(f"`--{name}`" for name, meaning in meanings.items() if meaning == f"--{name}")
-    others = "".join(f"| `--{name}` | `{text}` |\n" for name, text in meanings.items() if text != f"--{name}")
-    text = (
-        f"{CLASSIC_FLAGS}\n## The same here\n\n{unchanged}\n\n## Other names\n\n| flag | same as |\n|---|---|\n{others}"
+    return CLASSIC_FLAGS + "".join(
+        f"\n## {heading}\n|---|---|\n" + "".join(outcome_rows(kind)) for kind, heading in OUTCOME_TABLES.items()
     )
-    for kind, heading in OUTCOME_TABLES.items():
-        text += f"\n## {heading}\n|---|---|\n" + "".join(outcome_rows(kind))
-    return text
-
-
-def meaning_of(name: str) -> str:
-    """The flag that the classic flag ``name`` is here, with the value that it sets."""
-    actions = [action for spec in ARCHITECTURES.values() for action in build_parser(spec)._actions]
-    action = next(action for action in actions if f"--{name}" in action.option_strings)
-    if action.dest not in flag_fields():
-        return action.option_strings[0]
-    flag = flag_name(flag_fields()[action.dest])
-    if action.nargs != 0 or action.const is True:
-        return flag
-    return f"--{name}" if action.const is False else f"{flag} {action.const}"
 
 
 def outcome_rows(kind: str) -> Iterator[str]:

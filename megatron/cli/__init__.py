@@ -9,12 +9,13 @@ from megatron.cli.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.cli.deepspeed_json.settings import read_settings
 from megatron.cli.flags import read_extra_args, read_flags
 from megatron.cli.parser import CONFIG_FILE
+from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import oversized, value_problems, violations, warnings
 from megatron.cli.validation.accelerate import accelerate_conflicts
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig, flag_fields
-from megatron.config.fields import Provided, flag_name
+from megatron.config.fields import flag_name
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 

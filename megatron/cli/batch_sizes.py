@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.cli.provided import Provided
 from megatron.common.errors import ConfigError, nearest_multiples
 from megatron.config.batch_schedule import Steps
-from megatron.config.fields import Provided
 
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 

@@ -15,10 +15,11 @@ from megatron.cli.deepspeed_json.settings import SETTINGS
 from megatron.cli.layer import Given, Layer, group, read_layer
 from megatron.cli.parser import SETTINGS_FILE, build_parser
 from megatron.cli.presets import PRESETS, preset_words
+from megatron.cli.provided import Provided
 from megatron.common.errors import ConfigError
 from megatron.common.reading import unreadable_words
 from megatron.config import flag_fields
-from megatron.config.fields import Provided, flag_name
+from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY
 from megatron.model.architectures import GPT2

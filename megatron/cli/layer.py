@@ -9,11 +9,12 @@ from dataclasses import Field, dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.cli.classic_flags import outcome_of
-from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, has_flag, names_of, negative_flag
+from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, has_flag, names_of
+from megatron.cli.provided import Provided, Source
 from megatron.cli.values import read_value
 from megatron.common.errors import did_you_mean
 from megatron.config import flag_fields
-from megatron.config.fields import Provided, Source, flag_name
+from megatron.config.fields import flag_name, negative_flag
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 

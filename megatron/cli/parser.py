@@ -5,9 +5,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import get_annotations
 from typing import Any, NoReturn, get_args, get_origin
 
+from megatron.cli.validation.relations import conditions_as_text
 from megatron.common.errors import ConfigError
 from megatron.config import sections
-from megatron.config.fields import flag_name
+from megatron.config.fields import flag_name, negative_flag
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
@@ -107,15 +108,11 @@ def names_of(field: Field) -> list[str]:
     return [flag_name(field), *("--" + alias.replace("_", "-") for alias in field.metadata["flag"]["aliases"])]
 
 
-def negative_flag(field: Field) -> str:
-    """The flag that switches off the switch of ``field``: one of its own, or ``--no-`` and its name."""
-    own = [name for name, value in field.metadata["flag"]["switches"].items() if value is False]
-    return f"--{own[0] if own else 'no-' + flag_name(field).removeprefix('--')}"
-
-
 def _help(field: Field) -> str:
     metadata = field.metadata["flag"]
     text = metadata["help"].replace("%", "%%")
+    if needed := [conditions_as_text(needed) for needed in metadata["needs"] if ": " not in needed]:
+        text += f" Needs {' and '.join(needed)}."
     if metadata["required"]:
         return f"{text} (required)"
     # The defaults "off" and "not set" are obvious, and some texts explain their default themselves.

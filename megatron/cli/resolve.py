@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron.cli.batch_sizes import GLOBAL, ramp_up, read_steps, solve_batch
+from megatron.cli.provided import Provided
 from megatron.common.environment import expected_device, local_rank, world_size
 from megatron.common.errors import ConfigError
 from megatron.config import (
@@ -21,7 +22,6 @@ from megatron.config import (
 )
 from megatron.config.batch_schedule import Steps
 from megatron.config.data import DEFAULT_VOCABULARY
-from megatron.config.fields import Provided
 from megatron.config.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
 from megatron.model.architectures import GPT2
 from megatron.model.partition import explicit, repartitioned
@@ -41,21 +41,17 @@ def resolve_run(
 
     The vocabulary sizes and the DeepSpeed config are set later.
     """
-    problems: list[str] = []
     run = _with_provided(provided)
-    try:
-        run = replace(run, parallel=_parallel(run, provided, environ))
-    except ConfigError as error:
-        problems += error.messages
     run = replace(run, activation=_activation(run.activation), logging=_logging(run))
     run = replace(run, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
-    try:
-        run = replace(run, parallel=_virtual_stages(run, provided))
-        run = replace(run, parallel=_repartitioned(run, provided))
-    except ConfigError as error:
-        problems += error.messages
+    problems: list[str] = []
+    for step in (_parallel, _virtual_stages, _repartitioned):
+        try:
+            run = replace(run, parallel=step(run, provided, environ))
+        except ConfigError as error:
+            problems += error.messages
     # The batch sizes are known only if the processes form whole replicas.
     replica = run.parallel.replica_size
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
@@ -91,7 +87,7 @@ def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping
     )
 
 
-def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
     """With the number of model chunks per stage of the interleaved schedule, which the flags for them select."""
     parallel, numbers = run.parallel, explicit(run.parallel.pipeline_partition)
     flags = [provided[name].source for name in _VIRTUAL_STAGES if name in provided]
@@ -120,7 +116,7 @@ def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided]) -> Paralle
     return replace(parallel, pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=chunks)
 
 
-def _repartitioned(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+def _repartitioned(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
     parallel = run.parallel
     if parallel.repartition_from is None or not parallel.uses_pipeline or "pipeline_partition" in provided:
         return parallel

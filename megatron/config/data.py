@@ -93,14 +93,14 @@ class DataConfig:
     )
     valid_data_path: tuple[str, ...] = flag(
         (),
-        "Data set or blend for validation; needs --train-data-path.",
+        "Data set or blend for validation.",
         metavar=_BLEND,
         pretraining=True,
         needs="train_data_path",
     )
     test_data_path: tuple[str, ...] = flag(
         (),
-        "Data set or blend for the test; needs --train-data-path.",
+        "Data set or blend for the test.",
         metavar=_BLEND,
         pretraining=True,
         needs="train_data_path",

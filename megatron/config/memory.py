@@ -127,7 +127,7 @@ class ZeroConfig:
     )
     cpu_torch_adam: bool = flag(
         False,
-        "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.",
+        "Use torch's Adam instead of DeepSpeedCPUAdam.",
         aliases=("use-torch-optimizer-for-cpu-offload",),
         needs="offload_optimizer",
     )
@@ -177,7 +177,7 @@ class ActivationConfig:
     )
     contiguous_checkpointing: bool = flag(
         False,
-        "Keep checkpointed activations in a contiguous buffer; needs --partition-activations.",
+        "Keep checkpointed activations in a contiguous buffer.",
         aliases=("contigious_checkpointing",),
         encoder_decoder="not",
         ignored_without="checkpoint_activations",
@@ -185,7 +185,7 @@ class ActivationConfig:
     )
     checkpoint_in_cpu: bool = flag(
         False,
-        "Keep checkpointed activations in CPU memory; needs --partition-activations.",
+        "Keep checkpointed activations in CPU memory.",
         encoder_decoder="not",
         ignored_without="checkpoint_activations",
         needs="partition_activations",

@@ -35,7 +35,7 @@ class CheckpointConfig:
     )
     snapshot_dir: str = flag(
         "/dev/shm",
-        "With --snapshot-interval: folder in memory (tmpfs) for snapshots.",
+        "Folder in memory (tmpfs) for snapshots.",
         metavar="DIR",
         needs="snapshot_interval",
     )
@@ -44,7 +44,7 @@ class CheckpointConfig:
     )
     keep_every: int | None = flag(
         None,
-        "With --keep-last: also keep checkpoints of iterations divisible by this value.",
+        "Also keep checkpoints of iterations divisible by this value.",
         within="[1, inf)",
         needs="keep_last",
     )
@@ -140,7 +140,7 @@ class LoggingConfig:
     )
     rank: str | None = flag(
         None,
-        "With --dry-run: ranks to build, such as 0,513 (default: one per pipeline stage).",
+        "Ranks to build, such as 0,513 (default: one per pipeline stage).",
         metavar="RANKS",
         needs="dry_run",
     )

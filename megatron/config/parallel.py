@@ -118,8 +118,7 @@ class ParallelConfig:
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
         (),
-        "With --cp-comm-type a2a+p2p: ranks of an a2a group, and ranks of a ring. Their product is "
-        "--context-parallel-size.",
+        "Ranks of an a2a group, and ranks of a ring. Their product is --context-parallel-size.",
         metavar="A2A P2P",
         needs="cp_comm_type=a2a+p2p",
     )

@@ -177,7 +177,7 @@ class TrainConfig:
     rampup_batch_size: tuple[int, ...] = flag(
         (),
         "Ramp up the global batch size: start with START samples and add INCR at a time, in equal intervals over the "
-        "first SAMPLES samples, up to --global-batch-size. Needs --train-samples.",
+        "first SAMPLES samples, up to --global-batch-size.",
         metavar="START INCR SAMPLES",
         needs="train_samples",
         excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
@@ -185,7 +185,7 @@ class TrainConfig:
     step_batch_size_schedule: str | None = flag(
         None,
         'Change the global batch size in steps, such as "0:768 250B:1536": from so many tokens on, batches of so '
-        "many samples (units K, M, B and T; the largest size is the global batch size). Needs --train-samples.",
+        "many samples (units K, M, B and T; the largest size is the global batch size).",
         metavar="TOKENS:SIZE",
         needs="train_samples",
         excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
@@ -227,7 +227,7 @@ class TrainConfig:
     )
     spike_factor: float = flag(
         2.0,
-        "With --rewind-on-spike: a loss of this many times the mean of the last 20 losses is a spike.",
+        "A loss of this many times the mean of the last 20 losses is a spike.",
         within="(1, inf)",
         needs="rewind_on_spike",
     )

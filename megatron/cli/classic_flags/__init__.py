@@ -1,11 +1,11 @@
 """What becomes of the flags of the classic suites, which a script written for one of them may contain. No torch here.
 
 The suites are Megatron-LM (training GPT, BERT and T5), Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example
-(Megatron-LM v1.1.5). Most of their flags are flags here, under the same name or as an alias in ``megatron/config``: see
-``accepted.UNCHANGED``. The tables contain the other flags, in four kinds: replaced by a flag of another name;
-fulfilled, where it happens in any case; ignored, with a warning; and refused. Each table maps a text, which the user
-reads, to the flags it applies to. A name may end with ``*`` for a family of flags, or with ``=value`` for one value of
-a flag; the most specific name counts. docs/classic-flags.md is generated from the tables.
+(Megatron-LM v1.1.5). Most of their flags are flags here, under the same name or as an alias in ``megatron/config``. The
+tables contain the other flags, in four kinds: replaced by a flag of another name; fulfilled, where it happens in any
+case; ignored, with a warning; and refused. Each table maps a text, which the user reads, to the flags it applies to. A
+name may end with ``*`` for a family of flags, or with ``=value`` for one value of a flag; the most specific name
+counts. docs/classic-flags.md is generated from the tables.
 """
 
 from collections.abc import Mapping, Sequence

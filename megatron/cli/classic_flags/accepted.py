@@ -1,48 +1,4 @@
-"""Flags of the classic suites that are accepted: unchanged, replaced by another, fulfilled in any case, or ignored."""
-
-UNCHANGED = """
-num-layers hidden-size ffn-hidden-size num-attention-heads max-position-embeddings make-vocab-size-divisible-by
-layernorm-epsilon norm-epsilon apply-residual-connection-post-layernorm openai-gelu bias-gelu-fusion
-no-bias-gelu-fusion bias-dropout-fusion no-bias-dropout-fusion gradient-accumulation-fusion
-no-gradient-accumulation-fusion scaled-upper-triang-masked-softmax-fusion attention-dropout hidden-dropout
-init-method-std apply-query-key-layer-scaling no-query-key-layer-scaling attention-softmax-in-fp32
-fp16-lm-cross-entropy fp32-residual-connection use-cpu-initialization shape-order pre-tockens next-tockens lr min-lr
-lr-decay-style lr-decay-iters lr-decay-samples warmup lr-warmup-fraction lr-warmup-iters lr-warmup-samples
-lr-wsd-decay-style lr-wsd-decay-iters weight-decay clip-grad optimizer adam-beta1 adam-beta2 adam-eps sgd-momentum
-muon-momentum muon-nesterov muon-use-nesterov muon-no-nesterov muon-no-use-nesterov muon-num-ns-steps
-muon-coefficient-type muon-scale-mode muon-extra-scale-factor muon-split-qkv muon-no-split-qkv override-lr-scheduler
-use-checkpoint-lr-scheduler override-opt-param-scheduler use-checkpoint-opt-param-scheduler batch-size
-micro-batch-size gas global-batch-size train-iters train-samples exit-interval exit-duration-in-mins eval-iters
-eval-interval seed fp16 bf16 loss-scale initial-loss-scale loss-scale-window hysteresis min-scale min-loss-scale
-fp32-allreduce accumulate-allreduce-grads-in-fp32 zero-stage use-distributed-optimizer zero-reduce-scatter
-zero-contigious-gradients zero-reduce-bucket-size ddp-bucket-size zero-allgather-bucket-size cpu-optimizer
-optimizer-cpu-offload cpu-torch-adam use-torch-optimizer-for-cpu-offload remote-device checkpoint-activations
-deepspeed-activation-checkpointing recompute-activations recompute-granularity checkpoint-num-layers
-recompute-num-layers activations-checkpoint-num-layers partition-activations distribute-checkpointed-activations
-distribute-saved-activations contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward
-model-parallel-size tensor-model-parallel-size pipe-parallel-size pipeline-model-parallel-size no-pipeline-parallel
-sequence-parallel ds-sequence-parallel-size distributed-backend distributed-timeout-minutes local-rank deepspeed
-deepspeed-config deepscale deepscale-config data-path train-data-path valid-data-path test-data-path split
-data-cache-path mock-data vocab-size
-no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type tokenizer-model vocab-file merge-file
-reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
-persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
-tensorboard-dir rampup-batch-size step-batch-size-schedule lr-wsd-decay-samples log-params-norm log-num-zeros-in-grad
-timing-log-level log-timers-to-tensorboard normalization swiglu position-embedding-type
-use-rotary-position-embeddings no-position-embedding rotary-base rotary-position-embeddings-theta rotary-percent
-use-rope-scaling rope-scaling-factor group-query-attention num-query-groups num-key-value-heads kv-channels
-disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights encoder-num-layers
-decoder-num-layers encoder-seq-length decoder-seq-length vocab-extra-ids pipeline-model-parallel-split-rank
-relative-attention-num-buckets relative-attention-max-distance rotary-seq-len-interpolation-factor
-yarn-rotary-scaling-factor yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow yarn-mscale
-yarn-mscale-all-dim yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int window-size
-num-experts moe-layer-freq moe-ffn-hidden-size
-moe-router-topk topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff moe-loss-coeff
-moe-z-loss-coeff moe-router-dtype moe-expert-capacity-factor moe-shared-expert-intermediate-size moe-grouped-gemm
-moe-per-layer-logging
-expert-model-parallel-size moe-expert-parallel-size expert-tensor-parallel-size
-""".split()
-"""Flags of the classic suites that are flags here, or aliases of one."""
+"""Flags of the classic suites that are accepted: replaced by another, fulfilled in any case, or ignored."""
 
 REPLACED = {
     "--checkpoint-activations": "activations-checkpoint-method=uniform",

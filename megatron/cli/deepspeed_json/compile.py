@@ -20,8 +20,8 @@ from megatron.cli.deepspeed_json.settings import (
     optimizer_type,
     value_at,
 )
+from megatron.cli.provided import Provided
 from megatron.config import RunConfig
-from megatron.config.fields import Provided
 from megatron.model.partition import inputs_in_flight
 
 _NO_REPORTS = 2**31 - 1

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.cli.deepspeed_json.file import DEFAULT_OPTIMIZER, MAX_GRAD_NORM, ConfigFile
+from megatron.cli.provided import Provided
 from megatron.config import RunConfig
-from megatron.config.fields import Provided
 
 KeyPath = tuple[str | int, ...]
 """Where a value is in a config; a number is an index of a list."""

@@ -5,11 +5,12 @@
 
 from collections.abc import Mapping
 
+from megatron.cli.provided import Provided, inside, interval_as_text, is_above
 from megatron.cli.validation.relations import relation_rules
 from megatron.cli.validation.rules import FUNCTIONS, Rule
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields
-from megatron.config.fields import Provided, flag_name, inside, interval_as_text, is_above
+from megatron.config.fields import flag_name
 from megatron.model.spec import ArchitectureSpec
 
 # Their rules register themselves, in this order.

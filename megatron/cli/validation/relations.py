@@ -8,10 +8,9 @@ from dataclasses import Field, dataclass, fields
 from functools import cache
 from typing import Any
 
-from megatron.cli.parser import negative_flag
 from megatron.cli.validation.rules import Messages, Rule
 from megatron.config import RunConfig, flag_fields, sections
-from megatron.config.fields import flag_name
+from megatron.config.fields import flag_name, negative_flag
 
 NEEDS, IGNORED, EXCLUDES = "a flag needs another", "a flag has no effect without another", "flags exclude each other"
 REASONS = {
@@ -71,16 +70,12 @@ class Relation:
             rival = next(other.given(run) for other in self.others if other.holds(run))
             return f"{given} and {rival} exclude each other: {reason}remove one"
         verb = "needs" if self.kind == NEEDS else "has no effect without"
-        return f"{given} {verb} {self._alternatives}: {reason}add it, or remove {given}"
+        return f"{given} {verb} {_either(self.others)}: {reason}add it, or remove {given}"
 
     @property
     def rule_name(self) -> str:
         """Such as ``--async-save needs --save``."""
-        return f"{self.own} {'excludes' if self.kind == EXCLUDES else 'needs'} {self._alternatives}"
-
-    @property
-    def _alternatives(self) -> str:
-        return " or ".join(map(str, self.others))
+        return f"{self.own} {'excludes' if self.kind == EXCLUDES else 'needs'} {_either(self.others)}"
 
 
 def relation_rules() -> Iterator[Rule]:
@@ -97,8 +92,8 @@ def _relations(field: Field, kind: str, key: str) -> list[Relation]:
     found = []
     for text, why in field.metadata["flag"][key].items():
         values, _, alternatives = text.rpartition(": ")
-        others = tuple(condition(other) for other in alternatives.split(" or "))
-        found.append(Relation(kind, condition(f"{field.name}={values}" if values else field.name), others, why))
+        own = condition(f"{field.name}={values}" if values else field.name)
+        found.append(Relation(kind, own, _conditions(alternatives), why))
     return found
 
 
@@ -106,6 +101,19 @@ def condition(text: str) -> Condition:
     """The condition that the metadata of a field writes as ``zero_stage=2|3`` or ``save``."""
     name, _, values = text.partition("=")
     return Condition(_section_names()[name], flag_fields()[name], tuple(values.split("|")) if values else ())
+
+
+def conditions_as_text(text: str) -> str:
+    """Conditions of the metadata as a user writes them, such as ``--load or --auto-resume``."""
+    return _either(_conditions(text))
+
+
+def _conditions(text: str) -> tuple[Condition, ...]:
+    return tuple(map(condition, text.split(" or ")))
+
+
+def _either(conditions: tuple[Condition, ...]) -> str:
+    return " or ".join(map(str, conditions))
 
 
 @cache

@@ -10,9 +10,10 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tracker import holds_checkpoint, newest
 from megatron.cli import parse_run, read_run
 from megatron.cli.flags import read_flags
+from megatron.cli.provided import Provided
 from megatron.common.errors import CheckpointError, ConfigError, DataError, counted
 from megatron.config import RunConfig, flag_fields
-from megatron.config.fields import Provided, flag_name
+from megatron.config.fields import flag_name
 from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.tools.command_line import ToolParser
 from megatron.tools.finetuning.tables import GLUE, Format, Table, content_hash, labels_of, read_table

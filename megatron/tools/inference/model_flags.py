@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.cli.provided import inside, interval_as_text
 from megatron.common.environment import check_place, rank, world_size
 from megatron.common.errors import ConfigError
-from megatron.config.fields import inside, interval_as_text
 from megatron.config.tokenizer_files import TOKENIZER_TYPES, tokenizer_kind, unused_merges
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec

@@ -6,8 +6,8 @@ from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 
+from megatron.cli.provided import Provided
 from megatron.config import RunConfig
-from megatron.config.fields import Provided
 from megatron.model.partition import Stage, plan
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.in_flight import stages_that_keep_most

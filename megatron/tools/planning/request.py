@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron.cli.flags import read_flags
 from megatron.cli.presets import PRESETS, preset_words
+from megatron.cli.provided import Provided
 from megatron.cli.validation import value_problems
 from megatron.common.errors import ConfigError, DataError
 from megatron.config import flag_fields
 from megatron.config.data import DEFAULT_VOCABULARY
-from megatron.config.fields import Provided, flag_name
+from megatron.config.fields import flag_name
 from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec

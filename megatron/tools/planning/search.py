@@ -11,10 +11,10 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
+from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
 from megatron.config import ParallelConfig, RunConfig
-from megatron.config.fields import Provided
 from megatron.config.model import padded_vocabulary
 from megatron.model.partition import explicit
 from megatron.parallel.pipeline.schedule import has_order, schedule_with

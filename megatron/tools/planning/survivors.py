@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.cli.flags import read_flags
+from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import ConfigError, counted
 from megatron.config import RunConfig
-from megatron.config.fields import Provided
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.candidates import Candidate
