@@ -1,6 +1,7 @@
 """Low-rank adapters, which fine-tuning can train in place of the weights (LoRA)."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.config.fields import flag
 
@@ -11,6 +12,8 @@ LORA_TARGETS = {
     "dense_4h_to_h": ("down_proj",),
 }
 """Linear layers that can have an adapter, and the matrices of Llama's that each of them holds."""
+
+_adapter_flag = partial(flag, masked_lm=False, needs="lora_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +31,15 @@ class AdapterConfig:
             "optimizer=muon": "it orthogonalizes the update of a full matrix, and A and B are factors of one",
         },
     )
-    lora_alpha: float = flag(
-        16.0,
-        "The output of an adapter is multiplied by this / --lora-rank.",
-        within="(0, inf)",
-        masked_lm=False,
-        needs="lora_rank",
+    lora_alpha: float = _adapter_flag(
+        16.0, "The output of an adapter is multiplied by this / --lora-rank.", within="(0, inf)"
     )
-    lora_dropout: float = flag(
-        0.0, "Dropout probability of the input of adapters.", within="[0, 1)", masked_lm=False, needs="lora_rank"
-    )
-    lora_target: tuple[str, ...] = flag(
+    lora_dropout: float = _adapter_flag(0.0, "Dropout probability of the input of adapters.", within="[0, 1)")
+    lora_target: tuple[str, ...] = _adapter_flag(
         (),
         "Linear layers that have an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or the names of the "
         "same matrices in models of the Llama family, such as q_proj k_proj v_proj (default: all four).",
         metavar="NAME ...",
-        masked_lm=False,
-        needs="lora_rank",
     )
 
     @property

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 from megatron.config.fields import derived, flag
@@ -71,58 +72,47 @@ DEFAULT_VOCABULARY = {False: 50257, True: 30522}
 """By ``masked_lm``: tokens of GPT-2's vocabulary and of BERT's."""
 _BLEND = "[WEIGHT] PREFIX ..."
 
+_pretraining_flag = partial(flag, pretraining=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data and tokenizer."""
 
-    data_path: tuple[str, ...] = flag(
+    data_path: tuple[str, ...] = _pretraining_flag(
         (),
         "Prefix of the data set (PREFIX.bin and PREFIX.idx), which is divided by --split; or a blend of data sets, "
         "WEIGHT PREFIX for each, which are sampled in proportion to their weights.",
         metavar=_BLEND,
-        pretraining=True,
         instead_of=("mock_data",),
     )
-    train_data_path: tuple[str, ...] = flag(
+    train_data_path: tuple[str, ...] = _pretraining_flag(
         (),
         "Data set or blend for training only, instead of --data-path and --split.",
         metavar=_BLEND,
-        pretraining=True,
         instead_of=("data_path", "split", "mock_data"),
     )
-    valid_data_path: tuple[str, ...] = flag(
-        (),
-        "Data set or blend for validation.",
-        metavar=_BLEND,
-        pretraining=True,
-        needs="train_data_path",
+    valid_data_path: tuple[str, ...] = _pretraining_flag(
+        (), "Data set or blend for validation.", metavar=_BLEND, needs="train_data_path"
     )
-    test_data_path: tuple[str, ...] = flag(
-        (),
-        "Data set or blend for the test.",
-        metavar=_BLEND,
-        pretraining=True,
-        needs="train_data_path",
+    test_data_path: tuple[str, ...] = _pretraining_flag(
+        (), "Data set or blend for the test.", metavar=_BLEND, needs="train_data_path"
     )
-    split: str = flag("969, 30, 1", "Proportions of the documents for training, validation and test.", pretraining=True)
-    data_cache_path: str | None = flag(
-        None, "Folder for index maps (default: next to the data).", metavar="DIR", pretraining=True
+    split: str = _pretraining_flag("969, 30, 1", "Proportions of the documents for training, validation and test.")
+    data_cache_path: str | None = _pretraining_flag(
+        None, "Folder for index maps (default: next to the data).", metavar="DIR"
     )
-    mock_data: bool = flag(
-        False,
-        "Train on synthetic data, computed from --seed: for speed tests without data and tokenizer files.",
-        pretraining=True,
+    mock_data: bool = _pretraining_flag(
+        False, "Train on synthetic data, computed from --seed: for speed tests without data and tokenizer files."
     )
-    no_shared_disk: bool = flag(
+    no_shared_disk: bool = _pretraining_flag(
         False,
         "Hosts share no disk: the first rank of each host builds index maps, instead of rank 0 only.",
         aliases=("no-shared-storage",),
-        pretraining=True,
     )
-    data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"), pretraining=True)
-    mmap_warmup: bool = flag(False, "Read the data set once at the start to warm the page cache.", pretraining=True)
-    num_workers: int = flag(2, "Number of data loader processes per rank.", within="[0, 1024]", pretraining=True)
+    data_impl: str = _pretraining_flag("infer", "Format of the data set.", choices=("mmap", "infer"))
+    mmap_warmup: bool = _pretraining_flag(False, "Read the data set once at the start to warm the page cache.")
+    num_workers: int = _pretraining_flag(2, "Number of data loader processes per rank.", within="[0, 1024]")
     seq_length: int = flag(
         0,
         "Sequence length in tokens; of T5 that of the encoder.",

@@ -3,21 +3,23 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 from megatron.config.fields import flag
+
+_expert_flag = partial(flag, masked_lm=False, needs="num_experts")
+_causal_flag = partial(flag, masked_lm=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
     """Mixture of experts."""
 
-    num_experts: int = flag(
+    num_experts: int = _causal_flag(
         0,
         "Number of experts of a mixture of experts in place of the MLP (default: one MLP for all tokens).",
         within="[1, 65536]",
-        masked_lm=False,
         excludes={
             "optimizer=muon": "it takes one matrix at a time, and experts are stacked",
             "lora_rank": "adapters belong to linear layers, and experts replace those of the MLP",
@@ -26,93 +28,67 @@ class ExpertConfig:
             "tiled_mlp": "there is no MLP whose tokens could be divided",
         },
     )
-    moe_layer_freq: int | str = flag(
+    moe_layer_freq: int | str = _expert_flag(
         1,
         "Every so many layers have experts, from the first layer on; the others have an MLP. Or a list with 1 for each "
         "layer that has experts, written as in Python: [0]*1+[1]*3.",
         metavar="N|LIST",
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_ffn_hidden_size: int = flag(
-        0,
-        "Hidden size of each expert (default: --ffn-hidden-size).",
-        within="[1, 8388608]",
-        masked_lm=False,
-        needs="num_experts",
+    moe_ffn_hidden_size: int = _expert_flag(
+        0, "Hidden size of each expert (default: --ffn-hidden-size).", within="[1, 8388608]"
     )
-    moe_router_topk: int = flag(
+    moe_router_topk: int = _causal_flag(
         2,
         "Number of experts that compute each token.",
         aliases=("topk",),
         within="[1, 65536]",
-        masked_lm=False,
         needs={
             "num_experts": "",
             "1: moe_router_pre_softmax": "the softmax over one logit is 1, and the router has no gradient",
         },
     )
-    moe_router_pre_softmax: bool = flag(
+    moe_router_pre_softmax: bool = _expert_flag(
         False,
         "Weigh the chosen experts by a softmax over all experts; by default it is over the chosen ones alone "
         "(Mixtral, Qwen3).",
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_router_load_balancing_type: str = flag(
+    moe_router_load_balancing_type: str = _expert_flag(
         "seq_aux_loss",
         "Which tokens an auxiliary loss balances over the experts: those of each sample (seq_aux_loss), of the global "
         "batch (global_aux_loss), or of each rank's micro-batch (aux_loss, which depends on the layout).",
         choices=("seq_aux_loss", "global_aux_loss", "aux_loss", "none"),
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_aux_loss_coeff: float = flag(
+    moe_aux_loss_coeff: float = _expert_flag(
         0.0,
         "Weight of the load balancing loss; 0.01 is usual.",
         aliases=("moe-loss-coeff",),
         within="[0, inf)",
-        masked_lm=False,
-        needs="num_experts",
         excludes=("moe_router_load_balancing_type=none",),
     )
-    moe_z_loss_coeff: float = flag(
+    moe_z_loss_coeff: float = _expert_flag(
         0.0,
         "Weight of the z loss, which keeps the router's logits small (arXiv 2202.08906); 0.001 is usual.",
         within="[0, inf)",
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_router_dtype: str = flag(
-        "fp32", "Type in which the router computes.", choices=("fp32", "fp64"), masked_lm=False, needs="num_experts"
-    )
-    moe_expert_capacity_factor: float = flag(
+    moe_router_dtype: str = _expert_flag("fp32", "Type in which the router computes.", choices=("fp32", "fp64"))
+    moe_expert_capacity_factor: float = _expert_flag(
         0.0,
         "Most tokens of a sample that an expert computes, as a multiple of an equal share; those with the smallest "
         "weights are dropped (default: none is).",
         within="(0, inf)",
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_shared_expert_intermediate_size: int = flag(
+    moe_shared_expert_intermediate_size: int = _expert_flag(
         0,
         "Hidden size of an expert that computes every token beside the chosen ones (default: none).",
         within="[1, 8388608]",
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_grouped_gemm: bool = flag(
+    moe_grouped_gemm: bool = _expert_flag(
         False,
         "Multiply with the weights of all experts in one kernel, on CUDA in bf16. In fp16 and fp32, and on the CPU, "
         "one expert is computed after the other.",
-        masked_lm=False,
-        needs="num_experts",
     )
-    moe_per_layer_logging: bool = flag(
-        False,
-        "Log the load of each expert of each layer, of which tools/report.py makes a picture.",
-        masked_lm=False,
-        needs="num_experts",
+    moe_per_layer_logging: bool = _expert_flag(
+        False, "Log the load of each expert of each layer, of which tools/report.py makes a picture."
     )
 
     @property

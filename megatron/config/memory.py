@@ -1,8 +1,12 @@
 """What training keeps in memory: precision, ZeRO and activation checkpointing."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.config.fields import flag
+
+_recomputation_flag = partial(flag, ignored_without="checkpoint_activations")
+_zero_flag = partial(flag, ignored_without="zero_stage=1|2|3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +59,25 @@ class ZeroConfig:
         switches={"use-distributed-optimizer": 1},
         within="[0, 3]",
     )
-    zero_reduce_scatter: bool = flag(
+    zero_reduce_scatter: bool = _zero_flag(
         True,
         "Reduce-scatter gradients instead of all-reducing them; enabled by default.",
         switches={"no-zero-reduce-scatter": False},
-        ignored_without="zero_stage=1|2|3",
     )
-    zero_contiguous_gradients: bool = flag(
+    zero_contiguous_gradients: bool = _zero_flag(
         True,
         "Copy gradients into a contiguous buffer as they are computed; enabled by default.",
         aliases=("zero-contigious-gradients",),
         switches={"no-zero-contiguous-gradients": False, "no-zero-contigious-gradients": False},
-        ignored_without="zero_stage=1|2|3",
     )
-    zero_reduce_bucket_size: float = flag(
+    zero_reduce_bucket_size: float = _zero_flag(
         0.0,
         "Number of elements reduced at a time, at most those of the model; 0 uses DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
         within="[0, 9007199254740992]",
-        ignored_without="zero_stage=1|2|3",
     )
-    zero_allgather_bucket_size: float = flag(
-        0.0,
-        "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.",
-        within="[0, 9007199254740992]",
-        ignored_without="zero_stage=1|2|3",
+    zero_allgather_bucket_size: float = _zero_flag(
+        0.0, "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.", within="[0, 9007199254740992]"
     )
     zero_overlap_comm: bool | None = flag(
         None,
@@ -160,44 +158,33 @@ class ActivationConfig:
         switches={"recompute-activations": "selective"},
         excludes=("selective: partition_activations", "selective: checkpoint_num_layers"),
     )
-    checkpoint_num_layers: int = flag(
+    checkpoint_num_layers: int = _recomputation_flag(
         1,
         "Number of layers per activation checkpoint.",
         aliases=("recompute-num-layers", "activations-checkpoint-num-layers"),
         within="[1, inf)",
-        ignored_without="checkpoint_activations",
     )
-    partition_activations: bool = flag(
+    partition_activations: bool = _recomputation_flag(
         False,
         "Partition checkpointed activations over the tensor-parallel ranks.",
         aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
         encoder_decoder="not",
-        ignored_without="checkpoint_activations",
         excludes={"sequence_parallel": "each rank keeps a part of the sequence already"},
     )
-    contiguous_checkpointing: bool = flag(
+    contiguous_checkpointing: bool = _recomputation_flag(
         False,
         "Keep checkpointed activations in a contiguous buffer.",
         aliases=("contigious_checkpointing",),
         encoder_decoder="not",
-        ignored_without="checkpoint_activations",
         needs="partition_activations",
     )
-    checkpoint_in_cpu: bool = flag(
-        False,
-        "Keep checkpointed activations in CPU memory.",
-        encoder_decoder="not",
-        ignored_without="checkpoint_activations",
-        needs="partition_activations",
+    checkpoint_in_cpu: bool = _recomputation_flag(
+        False, "Keep checkpointed activations in CPU memory.", encoder_decoder="not", needs="partition_activations"
     )
-    synchronize_each_layer: bool = flag(
-        False,
-        "Synchronize the device before and after each recomputed layer.",
-        ignored_without="checkpoint_activations",
+    synchronize_each_layer: bool = _recomputation_flag(
+        False, "Synchronize the device before and after each recomputed layer."
     )
-    profile_backward: bool = flag(
-        False, "Measure the forward and backward time of recomputed layers.", ignored_without="checkpoint_activations"
-    )
+    profile_backward: bool = _recomputation_flag(False, "Measure the forward and backward time of recomputed layers.")
 
     @property
     def layers_together(self) -> int:

@@ -34,19 +34,13 @@ class CheckpointConfig:
         },
     )
     snapshot_dir: str = flag(
-        "/dev/shm",
-        "Folder in memory (tmpfs) for snapshots.",
-        metavar="DIR",
-        needs="snapshot_interval",
+        "/dev/shm", "Folder in memory (tmpfs) for snapshots.", metavar="DIR", needs="snapshot_interval"
     )
     keep_last: int | None = flag(
         None, "Number of newest checkpoints to keep (default: all).", within="[1, inf)", needs="save"
     )
     keep_every: int | None = flag(
-        None,
-        "Also keep checkpoints of iterations divisible by this value.",
-        within="[1, inf)",
-        needs="keep_last",
+        None, "Also keep checkpoints of iterations divisible by this value.", within="[1, inf)", needs="keep_last"
     )
     on_save_error: str = flag(
         "stop",
@@ -139,10 +133,7 @@ class LoggingConfig:
         False, "Build the layers of some ranks on the meta device, print their parameters, groups and memory, and exit."
     )
     rank: str | None = flag(
-        None,
-        "Ranks to build, such as 0,513 (default: one per pipeline stage).",
-        metavar="RANKS",
-        needs="dry_run",
+        None, "Ranks to build, such as 0,513 (default: one per pipeline stage).", metavar="RANKS", needs="dry_run"
     )
 
     @property

@@ -1,6 +1,7 @@
 """How a model represents positions: a learned table, the rotation of queries and keys, or a bias by distance."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 from megatron.config.fields import flag
 
@@ -10,6 +11,10 @@ LOW_FREQUENCY_FACTOR = 1.0
 HIGH_FREQUENCY_FACTOR = 4.0
 ORIGINAL_LENGTH = 8192
 """Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
+
+_yarn_flag = partial(flag, masked_lm=False, needs="position_embedding_type=yarn")
+_rotary_flag = partial(flag, masked_lm=False, needs="position_embedding_type=rope|yarn")
+_relative_flag = partial(flag, encoder_decoder="only", needs="position_embedding_type=relative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,97 +32,56 @@ class PositionConfig:
         encoder_decoder="also",
         needs=("yarn: yarn_rotary_scaling_factor", "yarn: yarn_original_max_position_embeddings"),
     )
-    relative_attention_num_buckets: int = flag(
-        32,
-        "Distances that relative positions distinguish.",
-        within="[4, 1048576]",
-        encoder_decoder="only",
-        needs="position_embedding_type=relative",
+    relative_attention_num_buckets: int = _relative_flag(
+        32, "Distances that relative positions distinguish.", within="[4, 1048576]"
     )
-    relative_attention_max_distance: int = flag(
-        128,
-        "Distance in tokens from which on relative positions are the same.",
-        within="[2, 1073741824]",
-        encoder_decoder="only",
-        needs="position_embedding_type=relative",
+    relative_attention_max_distance: int = _relative_flag(
+        128, "Distance in tokens from which on relative positions are the same.", within="[2, 1073741824]"
     )
-    rotary_base: float = flag(
-        10000.0,
-        "Base of the rotation's wavelengths.",
-        aliases=("rotary-position-embeddings-theta",),
-        within="(0, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=rope|yarn",
+    rotary_base: float = _rotary_flag(
+        10000.0, "Base of the rotation's wavelengths.", aliases=("rotary-position-embeddings-theta",), within="(0, inf)"
     )
-    rotary_percent: float = flag(
-        1.0,
-        "Share of each head's dimensions that is rotated.",
-        within="(0, 1]",
-        masked_lm=False,
-        needs="position_embedding_type=rope|yarn",
-    )
-    use_rope_scaling: bool = flag(
+    rotary_percent: float = _rotary_flag(1.0, "Share of each head's dimensions that is rotated.", within="(0, 1]")
+    use_rope_scaling: bool = _rotary_flag(
         False,
         "Scale the long wavelengths of the rotation by Llama 3.1's rule.",
-        masked_lm=False,
-        needs="position_embedding_type=rope|yarn",
         excludes=("position_embedding_type=yarn",),
     )
     rope_scaling_factor: float = flag(
         8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False, needs="use_rope_scaling"
     )
-    rotary_seq_len_interpolation_factor: float = flag(
+    rotary_seq_len_interpolation_factor: float = _rotary_flag(
         1.0,
         "Divide positions by this factor before the rotation: linear interpolation (arXiv 2306.15595).",
         within="[1, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=rope|yarn",
         excludes=("position_embedding_type=yarn", "use_rope_scaling"),
     )
-    yarn_rotary_scaling_factor: float | None = flag(
-        None,
-        "Factor by which YaRN extends --yarn-original-max-position-embeddings.",
-        within="[1, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=yarn",
+    yarn_rotary_scaling_factor: float | None = _yarn_flag(
+        None, "Factor by which YaRN extends --yarn-original-max-position-embeddings.", within="[1, inf)"
     )
-    yarn_original_max_position_embeddings: int = flag(
-        0,
-        "Sequence length that the model was trained with before YaRN.",
-        within="[1, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=yarn",
+    yarn_original_max_position_embeddings: int = _yarn_flag(
+        0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)"
     )
-    yarn_beta_fast: float = flag(
+    yarn_beta_fast: float = _yarn_flag(
         32.0,
         "Dimensions that turn this often or more within the original length keep their wavelength.",
         within="(0, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=yarn",
     )
-    yarn_beta_slow: float = flag(
+    yarn_beta_slow: float = _yarn_flag(
         1.0,
         "Dimensions that turn this often or less within the original length are interpolated by YaRN's whole factor.",
         within="(0, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=yarn",
     )
-    yarn_mscale: float = flag(
+    yarn_mscale: float = _yarn_flag(
         1.0,
         "Queries and keys are multiplied by 0.1 x this x ln(factor) + 1, divided by the same of --yarn-mscale-all-dim.",
         within="[0, inf)",
-        masked_lm=False,
-        needs="position_embedding_type=yarn",
     )
-    yarn_mscale_all_dim: float = flag(
-        0.0, "See --yarn-mscale.", within="[0, inf)", masked_lm=False, needs="position_embedding_type=yarn"
-    )
-    yarn_correction_range_round_to_int: bool = flag(
+    yarn_mscale_all_dim: float = _yarn_flag(0.0, "See --yarn-mscale.", within="[0, inf)")
+    yarn_correction_range_round_to_int: bool = _yarn_flag(
         True,
         "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to whole ones; enabled by default.",
         switches={"no-yarn-correction-range-round-to-int": False},
-        masked_lm=False,
-        needs="position_embedding_type=yarn",
     )
     max_position_embeddings: int = flag(
         0,

@@ -1,10 +1,12 @@
 """Optimizer, learning rate, batch sizes, validation and exit conditions."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron.config.batch_schedule import BatchSchedule, Steps
 from megatron.config.fields import derived, flag
+
+_muon_flag = partial(flag, needs="optimizer=muon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,42 +83,35 @@ class OptimConfig:
     )
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", within="(0, inf)")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", within="[0, 1)", needs="optimizer=sgd")
-    muon_momentum: float = flag(0.95, "Momentum of Muon.", within="[0, 1)", needs="optimizer=muon")
-    muon_nesterov: bool = flag(
+    muon_momentum: float = _muon_flag(0.95, "Momentum of Muon.", within="[0, 1)")
+    muon_nesterov: bool = _muon_flag(
         True,
         "Nesterov momentum in Muon (default: true).",
         aliases=("muon-use-nesterov",),
         switches={"muon-no-use-nesterov": False, "muon-no-nesterov": False},
-        needs="optimizer=muon",
     )
-    muon_num_ns_steps: int = flag(
-        5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)", needs="optimizer=muon"
-    )
-    muon_coefficient_type: str = flag(
+    muon_num_ns_steps: int = _muon_flag(5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)")
+    muon_coefficient_type: str = _muon_flag(
         "quintic",
         "Coefficients of Muon's Newton-Schulz iterations: another set for each of five iterations (quintic), or the "
         "same for all (simple), as in torch.optim.Muon.",
         choices=("simple", "quintic"),
-        needs="optimizer=muon",
     )
-    muon_scale_mode: str = flag(
+    muon_scale_mode: str = _muon_flag(
         "spectral",
         "Factor of Muon's orthogonal update of a matrix [out, in]: sqrt(max(out, in)) (spectral), sqrt(out / in) "
         "(unit_rms_norm), or the same but at least 1 (shape_scaling).",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        needs="optimizer=muon",
     )
-    muon_extra_scale_factor: float = flag(
+    muon_extra_scale_factor: float = _muon_flag(
         1.0,
         "Another factor of Muon's update; with 0.2 and the spectral mode it is as large as an update of Adam.",
         within="(0, inf)",
-        needs="optimizer=muon",
     )
-    muon_split_qkv: bool = flag(
+    muon_split_qkv: bool = _muon_flag(
         True,
         "Orthogonalize queries, keys and values as three matrices (default: true).",
         switches={"muon-no-split-qkv": False},
-        needs="optimizer=muon",
     )
     override_lr_scheduler: bool = flag(
         False,
