@@ -21,10 +21,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
-    """The parser of all flags of the program that trains ``architecture``.
-
-    Each section of the config is a group, and so is a class that a section inherits from.
-    """
+    """The parser of all flags of the program that trains ``architecture``."""
     model = architecture.name if architecture.provider is None else f"the model of {architecture.program}"
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
@@ -58,13 +55,7 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         help="DeepSpeed config file (JSON). A setting with a flag may be given in either place, or with the same value "
         "in both.",
     )
-    for section in sections().values():
-        for part in filter(is_dataclass, section.__mro__):
-            group = parser.add_argument_group((part.__doc__ or "").rstrip("."))
-            own = get_annotations(part)
-            for field in fields(part):
-                if field.name in own and "flag" in field.metadata and has_flag(field, architecture):
-                    _add_flag(group, field)
+    _add_fields(parser, architecture)
     if architecture.provider is not None and architecture.provider.add_flags is not None:
         parser.argument_default = None  # flags that the program adds have argparse's own default
         try:
@@ -72,6 +63,17 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         except argparse.ArgumentError as error:
             raise ConfigError(f"extra_args_provider adds a flag that exists already: {error}") from None
     return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> None:
+    """The flags of the config's fields, each in the group of its section or of the class that a section inherits."""
+    for section in sections().values():
+        for part in filter(is_dataclass, section.__mro__):
+            group = parser.add_argument_group((part.__doc__ or "").rstrip("."))
+            own = get_annotations(part)
+            for field in fields(part):
+                if field.name in own and "flag" in field.metadata and has_flag(field, architecture):
+                    _add_flag(group, field)
 
 
 def has_flag(field: Field, architecture: ArchitectureSpec) -> bool:

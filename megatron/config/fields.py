@@ -30,11 +30,10 @@ def flag(
 ) -> Any:
     """A field with a command-line flag named after it, or ``name``, and ``aliases``.
 
-    ``switches`` are further flags without a value, each with the value it sets; ``within`` is the
-    interval of valid numbers in mathematical notation, such as ``"[0, 1)"`` or ``"[1, inf)"``; ``masked_lm``
-    restricts the flag to masked (True) or causal (False) language models, ``pretraining`` to both. Models with an
-    encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have this one, too
-    ("also"), that no other model has it ("only"), or that they have not ("not").
+    ``switches`` are more flags, each with the value it sets; ``within`` is the interval of valid numbers, such as
+    ``"[0, 1)"``; ``masked_lm`` restricts the flag to masked (True) or causal (False) language models, ``pretraining``
+    to both. Models with an encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have
+    this one, too ("also"), that no other model has it ("only"), or that they have not ("not").
 
     ``needs`` and ``excludes`` are the conditions with which the flag can, or cannot, be combined; without those of
     ``ignored_without`` it has no effect, which is a warning. A condition is the name of a field, which holds if its
