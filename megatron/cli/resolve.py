@@ -52,7 +52,7 @@ def resolve_run(
             run = replace(run, parallel=step(run, provided, environ))
         except ConfigError as error:
             problems += error.messages
-    # The batch sizes are known only if the processes form whole replicas.
+    # The batch sizes are known only if the processes form complete replicas.
     replica = run.parallel.replica_size
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
         try:

@@ -90,14 +90,14 @@ def _plain_events(path: str, text: str) -> Iterator[tuple[int, Any]]:
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             _refuse(path, line, "anchors and aliases are not supported: write the value")
         if getattr(event, "tag", None):
-            _refuse(path, line, f"the tag {_shown(event.tag)} is not supported: write the value alone")
+            _refuse(path, line, f"the tag {_shown(event.tag)} is not supported: write only the value")
         documents += isinstance(event, yaml.DocumentStartEvent)
         if documents > 1:
             _refuse(path, line, "a second document begins here: write one")
         if isinstance(event, yaml.MappingStartEvent):
             depth += 1
             if depth > 1:
-                _refuse(path, line, "sections are not supported: write each flag in a line of its own, not indented")
+                _refuse(path, line, "sections are not supported: write each flag in its own line, not indented")
         elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent, yaml.SequenceEndEvent)):
             if not depth:
                 _refuse(path, line, "not a setting: write lines of FLAG: VALUE")

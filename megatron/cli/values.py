@@ -77,7 +77,7 @@ def _value(node: ast.AST) -> list[int] | int:
             elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
                 listed, times = (first, second) if isinstance(first, list) else (second, first)
                 assert isinstance(listed, list) and isinstance(times, int)
-                if len(listed) * times > _MOST_LAYERS:  # a list of so many would take gigabytes
+                if len(listed) * times > _MOST_LAYERS:  # the list would take gigabytes
                     raise ValueError
                 found = listed * times
             else:

@@ -81,9 +81,9 @@ class RunConfig:
         return self.zero.zero_coalesce_grad_reduction and self.train.gradient_accumulation_steps > 1
 
     def is_logged(self, iteration: int) -> bool:
-        """Whether the metrics of ``iteration`` are logged, as those of the last one are.
+        """Whether the metrics of ``iteration`` are logged, which they always are for the last one.
 
-        Without ``--log-interval`` so are those of the first five iterations of each start.
+        Without ``--log-interval`` the first five iterations of each start are logged, too.
         """
         is_early = self.logging.log_interval is None and 0 < iteration - self.train.resumed_after <= 5
         return is_early or iteration % self.log_interval == 0 or iteration == self.train.train_iters

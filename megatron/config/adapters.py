@@ -22,7 +22,7 @@ class AdapterConfig:
 
     lora_rank: int = flag(
         0,
-        "Train low-rank adapters of this rank alone (LoRA, arXiv 2106.09685); all other weights are frozen "
+        "Train only low-rank adapters of this rank (LoRA, arXiv 2106.09685); all other weights are frozen "
         "(default: no adapters).",
         within="[1, inf)",
         masked_lm=False,

@@ -39,7 +39,7 @@ def read_blend(words: Sequence[str]) -> tuple[Part, ...]:
 
 def _read_weight(text: str, prefix: str) -> Fraction:
     try:
-        # Fraction(text) alone would accept any exponent, and then take all memory.
+        # Fraction(text) would accept any exponent, and then take all memory.
         within = 1e-12 <= float(text) <= 1e18
     except ValueError:
         raise ValueError(f"{text} is not a number: give a weight before {prefix}") from None
@@ -115,7 +115,7 @@ class DataConfig:
     num_workers: int = _pretraining_flag(2, "Number of data loader processes per rank.", within="[0, 1024]")
     seq_length: int = flag(
         0,
-        "Sequence length in tokens; of T5 that of the encoder.",
+        "Sequence length in tokens; of T5 in the encoder.",
         aliases=("encoder-seq-length",),
         within="[1, 1073741824]",
         required=True,
@@ -152,7 +152,7 @@ class DataConfig:
     )
     merge_file: str | None = flag(
         None,
-        "Merges file of the BPE tokenizer (default: the one beside --vocab-file, such as merges.txt).",
+        "Merges file of the BPE tokenizer (default: merges.txt or a similar name in the folder of --vocab-file).",
         metavar="FILE",
         instead_of=("tokenizer_model",),
     )
@@ -166,7 +166,7 @@ class DataConfig:
     eod_text: str | None = flag(
         None,
         "Token that ends a document, with HuggingFaceTokenizer and GPTSentencePieceTokenizer (default: the eos_token "
-        "that the files beside the tokenizer name, or SentencePiece's own).",
+        "that the other files in its folder name, or SentencePiece's own).",
         name="eod-token",
         metavar="TEXT",
         needs=f"tokenizer_type={'|'.join(PUBLISHED)}",
@@ -176,7 +176,7 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, "Mask the loss of end-of-document tokens.", masked_lm=False)
     sft: bool = flag(
         False,
-        "Instruction tuning: pack whole documents, with attention and positions of their own, and count those tokens "
+        "Instruction tuning: pack complete documents, with separate attention and positions, and count those tokens "
         "in the loss that the data set's loss mask marks. For data sets of tools/preprocess_data.py --format. With T5: "
         "texts and targets of --json-keys input target.",
         masked_lm=False,
@@ -201,7 +201,7 @@ class DataConfig:
 
     @property
     def extra_ids(self) -> int:
-        """Sentinels that are added to the vocabulary; none for a model without a decoder of its own."""
+        """Sentinels that are added to the vocabulary; none for a model without encoder and decoder."""
         return self.vocab_extra_ids if self.decoder_seq_length else 0
 
     @property
@@ -219,7 +219,7 @@ class DataConfig:
 
     @property
     def contents(self) -> tuple[tuple[str, ...], ...]:
-        """The prefixes of the one blend that is divided, or of the blend of each split; with those of loss masks."""
+        """The prefixes of the one blend that is divided, or of the blend of each split; with loss masks."""
         companion = target_prefix if self.decoder_seq_length else loss_mask_prefix
         own = (lambda prefix: (prefix, companion(prefix))) if self.sft else (lambda prefix: (prefix,))
         return tuple(tuple(name for part in parts for name in own(part.prefix)) for parts in self._provided_blends)

@@ -30,7 +30,7 @@ class ExpertConfig:
     )
     moe_layer_freq: int | str = _expert_flag(
         1,
-        "Every so many layers have experts, from the first layer on; the others have an MLP. Or a list with 1 for each "
+        "Every Nth layer has experts, from the first layer on; the others have an MLP. Or a list with 1 for each "
         "layer that has experts, written as in Python: [0]*1+[1]*3.",
         metavar="N|LIST",
     )
@@ -49,12 +49,12 @@ class ExpertConfig:
     )
     moe_router_pre_softmax: bool = _expert_flag(
         False,
-        "Weigh the chosen experts by a softmax over all experts; by default it is over the chosen ones alone "
+        "Weigh the chosen experts by a softmax over all experts; by default it is over the chosen ones only "
         "(Mixtral, Qwen3).",
     )
     moe_router_load_balancing_type: str = _expert_flag(
         "seq_aux_loss",
-        "Which tokens an auxiliary loss balances over the experts: those of each sample (seq_aux_loss), of the global "
+        "Over which tokens an auxiliary loss balances the experts: of each sample (seq_aux_loss), of the global "
         "batch (global_aux_loss), or of each rank's micro-batch (aux_loss, which depends on the layout).",
         choices=("seq_aux_loss", "global_aux_loss", "aux_loss", "none"),
     )
@@ -79,7 +79,7 @@ class ExpertConfig:
     )
     moe_shared_expert_intermediate_size: int = _expert_flag(
         0,
-        "Hidden size of an expert that computes every token beside the chosen ones (default: none).",
+        "Hidden size of an expert that computes every token in addition to the chosen ones (default: none).",
         within="[1, 8388608]",
     )
     moe_grouped_gemm: bool = _expert_flag(

@@ -31,7 +31,7 @@ class PrecisionConfig:
     fp32_allreduce: bool = flag(False, "All-reduce gradients in fp32.")
     grad_accum_dtype: str | None = flag(
         None,
-        "Type in which half-precision gradients are accumulated over micro-batches (default: that of the weights).",
+        "Type in which half-precision gradients are accumulated over micro-batches (default: the type of the weights).",
         choices=("fp32", "bf16"),
         switches={"accumulate-allreduce-grads-in-fp32": "fp32"},
         needs="bf16: bf16",
@@ -72,7 +72,7 @@ class ZeroConfig:
     )
     zero_reduce_bucket_size: float = _zero_flag(
         0.0,
-        "Number of elements reduced at a time, at most those of the model; 0 uses DeepSpeed's default.",
+        "Number of elements reduced at a time, at most as many as the model has; 0 uses DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
         within="[0, 9007199254740992]",
     )
@@ -152,7 +152,7 @@ class ActivationConfig:
     )
     recompute_granularity: str | None = flag(
         None,
-        "Recompute whole layers (full), or only the scores, softmax, dropout and context of attention (selective). "
+        "Recompute complete layers (full), or only the scores, softmax, dropout and context of attention (selective). "
         "Implies --checkpoint-activations, whose default is full.",
         choices=("full", "selective"),
         switches={"recompute-activations": "selective"},
@@ -188,6 +188,6 @@ class ActivationConfig:
 
     @property
     def layers_together(self) -> int:
-        """Transformer layers per activation checkpoint; 0 if whole layers are not recomputed."""
-        whole = self.checkpoint_activations and self.recompute_granularity != "selective"
-        return self.checkpoint_num_layers if whole else 0
+        """Transformer layers per activation checkpoint; 0 if layers are not recomputed completely."""
+        is_full = self.checkpoint_activations and self.recompute_granularity != "selective"
+        return self.checkpoint_num_layers if is_full else 0

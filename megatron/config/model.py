@@ -20,7 +20,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     num_layers: int = flag(
         0,
-        "Number of transformer layers; of T5 those of the encoder.",
+        "Number of transformer layers; of T5 in the encoder.",
         aliases=("encoder-num-layers",),
         within="[1, 20000]",
         required=True,
@@ -43,7 +43,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     group_query_attention: bool = flag(
         False,
-        "Grouped-query attention; --num-query-groups alone selects it, too.",
+        "Grouped-query attention; --num-query-groups is enough to select it.",
         masked_lm=False,
         needs="num_query_groups",
     )
@@ -75,7 +75,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     untie_embeddings_and_output_weights: bool = flag(
         False,
-        "An output projection of its own, instead of the word embedding.",
+        "A separate output projection, instead of the word embedding.",
         masked_lm=False,
         encoder_decoder="also",
     )
@@ -111,7 +111,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     tiled_mlp: bool = flag(
         False,
         "Compute the MLP on a part of the tokens at a time, forward and backward (arXiv 2506.13996): of a layer's MLP "
-        "the input alone is kept, and the forward pass is repeated in the backward pass.",
+        "only the input is kept, and the forward pass is repeated in the backward pass.",
     )
     tiled_mlp_num_shards: int = flag(
         0,
@@ -121,7 +121,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     gradient_accumulation_fusion: bool = flag(
         False,
-        "Accumulate weight gradients over micro-batches inside the matrix multiplication that computes them.",
+        "Accumulate weight gradients over micro-batches inside the matmul that computes them.",
         switches={"no-gradient-accumulation-fusion": False},
         needs={"gradient_accumulation_steps": "it adds the gradients of micro-batches"},
         excludes={
@@ -206,14 +206,14 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     dtype: str = derived("fp32")
     """Type of weights and activations: fp32, bf16 or fp16."""
     recomputes_attention: bool = derived(False)
-    """Whether the backward pass recomputes the attention core alone."""
+    """Whether the backward pass recomputes only the attention core."""
     seed: int = derived(1234)
     encoder_num_layers: int = derived(0)
     """Layers of the encoder, of ``num_layers`` in all; 0 for a model without encoder and decoder."""
     encoder_seq_length: int = derived(0)
     decoder_seq_length: int = derived(0)
     decoder_start_token: int = derived(-1)
-    """Token that a decoder of its own reads first."""
+    """Token that the decoder of an encoder-decoder model reads first."""
     classes: tuple[str, ...] = derived(())
     """Names of the classes of a classifier, in the order of its outputs."""
 
@@ -234,11 +234,11 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP multiplies two products of its input, gate and up."""
+        """Whether the MLP multiplies two projections of its input, gate and up."""
         return self.swiglu or self.geglu
 
     def mlp_tiles(self, tokens: int) -> int:
-        """Parts in which an MLP is computed, if a rank has so many tokens of a micro-batch."""
+        """Parts in which an MLP is computed, if a rank has ``tokens`` tokens of a micro-batch."""
         if not self.tiled_mlp:
             return 1
         largest = -(-tokens // (self.tiled_mlp_num_shards or -(-tokens // self.hidden_size)))
@@ -261,7 +261,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
 
     @property
     def linear_bias(self) -> bool:
-        """Whether linear layers have a bias; that of queries, keys and values is ``qkv_bias``."""
+        """Whether linear layers have a bias; for queries, keys and values see ``qkv_bias``."""
         return not self.disable_bias_linear
 
     @property

@@ -95,7 +95,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for metrics: one JSON object per logged iteration.", metavar="FILE")
     log_params_norm: bool = flag(False, "Log the 2-norm of all parameters.")
-    log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient of the whole model.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient of the full model.")
     timing_log_level: int = flag(
         0,
         "Log the time of each phase of an iteration: of what is done once per iteration (1), or also for each "

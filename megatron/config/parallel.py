@@ -46,7 +46,7 @@ class ParallelConfig:
     )
     pipeline_model_parallel_split_rank: int | None = flag(
         None,
-        "First stage of the decoder, from 1 on: the stages before it share the encoder alone (default: any stage may "
+        "First stage of the decoder, from 1 on: the stages before it share only the encoder (default: any stage may "
         "hold layers of both).",
         within="[1, inf)",
         encoder_decoder="only",
@@ -55,7 +55,7 @@ class ParallelConfig:
         "1f1b",
         "Order of forward and backward passes. interleaved (1F1B with virtual stages) splits the model into more model "
         "chunks than stages, which divides the pipeline bubble by their number per stage. zbh1 (ZB-H1) computes weight "
-        "gradients later than those of the inputs, in the bubble; zbv (ZB-V) does so with two model chunks per stage, "
+        "gradients later than input gradients, in the bubble; zbv (ZB-V) does so with two model chunks per stage, "
         "the first and the last of the model on the first stage. dualpipev (DualPipeV) has the same two chunks, and "
         "needs at least two micro-batches per stage. An explicit partition gives a number for each chunk.",
         switches={"enable-zbh1-pipeline": "zbh1"},
@@ -160,7 +160,7 @@ class ParallelConfig:
     elastic_layout: bool = flag(
         False,
         "Choose the fastest layout for the ranks that were started, as tools/plan.py does, if the given one is not "
-        "legal on so many or does not fit: for torchrun --nnodes 2:4.",
+        "supported on that many or does not fit: for torchrun --nnodes 2:4.",
     )
     device: str = derived("cpu")
     """Device of the ranks: cuda, cpu, or the name of another DeepSpeed accelerator."""
@@ -192,7 +192,7 @@ class ParallelConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed later than those of the inputs."""
+        """Whether weight gradients are computed later than input gradients."""
         return self.pipeline_schedule in ("zbh1", "zbv")
 
     @property

@@ -25,7 +25,7 @@ class PositionConfig:
         "learned_absolute",
         "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), that "
         "rotation extended to longer sequences by YaRN (arXiv 2309.00071), a bias of the scores by distance (relative, "
-        "of T5 alone), or not at all.",
+        "of T5 only), or not at all.",
         choices=("learned_absolute", "rope", "yarn", "relative", "none"),
         switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
         masked_lm=False,
@@ -69,7 +69,7 @@ class PositionConfig:
     )
     yarn_beta_slow: float = _yarn_flag(
         1.0,
-        "Dimensions that turn this often or less within the original length are interpolated by YaRN's whole factor.",
+        "Dimensions that turn this often or less within the original length are interpolated by YaRN's full factor.",
         within="(0, inf)",
     )
     yarn_mscale: float = _yarn_flag(
@@ -80,7 +80,7 @@ class PositionConfig:
     yarn_mscale_all_dim: float = _yarn_flag(0.0, "See --yarn-mscale.", within="[0, inf)")
     yarn_correction_range_round_to_int: bool = _yarn_flag(
         True,
-        "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to whole ones; enabled by default.",
+        "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to integers; enabled by default.",
         switches={"no-yarn-correction-range-round-to-int": False},
     )
     max_position_embeddings: int = flag(
@@ -96,7 +96,7 @@ class PositionConfig:
 
     @property
     def position_weights(self) -> str:
-        """The kind of ``position_embedding_type``; YaRN's weights are those of rope."""
+        """The kind of ``position_embedding_type``; YaRN has the weights of rope."""
         return "rope" if self.has_rotary_embedding else self.position_embedding_type
 
     @property

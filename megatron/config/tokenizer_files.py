@@ -66,7 +66,7 @@ def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
 def tokenizer_files(
     kind: str, vocab_file: str | None, merge_file: str | None, model: str | None
 ) -> tuple[str | None, str | None]:
-    """Vocabulary and merges that a tokenizer reads: those of ``model``, or ``vocab_file`` with ``merge_file``.
+    """Vocabulary and merges that a tokenizer reads: from ``model``, or ``vocab_file`` with ``merge_file``.
 
     ``model`` is a folder, or the one file of a kind of ``PUBLISHED``. Without ``merge_file`` the merges of a BPE are
     the file beside the vocabulary whose name pairs with it (gpt2-merges.txt with gpt2-vocab.json), or merges.txt;

@@ -78,9 +78,7 @@ class OptimConfig:
     adam_beta1: float = flag(
         0.9, "Decay rate of Adam's first moment; for Lion, the weight of the momentum in an update.", within="[0, 1)"
     )
-    adam_beta2: float = flag(
-        0.999, "Decay rate of Adam's second moment; for Lion, that of its momentum.", within="[0, 1)"
-    )
+    adam_beta2: float = flag(0.999, "Decay rate of Adam's second moment; for Lion, of its momentum.", within="[0, 1)")
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", within="(0, inf)")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", within="[0, 1)", needs="optimizer=sgd")
     muon_momentum: float = _muon_flag(0.95, "Momentum of Muon.", within="[0, 1)")
@@ -179,8 +177,8 @@ class TrainConfig:
     )
     step_batch_size_schedule: str | None = flag(
         None,
-        'Change the global batch size in steps, such as "0:768 250B:1536": from so many tokens on, batches of so '
-        "many samples (units K, M, B and T; the largest size is the global batch size).",
+        'Change the global batch size in steps, such as "0:768 250B:1536": from TOKENS tokens on, batches of '
+        "SIZE samples (units K, M, B and T; the largest size is the global batch size).",
         metavar="TOKENS:SIZE",
         needs="train_samples",
         excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),

@@ -111,7 +111,7 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
     [
         ("--num-experts 8 --use-tutel", "--use-tutel: not a part of the mixture of experts here: remove it"),
         ("--moe-router-num-groups 2", "--moe-router-num-groups: not a part of the mixture of experts here: remove it"),
-        ("--recompute-method block", "--recompute-method: all layers are recomputed, in whole or in part"),
+        ("--recompute-method block", "--recompute-method: all layers are recomputed, fully or selectively"),
         ("--retro-workdir x", "unknown flag --retro-workdir: see --help"),
         ("--train-tokens 3e11", "--train-tokens: durations are counted in iterations or samples, which"),
         ("--pipe-parallel-size 2 --no-pipeline-parallel", "--pipe-parallel-size 2 and --no-pipeline-parallel set the"),

@@ -130,11 +130,11 @@ WRONG = {
     "save: " + "a" * 5000: "run.yaml, line 1: save: 5,000 characters: write at most 4,096",
     "data-path: [a, --save]": "run.yaml, line 1: --data-path: '--save' looks like a flag; write a value",
     "data-path: [[a]]": "run.yaml, line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
-    "model:\n  num-layers: 4": "run.yaml, line 2: sections are not supported: write each flag in a line of its own, "
+    "model:\n  num-layers: 4": "run.yaml, line 2: sections are not supported: write each flag in its own line, "
     "not indented",
     "save: &x a": "run.yaml, line 1: anchors and aliases are not supported: write the value",
     "save: !!python/object/apply:os.system [id]": "run.yaml, line 1: the tag "
-    "'tag:yaml.org,2002:python/object/apply:os.system' is not supported: write the value alone",
+    "'tag:yaml.org,2002:python/object/apply:os.system' is not supported: write only the value",
     "lr: 1\n---\nlr: 2": "run.yaml, line 2: a second document begins here: write one",
     "--lr: 1": "run.yaml, line 1: '--lr' is not the name of a flag: write it without --, then a colon and a space",
     "lr=5: 3": "run.yaml, line 1: 'lr=5' is not the name of a flag: write it without --, then a colon and a space",

@@ -254,7 +254,7 @@ t5 --relative-attention-num-buckets 9
     --relative-attention-num-buckets 9 must be even, and half of it less than
     --relative-attention-num-buckets 10
 --snapshot-interval 2 --save out
-    --snapshot-interval has no effect on a run that starts anew: add --auto-resume
+    --snapshot-interval has no effect on a run that does not resume: add --auto-resume
     --load out
 --trace out --trace-steps 4:2
     --trace-steps 4:2: give the first iteration and the last, such as 2:4

@@ -8,7 +8,7 @@ REPLACED = {
 """The flag that a flag is read as."""
 
 FULFILLED = {
-    "Muon gathers whole matrices over the tensor-parallel ranks": "muon-tp-mode=duplicated",
+    "Muon gathers full matrices over the tensor-parallel ranks": "muon-tp-mode=duplicated",
     "the parameters that Muon does not update are AdamW's": "muon-scalar-optimizer=adam",
     "a signal always saves and ends the run": "exit-signal-handler",
     "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
@@ -25,7 +25,7 @@ FULFILLED = {
     "the weights of experts are a softmax of the router's logits": "moe-router-score-function=softmax",
     "tokens with the smallest weights are dropped": "moe-token-drop-policy=probs",
     "no token is dropped without --moe-expert-capacity-factor": "disable-moe-token-dropping",
-    "experts have a parameter group of their own with expert parallelism": "create-moe-param-group",
+    "experts have their own parameter group with expert parallelism": "create-moe-param-group",
     "this is the size without this kind of parallelism or layer": "vocab-extra-ids=0",
 }
 """What happens in any case, as a flag asks for it."""
@@ -66,7 +66,7 @@ IGNORED = {
     "tensor-parallel communication is not overlapped": (
         "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-*"
     ),
-    "process groups and backends are those of the parallel layout": (
+    "the parallel layout decides the process groups and backends": (
         "enable-gloo-process-groups disable-gloo-process-groups high-priority-stream-groups "
         "nccl-communicator-config-path use-nccl-ub use-sharp sharp-enabled-group disable-symmetric-registration "
         "distributed-timeout-seconds-after-init"

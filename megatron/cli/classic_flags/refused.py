@@ -37,7 +37,7 @@ REFUSED = {
         "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
         "standalone-embedding-stage account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
     ),
-    "all layers are recomputed, in whole or in part, or none: use --recompute-granularity full or selective, and "
+    "all layers are recomputed, fully or selectively, or none: use --recompute-granularity full or selective, and "
     "--checkpoint-num-layers for layers that are recomputed together": (
         "recompute-method recompute-modules activations-checkpoint-method cpu-offloading-num-layers "
         "fine-grained-activation-offloading"
@@ -74,14 +74,14 @@ REFUSED = {
     "weights are the same on all data-parallel ranks: remove it": (
         "data-parallel-random-init check-weight-hash-across-dp-replicas-interval"
     ),
-    "the update would depend on tensor parallelism: matrices are orthogonalized whole, without the flag": (
+    "the update would depend on tensor parallelism: full matrices are orthogonalized without the flag": (
         "muon-tp-mode=blockwise muon-tp-mode=distributed"
     ),
     "Muon updates the matrices of the transformer layers, AdamW everything else: remove it": (
         "muon-scalar-optimizer muon-*"
     ),
     "Lion's betas are --adam-beta1 and --adam-beta2: use them": "lion-beta1 lion-beta2",
-    "the groups of an optimizer are those of --weight-decay: remove it": "dump-param-to-param-group-map",
+    "--weight-decay decides the groups of an optimizer: remove it": "dump-param-to-param-group-map",
     "weight decay is constant: use --weight-decay": "start-weight-decay end-weight-decay weight-decay-incr-style",
     "durations are counted in iterations or samples, which are tokens / --seq-length: use --train-samples, "
     "--lr-decay-samples and --lr-warmup-samples": "train-tokens lr-decay-tokens lr-warmup-tokens",
@@ -103,7 +103,7 @@ REFUSED = {
         "use-dataset-only object-storage-cache-path disable-msc"
     ),
     "samples are shuffled for each epoch: use --dataloader-type single": "dataloader-type",
-    "settings are read from the command line: tools/inspect_checkpoint.py prints those of a checkpoint": (
+    "settings are read from the command line: tools/inspect_checkpoint.py prints the settings of a checkpoint": (
         "use-checkpoint-args use-mp-args-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args"
     ),
     "the newest complete checkpoint of --load is loaded: remove it": "ckpt-step load-tag",
@@ -128,7 +128,7 @@ REFUSED = {
         "adlr-autoresume adlr-autoresume-interval"
     ),
     "export to ONNX is not supported": "onnx-safe",
-    "its sections are those of another program: --config reads a file with a line for each flag": "yaml-cfg",
+    "its sections belong to another program: --config reads a file with a line for each flag": "yaml-cfg",
     "it is for text generation: use tools/generate.py": (
         "temperature greedy top-p top-k out-seq-length sample-input-file sample-output-file num-samples genfile "
         "recompute ds-inference"

@@ -63,12 +63,12 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
     if "torch_adam" in known:
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
         if params["torch_adam"]:
-            params.setdefault("fused", True)  # one kernel for the whole step, on the CPU as well
+            params.setdefault("fused", True)  # one kernel for the step, on the CPU as well
     if run.zero.zero_stage > 0 and optimizer["type"] in _UNKNOWN_TO_ZERO:
         tree.setdefault(_ALLOWS_UNTESTED, True)
     if run.zero.offloads_optimizer and optimizer["type"] == "Lion":
         tree[_FORCES_ITS_OWN] = False
-    if _whole_tensors(run):
+    if _cause_of_complete_tensors(run):
         tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
     if run.observe.flops_profile_step is not None:
         tree["flops_profiler"] = {
@@ -96,7 +96,7 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete the "
             "former, which is the early name of the latter"
         )
-    cause, section = _whole_tensors(run), file.get("pipeline", {})
+    cause, section = _cause_of_complete_tensors(run), file.get("pipeline", {})
     problems += [
         f"pipeline.{key} true cannot be combined with {cause}: set it to false, or remove it"
         for key in _PARTITIONED
@@ -167,7 +167,7 @@ def _run_optimizer(run: RunConfig, file: Mapping[str, Any]) -> str:
     return optimizer_name(file.get("optimizer", {}).get("type", "")) or optimizer_type(run.optim.optimizer)
 
 
-def _whole_tensors(run: RunConfig) -> str | None:
+def _cause_of_complete_tensors(run: RunConfig) -> str | None:
     """Why tensors between stages must not be partitioned over the tensor-parallel ranks; None if they may be."""
     parallel = run.parallel
     if not parallel.uses_pipeline:
@@ -175,9 +175,9 @@ def _whole_tensors(run: RunConfig) -> str | None:
     if parallel.sequence_parallel:
         return "--sequence-parallel, by which no two tensor-parallel ranks send the same tensor"
     if parallel.pipeline_schedule != "1f1b":
-        return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends whole tensors only"
+        return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends complete tensors only"
     if run.model.encoder_num_layers:
-        return "a decoder that reads an encoder's output, of which DeepSpeed partitions the first tensor alone"
+        return "a decoder that reads an encoder's output, of which DeepSpeed partitions only the first tensor"
     return None
 
 

@@ -30,7 +30,7 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
     "--lr-decay-iters and --warmup",
     "bfloat16": 'the old name of "bf16": rename it',
-    "tensor_parallel": "the model has tensor-parallel layers of its own: use --model-parallel-size",
+    "tensor_parallel": "the model has its own tensor-parallel layers: use --model-parallel-size",
     "sequence_parallel_size": "it is set on the command line: use --ds-sequence-parallel-size",
     "expert_parallel": "the model has no experts: remove it",
     "data_efficiency": "the data loader of pretrain_gpt2.py does not support it: remove it",
@@ -143,7 +143,7 @@ def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
 
 
 class _Check:
-    """Compares a config with the legal keys, and collects messages."""
+    """Compares a config with the valid keys, and collects messages."""
 
     def __init__(self, path: str, lines: Mapping[KeyPath, int]):
         self.path = path
@@ -151,8 +151,8 @@ class _Check:
         self.problems: list[str] = []
 
     def section(self, tree: Mapping[str, Any], keys: Mapping[str, Schema], prefix: KeyPath) -> dict[str, Any]:
-        """The legal settings of ``tree``. The others are reported, and ``"auto"`` is dropped."""
-        legal: dict[str, Any] = {}
+        """The valid settings of ``tree``. The others are reported, and ``"auto"`` is dropped."""
+        valid: dict[str, Any] = {}
         for name, value in tree.items():
             key = (*prefix, name)
             if ".".join(key) in REFUSED_KEYS:
@@ -165,7 +165,7 @@ class _Check:
                 continue
             elif "properties" in (schema := keys[name]):
                 if isinstance(value, dict):
-                    legal[name] = self.section(value, schema["properties"], key)
+                    valid[name] = self.section(value, schema["properties"], key)
                 elif value is not None:
                     self._problem(key, f"{json.dumps(value)} must be an object")
             elif _is_number(value) and abs(value) >= _TOO_LARGE:
@@ -173,8 +173,8 @@ class _Check:
             elif not accepts(schema, value):
                 self._problem(key, f"{json.dumps(value)} must be {expected(schema)}")
             else:
-                legal[name] = int(value) if schema.get("type") == "integer" else value
-        return legal
+                valid[name] = int(value) if schema.get("type") == "integer" else value
+        return valid
 
     def optimizer(self, tree: dict[str, Any]) -> None:
         """Check the parameters of the optimizer that ``tree`` names, or of the default one."""
@@ -224,12 +224,12 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def accepts(schema: Schema, value: Any) -> bool:
-    """Whether ``value`` is legal. The type comes first in each schema, so that the other checks apply to it."""
+    """Whether ``value`` is valid. The type comes first in each schema, so that the other checks apply to it."""
     return all(_CHECKS[name](value, limit) for name, limit in schema.items() if name in _CHECKS)
 
 
 def expected(schema: Schema) -> str:
-    """A description of the legal values, such as ``a whole number from 1 on``."""
+    """A description of the valid values, such as ``a whole number from 1 on``."""
     if "description" in schema:
         return schema["description"]
     if "anyOf" in schema:

@@ -24,7 +24,7 @@ def tokenizer(run: RunConfig) -> Messages:
         yield f"--tokenizer-type {data.tokenizer_type} does not suit {run.model.architecture}: use {instead}{mock}"
 
 
-@rule("BPE needs merges", why="The vocabulary alone does not determine how text is tokenized.")
+@rule("BPE needs merges", why="The vocabulary does not determine how text is tokenized.")
 def merges(run: RunConfig) -> Messages:
     data = run.data
     if data.tokenizer_type == "GPT2BPETokenizer" and data.merge_file is None and _needs_tokenizer(run):

@@ -16,7 +16,7 @@ def hidden_size(run: RunConfig) -> Messages:
     yield from _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
-@rule("tensor-parallel ranks divide the heads", why="A rank computes whole attention heads.")
+@rule("tensor-parallel ranks divide the heads", why="A rank computes complete attention heads.")
 def heads(run: RunConfig) -> Messages:
     heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
     yield from _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
@@ -30,7 +30,7 @@ def query_groups(run: RunConfig) -> Messages:
 
 @rule(
     "query groups and tensor-parallel ranks divide one another",
-    why="A rank computes whole groups, or its part of the queries of one group.",
+    why="A rank computes complete groups, or its part of the queries of one group.",
 )
 def query_groups_over_ranks(run: RunConfig) -> Messages:
     groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
@@ -91,7 +91,8 @@ def hierarchy(run: RunConfig) -> Messages:
 
 
 @rule(
-    "Ulysses ranks divide the heads", why="Around attention they exchange their parts of the sequence for whole heads."
+    "Ulysses ranks divide the heads",
+    why="Around attention they exchange their parts of the sequence for complete heads.",
 )
 def ulysses_heads(run: RunConfig) -> Messages:
     heads, parallel = run.model.num_attention_heads, run.parallel

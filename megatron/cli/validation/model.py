@@ -1,4 +1,4 @@
-"""Rules about the model: adapters, positions, attention, and what a decoder of its own needs."""
+"""Rules about the model: adapters, positions, attention, and what a decoder needs."""
 
 from megatron.cli.validation.rules import Messages, enabled, rule
 from megatron.common.errors import counted
@@ -9,7 +9,9 @@ from megatron.model import partition
 from megatron.model.architectures import architecture_of
 
 
-@rule("adapters belong to whole linear layers", why="Queries, keys and values are one matrix here, as are gate and up.")
+@rule(
+    "adapters belong to complete linear layers", why="Queries, keys and values are one matrix here, as are gate and up."
+)
 def lora_targets(run: RunConfig) -> Messages:
     chosen = set(run.model.lora_target)
     known = {name for target, parts in LORA_TARGETS.items() for name in (target, *parts)}

@@ -12,7 +12,7 @@ def snapshots_are_resumed(run: RunConfig) -> Messages:
     if checkpoint.snapshot_interval is not None and not (
         checkpoint.auto_resume or checkpoint.save is None or checkpoint.load == checkpoint.save
     ):
-        yield "--snapshot-interval has no effect on a run that starts anew: add --auto-resume"
+        yield "--snapshot-interval has no effect on a run that does not resume: add --auto-resume"
 
 
 @rule(

@@ -34,7 +34,7 @@ def stages_have_layers(run: RunConfig) -> Messages:
 
 @rule(
     "the partition fits the model",
-    why="Each stage has a part of the model, and all parts together are the whole model.",
+    why="Each stage has a part of the model, and all parts together are the full model.",
 )
 def partition_fits(run: RunConfig) -> Messages:
     layers, parallel = run.model.num_layers, run.parallel
@@ -86,8 +86,12 @@ def _method_problem(method: str) -> str | None:
 )
 def embeddings_alone(run: RunConfig) -> Messages:
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
-    alone = numbers is not None and len(numbers) > 1 and numbers[0] == 0
-    if not alone or parallel.chunks_per_stage > 1 or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
+    has_no_layer = numbers is not None and len(numbers) > 1 and numbers[0] == 0
+    if (
+        not has_no_layer
+        or parallel.chunks_per_stage > 1
+        or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32")
+    ):
         return
     yield (
         f"--pipeline-partition {parallel.pipeline_partition} leaves the first stage with the embeddings only, which "
@@ -109,8 +113,8 @@ def stages_have_adapters(run: RunConfig) -> Messages:
         return
     if method not in ("parameters", "flops"):
         layers, schedule, stages = partition.layers_per_chunk(run), parallel.pipeline_schedule, parallel.pipe_stages
-        held = [chunks_of(schedule, stage, stages, parallel.chunks_per_stage) for stage in range(stages)]
-        if all(any(layers[chunk] for chunk in chunks) for chunks in held):
+        chunks_by_stage = [chunks_of(schedule, stage, stages, parallel.chunks_per_stage) for stage in range(stages)]
+        if all(any(layers[chunk] for chunk in chunks) for chunks in chunks_by_stage):
             return
     yield (
         f"--pipeline-partition {method} may leave a stage without a transformer layer, and so without an adapter of "

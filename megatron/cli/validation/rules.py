@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     only_warns: bool = False
     """Whether a run that breaks the rule starts with a warning, since the setting is harmless and has no effect."""
     kind: str = ""
-    """Rules of one kind are one row of docs/layouts.md; empty for a rule with a row of its own."""
+    """Rules of one kind are one row of docs/layouts.md; empty for a rule with its own row."""
 
     def check(self, run: RunConfig) -> str | None:
         """The message for a run that breaks the rule, or None."""
