@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.cli import parse_run
-from megatron.cli.presets import PRESETS
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
 from megatron.common.errors import ConfigError
