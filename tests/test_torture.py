@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from support.programs import Programs
-from support.torture import Victim, torture
+from torture import Victim, torture
 
 
 def test_killed_training_has_the_losses_of_an_undisturbed_run(programs: Programs, tmp_path: Path) -> None:

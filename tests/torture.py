@@ -10,11 +10,13 @@ run, to the last bit.
 
 With --hosts an elastic run over so many hosts (network namespaces, as root) is hit by faults of hosts: ranks killed or
 stopped, hosts lost, links cut, disks full, checkpoints damaged, clocks that jump; at any time, while a checkpoint is
-saved, while the run restarts, or on two hosts at once; with --take-over the supervisor is cut off, too. The time from
-each fault to the next iteration is printed. In the end the losses must be those of one process within 1e-4, and every
-sample used once. Ctrl-C or SIGTERM lets the present fault be the last one; a second signal ends the program.
+saved, while the run restarts, or on two hosts at once. The time from each fault to the next iteration is printed. In
+the end the losses must be those of one process within 1e-4, and every sample used once. Ctrl-C or SIGTERM lets the
+present fault be the last one; a second signal ends the program.
 """
 
+import json
+import os
 import random
 import shutil
 import signal
@@ -22,7 +24,11 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -30,12 +36,159 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.host_torture import FAULTS, SUPERVISOR, ElasticVictim, Recovery, torture_hosts  # noqa: E402
-from support.programs import Programs  # noqa: E402
-from support.torture import Found, Victim, torture  # noqa: E402
+from support.host_torture import ElasticVictim, Recovery, torture_hosts  # noqa: E402
+from support.programs import TINY_MODEL, Programs  # noqa: E402
+from support.warm import exit_code, start_ranks  # noqa: E402
 
+from megatron.checkpoint.files import check_content, read_manifest  # noqa: E402
+from megatron.checkpoint.tracker import LATEST, newest  # noqa: E402
+from megatron.common.errors import CheckpointError  # noqa: E402
 from megatron.tools.cluster.supervise import PREEMPTED  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
+
+RANKS = 2
+TIME_LIMIT = 240.0
+SETTINGS = (
+    *TINY_MODEL,
+    *"--batch-size 2 --gas 2 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1 --save-interval 1".split(),
+)
+INSTANTS = ("at any time", "while a checkpoint is written", "one rank first")
+
+
+@dataclass
+class Found:
+    """What a round of torture has shown."""
+
+    kills: Counter = field(default_factory=Counter)
+    """By the kind of instant."""
+    resumed_at: list[int] = field(default_factory=list)
+    """The iteration of the checkpoint after each kill; 0 if there was none yet."""
+    left_unfinished: int = 0
+    """Kills that left half a checkpoint."""
+    differing: list[int] = field(default_factory=list)
+    """Iterations with another loss than without kills."""
+
+
+class Victim:
+    """A training run in ``folder``, started anew after each kill."""
+
+    def __init__(self, programs: Programs, folder: Path, iterations: int, *words: str):
+        self.programs, self.folder = programs, folder
+        self.checkpoints, self.metrics, self.log = folder / "ck", folder / "metrics", folder / "log"
+        self.words = [
+            *("--train-iters", str(iterations), "--save", str(self.checkpoints), "--auto-resume"),
+            *("--metrics-file", str(self.metrics), *words),
+        ]
+        self.ranks: list[BaseProcess] = []
+        self.seconds = 0.0
+        """That the run took which came to its end."""
+
+    def start(self) -> None:
+        """Start every rank as a process of its own."""
+        self.log.write_text("")
+        words = ("pretrain_gpt2.py", *SETTINGS, *self.programs.data_arguments, *self.words)
+        self.ranks = start_ranks(RANKS, words, os.environ, self.programs.root, self.log)
+
+    def is_training(self) -> bool:
+        """Whether no rank has ended."""
+        return all(rank.is_alive() for rank in self.ranks)
+
+    def kill(self, first: int, seconds: float) -> None:
+        """SIGKILL to a rank, and so many seconds later, as launchers do, to the others."""
+        self.ranks[first].kill()
+        time.sleep(seconds)
+        for rank in self.ranks:
+            rank.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        """0, or the exit code of the first rank that failed."""
+        code = exit_code(self.ranks, TIME_LIMIT)
+        assert code is not None, f"ranks did not end:\n{self.log.read_text()[-4000:]}"
+        return code
+
+    def run(self) -> None:
+        """To the end, without a kill."""
+        begin = time.monotonic()
+        self.start()
+        assert self.wait() == 0, self.log.read_text()[-4000:]
+        self.seconds = time.monotonic() - begin
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Iteration and loss, of whatever was trained; the last line may be half."""
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        return [(entry["iteration"], entry["lm_loss"]) for entry in entries if "lm_loss" in entry]
+
+
+def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) -> Found:
+    """Kill ``victim`` so many times, let it end, and compare its losses with those of the undisturbed ``whole``."""
+    found, is_named = Found(), False
+    for _ in range(kills):
+        instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
+        before = _unfinished(victim.checkpoints)
+        victim.start()
+        _await(victim, instant, chance, whole.seconds / 6)
+        if not victim.is_training():
+            break
+        victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
+        found.kills[instant] += 1
+        found.left_unfinished += bool(_unfinished(victim.checkpoints) - before)
+        found.resumed_at.append(_whole_iteration(victim.checkpoints, is_named))
+        is_named = is_named or (victim.checkpoints / LATEST).exists()
+        assert found.resumed_at == sorted(found.resumed_at), "a checkpoint was lost"
+    victim.wait()
+    victim.run()
+    expected = dict(whole.losses())
+    found.differing = sorted({step for step, loss in victim.losses() if loss != expected[step]})
+    assert {step for step, _ in victim.losses()} == set(expected)
+    assert not list(victim.checkpoints.glob("*.partial"))
+    return found
+
+
+def _await(victim: Victim, instant: str, chance: random.Random, most: float) -> None:
+    """Let it continue to the time of a kill, at random in ``most`` seconds from its start, or to its end."""
+    if instant == "at any time":
+        deadline = time.monotonic() + chance.uniform(0, most)
+        while victim.is_training() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    last = _newest_step(victim.checkpoints) + chance.randrange(1, 8)
+    while victim.is_training() and _newest_step(victim.checkpoints) < last:
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.02))
+
+
+def _newest_step(folder: Path) -> int:
+    """The iteration of the newest checkpoint, whole or not; 0 if there is none."""
+    names = [path.name.removeprefix("global_step").removesuffix(".partial") for path in folder.glob("global_step*")]
+    return max(map(int, names), default=0)
+
+
+def _unfinished(folder: Path) -> set[tuple[str, int]]:
+    """What is being written, or was when it was cut short."""
+    found = set()
+    for path in folder.glob("global_step*.partial"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
+def _whole_iteration(folder: Path, is_named: bool) -> int:
+    """The newest checkpoint's, all of whose files are what was saved; 0 where there is none at all.
+
+    A kill may come between the first checkpoint and the file that names it; once that ``is_named``, the file stays.
+    """
+    whole = [path for path in folder.glob("global_step*") if path.suffix != ".partial"]
+    try:
+        saved = newest(folder, strict=is_named or len(whole) != 1)
+    except CheckpointError as error:
+        assert "no checkpoint there" in str(error)
+        return 0
+    place = saved.path
+    for name, record in read_manifest(place).items():
+        check_content(place / name, record)
+    return saved.iteration
 
 
 def main() -> None:
@@ -63,26 +216,24 @@ def _torture_hosts(arguments: Namespace, chance: random.Random) -> None:
     """Fault after fault on the hosts of one run."""
     is_stopped = _stopped_by_signal()
     survived: list[Recovery] = []
-    kinds = (SUPERVISOR, *FAULTS) if arguments.take_over else FAULTS
     start = time.monotonic()
 
     def report(recovery: Recovery) -> None:
         survived.append(recovery)
         place = f"fault {len(survived)} of {arguments.faults}, after {time.monotonic() - start:.0f} s"
         what = f"{recovery.fault} {recovery.instant} ({' '.join(recovery.hosts)})"
-        again = " (the run had ended)" * recovery.new_supervisor
+        again = " (the run had ended)" * recovery.new_agent
         print(
             f"{place}: {recovery.seconds:.1f} s  {what}{again}\n    {recovery.start}\n    {recovery.shares}", flush=True
         )
 
     with tempfile.TemporaryDirectory() as folder:
         programs = Programs(ROOT, _made(Path(folder, "data")))
-        # A run that waits for the lease of its supervisor trains meanwhile.
-        iterations = arguments.iterations + (1500 if arguments.take_over else 150) * arguments.faults
+        iterations = arguments.iterations + 150 * arguments.faults
         place = _made(Path(folder, "run"))
         victim = ElasticVictim(programs, place, arguments.hosts, iterations, chance, arguments.snapshots)
         try:
-            outcome = torture_hosts(victim, arguments.faults, report, is_stopped, kinds)
+            outcome = torture_hosts(victim, arguments.faults, report, is_stopped)
         finally:
             if arguments.log and victim.log.exists():
                 shutil.copy(victim.log, arguments.log)
@@ -151,12 +302,7 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--snapshots", action="store_true", help="with --hosts: snapshots in memory, and a tenth of the checkpoints"
     )
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="with --hosts: one more kind of fault, before the others: another supervisor takes over",
-    )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="with --hosts: keep what the supervisor printed")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="with --hosts: keep what the agent printed")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds choose equal instants")
     return parser
 

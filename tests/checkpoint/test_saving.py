@@ -33,10 +33,10 @@ def test_a_slow_rank_delays_the_checkpoint(programs: Programs, tmp_path: Path, w
     """Rank 1 writes nothing of the second checkpoint until it is released; all other files are there."""
     folder, go, metrics = tmp_path / "ck", tmp_path / "go", tmp_path / "metrics"
     partial = folder / "global_step2.partial"
-    command = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "4", "--pipe-parallel-size", "2"]
+    command = [*SETTINGS, "--train-iters", "4", "--pipe-parallel-size", "2"]
     command += ["--zero-stage", "1", "--save", str(folder), "--metrics-file", str(metrics), *words]
     with ThreadPoolExecutor() as pool:
-        ended = pool.submit(programs.warm, 2, "tests/support/held_writer.py", "1", go, *command)
+        ended = pool.submit(programs.faulty, 2, f"write 1 {go}", *command)
         try:
             # Training continues as far as the next save, which has to wait for this one.
             iterations = 3 if words else 2

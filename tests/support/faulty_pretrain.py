@@ -13,6 +13,7 @@ hold RANK ITERATION           that rank hangs and holds Python's lock
 raise RANK ITERATION          that rank fails
 command RANK ITERATION WORDS  that rank runs the words in a shell, and waits for it
 memory RANK ITERATION MB      that rank can allocate so much more memory, and no more than that
+write RANK FILE               that rank waits before each file of a checkpoint but the first one until FILE is there
 """
 
 import ctypes
@@ -32,6 +33,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint import save as saving
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.engines import build as engines
 from megatron.model import loss as losses
@@ -43,9 +45,10 @@ MARK = 7
 
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
-numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
+text = {"command": words[2:], "write": words[1:]}.get(kind, [])
+numbers = [float(word) for word in words if word not in text and not word.startswith("SIG")]
 real_train_batch, real_eval_batch = training.train_batch, training.eval_batch
-real_build_engine = engines.build_engine
+real_build_engine, real_write_file = engines.build_engine, saving.write_file
 real_loss, real_take = losses.lm_loss, GPT2Dataset.take
 
 
@@ -57,7 +60,7 @@ FAULTS = {
     "sleep": lambda: time.sleep(1000),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),
     "raise": fail,
-    "command": lambda: subprocess.run(" ".join(words[2:]), shell=True, check=True),
+    "command": lambda: subprocess.run(" ".join(text), shell=True, check=True),
 }
 
 
@@ -128,7 +131,14 @@ def take(dataset, indices):
     return rows
 
 
-engines.build_engine = build_engine
+def write_file(path, content):
+    if kind == "write" and dist.get_rank() == numbers[0] and path.parent.name != "global_step1.partial":
+        while not Path(text[0]).exists():
+            time.sleep(0.05)
+    return real_write_file(path, content)
+
+
+engines.build_engine, saving.write_file = build_engine, write_file
 training.train_batch, training.eval_batch = train_batch, eval_batch
 losses.lm_loss, GPT2Dataset.take = lm_loss, take
 sys.argv[0] = "pretrain_gpt2.py"

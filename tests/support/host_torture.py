@@ -1,7 +1,6 @@
 """An elastic run whose hosts are lost, cut off, stopped, out of disk space or wrong about the time, until it is done.
 
-The hosts are network namespaces, see ``support/hosts.py``. The supervisor is on one more, which no fault hits, unless
-another supervisor is to take over.
+The hosts are network namespaces, see ``support/hosts.py``. The elastic agent is on one more, which no fault hits.
 """
 
 import os
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +51,10 @@ class Recovery:
     hosts: list[str]
     seconds: float
     start: str
-    """What the supervisor printed about the new start; empty if none was needed."""
+    """What the agent printed about the new start; empty if none was needed."""
     shares: str
     """What it printed about the time that the recovery took."""
-    new_supervisor: bool
+    new_agent: bool
     """Whether the run had ended, and was started again as a scheduler would."""
 
 
@@ -69,7 +68,7 @@ class Outcome:
     iterations: int = 0
     proof: str = ""
     code: int = 0
-    """With which the supervisor has ended after the last fault."""
+    """With which the agent has ended after the last fault."""
 
 
 class ElasticVictim:
@@ -82,17 +81,15 @@ class ElasticVictim:
         self.save, self.metrics, self.log = folder / "ck", folder / "metrics", folder / "log"
         for place in ("hosts", "ck", "site"):
             (folder / place).mkdir()
-        self.hosts = Hosts(folder / "hosts", count + 2)
-        self.names, self.places = self.hosts.names[:count], self.hosts.names[count:]
-        """The hosts of ranks, and those of the supervisor and of the next one."""
+        self.hosts = Hosts(folder / "hosts", count + 1)
+        self.names = self.hosts.names[:count]
+        """The hosts of ranks; the agent is on the last one."""
         lines = [f"{name} slots=1\n" for name in self.names]
         (folder / "hostfile").write_text("".join(lines[:-1]) + lines[-1].replace("\n", " spare\n"))
         self.stages = min(count - 1, 4)
         self.saves = "--save-interval 10 --snapshot-interval 1" if snapshots else "--save-interval 1"
         self.settings = [*_SETTINGS, *programs.data_arguments, "--train-iters", str(iterations)]
-        self._supervisor: subprocess.Popen | None = None
-        self._started: list[subprocess.Popen] = []
-        """All supervisors, of which the last one is the present one."""
+        self._agent: subprocess.Popen | None = None
         self._clock, self.filler, self.code = folder / "clock", self.save / "filler", 0
         (folder / "site" / "sitecustomize.py").write_text(_CLOCK.format(file=str(self._clock)))
         sent = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
@@ -113,10 +110,10 @@ class ElasticVictim:
         finally:
             subprocess.run(["umount", "-l", str(self.save)], check=True)
 
-    def start(self, *flags: str) -> None:
-        """Start the supervisor."""
+    def start(self) -> None:
+        """Start the elastic agent."""
         command = [
-            *self.hosts.on(self.places[0]), sys.executable, "tools/launch.py", "--elastic", "--rejoin", *flags,
+            *self.hosts.on(self.hosts.names[-1]), sys.executable, "tools/launch.py", "--elastic", "--rejoin",
             "--min-hosts", "2", "--exclude-after", "9", "--hostfile", str(self.folder / "hostfile"),
             "pretrain_gpt2.py", *self.settings,
             "--pipe-parallel-size", str(self.stages), "--metrics-file", str(self.metrics),
@@ -124,7 +121,7 @@ class ElasticVictim:
         ]  # fmt: skip
         environ = {**os.environ, "DS_ENV_FILE": str(self.folder / "sent")}
         with open(self.log, "a") as log:
-            self._supervisor = subprocess.Popen(
+            self._agent = subprocess.Popen(
                 command,
                 cwd=self.programs.root,
                 env=environ,
@@ -132,43 +129,17 @@ class ElasticVictim:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._started.append(self._supervisor)
-
-    def replace_supervisor(self) -> Callable[[], None]:
-        """Cut the supervisor off and start another one elsewhere, which is to take over once the lease has expired.
-
-        Its files would be out of reach, too, over a network file system, and let it wait: it is stopped. Returns what
-        resumes it, upon which it must end.
-        """
-        cut_off, (place, elsewhere) = self._supervisor, self.places
-        assert cut_off is not None
-        processes = [psutil.Process(cut_off.pid), *psutil.Process(cut_off.pid).children()]  # the first one is nsenter
-        self.hosts.cut(place)
-        for process in processes:
-            process.suspend()
-        self.places = [elsewhere, place]
-        self.start("--standby")
-
-        def resume() -> None:
-            self.hosts.cut(place, "up")
-            for process in reversed(processes):  # nsenter stops itself again while its child is stopped
-                process.resume()
-            code = cut_off.wait(_TIME_LIMIT)
-            assert code == 4, f"{code}, though another supervisor has taken over:\n{self.log.read_text()[-6000:]}"
-
-        return resume
 
     def stop(self) -> None:
-        """End every supervisor that runs, a stopped one, too."""
-        for supervisor in self._started:
-            if supervisor.poll() is None:
-                os.killpg(supervisor.pid, signal.SIGKILL)
-                supervisor.wait()
+        """End the agent if it runs."""
+        if self._agent is not None and self._agent.poll() is None:
+            os.killpg(self._agent.pid, signal.SIGKILL)
+            self._agent.wait()
 
     def is_over(self) -> bool:
-        """Whether the supervisor has ended."""
-        assert self._supervisor is not None
-        code = self._supervisor.poll()
+        """Whether the agent has ended."""
+        assert self._agent is not None
+        code = self._agent.poll()
         self.code = code or 0
         return code is not None
 
@@ -177,11 +148,11 @@ class ElasticVictim:
         return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
 
     def starts(self) -> list[str]:
-        """What the supervisor printed about each start."""
+        """What the agent printed about each start."""
         return re.findall(r"launch\.py: elastic: (\d+ ranks? on .*)", self.log.read_text())
 
     def shares(self) -> list[str]:
-        """What the supervisor printed about each recovery."""
+        """What the agent printed about each recovery."""
         return re.findall(r"launch\.py: elastic: (training again .*)", self.log.read_text())
 
     def in_use(self) -> list[str]:
@@ -189,7 +160,7 @@ class ElasticVictim:
         return re.findall(r"host-\d+", re.split(", without|:", self.starts()[-1])[0])
 
     def await_training(self, lines: int) -> bool:
-        """Wait until so many more iterations are trained; False if the supervisor has ended before."""
+        """Wait until so many more iterations are trained; False if the agent has ended before."""
         most, deadline = self.trained() + lines, time.monotonic() + _TIME_LIMIT
         while self.trained() < most:
             if self.is_over():
@@ -199,11 +170,11 @@ class ElasticVictim:
         return True
 
     def must_train(self, lines: int) -> None:
-        """The same; raises AssertionError if the supervisor has ended before."""
+        """The same; raises AssertionError if the agent has ended before."""
         assert self.await_training(lines), f"ended with {self.code}:\n{self.log.read_text()[-6000:]}"
 
     def await_start(self, starts: int, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Wait until there are more than so many starts, or the supervisor has ended."""
+        """Wait until there are more than so many starts, or the agent has ended."""
         deadline = time.monotonic() + _TIME_LIMIT
         while len(self.starts()) <= starts and not self.is_over():
             meanwhile()
@@ -221,12 +192,12 @@ class ElasticVictim:
         assert time.monotonic() < deadline, f"no training:\n{self.log.read_text()[-6000:]}"
 
     def end(self) -> None:
-        """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends, with code 75."""
-        assert self._supervisor is not None
+        """SIGTERM to the agent, as a scheduler sends it; the run saves and ends, with code 75."""
+        assert self._agent is not None
         if not self.is_over():
-            for process in psutil.Process(self._supervisor.pid).children():  # that one is nsenter
+            for process in psutil.Process(self._agent.pid).children():  # that one is nsenter
                 process.terminate()
-        self.code = self._supervisor.wait(_TIME_LIMIT)
+        self.code = self._agent.wait(_TIME_LIMIT)
 
     def signal_rank(self, host: str, name: str) -> None:
         """Send a signal to every rank on a host, once there is one."""
@@ -278,8 +249,6 @@ class ElasticVictim:
 
 
 FAULTS = ("ranks killed", "host lost", "link cut", "ranks stopped", "disk full", "checkpoint damaged", "clock jump")
-SUPERVISOR = "supervisor cut off"
-"""One more fault, if it is asked for: another supervisor takes over, and the first one ends."""
 INSTANTS = ("at any time", "while saving", "while restarting", "two hosts at once")
 
 
@@ -288,9 +257,8 @@ def torture_hosts(
     faults: int,
     report: Callable[[Recovery], None],
     is_stopped: Callable[[], bool],
-    kinds: Sequence[str] = FAULTS,
 ) -> Outcome:
-    """So many faults, one after the other, or fewer if it ``is_stopped``, which it is between two of them alone.
+    """So many faults, one after the other, or fewer if it ``is_stopped``, which it is between two of them only.
 
     Then the end of the run, its losses and proof.
     """
@@ -300,8 +268,8 @@ def torture_hosts(
             victim.must_train(2)
             if is_stopped():
                 break
-            instant = INSTANTS[number // len(kinds) % len(INSTANTS)]
-            outcome.recoveries.append(_hit(victim, kinds[number % len(kinds)], instant))
+            instant = INSTANTS[number // len(FAULTS) % len(INSTANTS)]
+            outcome.recoveries.append(_hit(victim, FAULTS[number % len(FAULTS)], instant))
             report(outcome.recoveries[-1])
         victim.must_train(1)
         victim.end()
@@ -338,9 +306,6 @@ def _hit(victim: ElasticVictim, fault: str, instant: str) -> Recovery:
     elif fault == "disk full":
         victim.await_start(starts, victim.fill_disk)  # again and again: the run deletes old checkpoints
         victim.filler.unlink(missing_ok=True)
-    elif fault == SUPERVISOR:
-        chosen, undo = victim.places[:1], [victim.replace_supervisor()]
-        victim.await_start(starts)
     else:
         if fault == "checkpoint damaged":
             victim.damage_newest()
@@ -359,6 +324,6 @@ def _hit(victim: ElasticVictim, fault: str, instant: str) -> Recovery:
     seconds = time.monotonic() - begin
     for step in undo:
         step()
-    time.sleep(0.5)  # until the supervisor has printed what it took
+    time.sleep(0.5)  # until the agent has printed what it took
     again, shares = victim.starts()[starts:], victim.shares()[told:]
     return Recovery(fault, instant, chosen, seconds, " | ".join(again), shares[-1] if shares else "", is_over)

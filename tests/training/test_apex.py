@@ -1,21 +1,10 @@
-"""--fused-kernels auto where apex is installed: only Adam becomes apex's, and its state goes over and back.
+"""--fused-kernels auto where apex is installed: only Adam becomes apex's, and its state goes over and back."""
 
-Also the interface: what the tests use instead of apex has apex's signatures, and all calls fit them.
-"""
-
-import ast
-import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.apex_stub.signatures import SIGNATURES
 from support.programs import TINY_MODEL, read_metrics
-
-ROOT = Path(__file__).parents[2]
-Call = tuple[str, int, list[str]]
-"""Name of a function of apex, number of positional arguments, names of the others."""
 
 WORDS = "--batch-size 2 --eval-iters 0 --lr-decay-style constant --lr-decay-iters 4 --lr 0.01 --warmup 0".split()
 
@@ -79,70 +68,3 @@ def _with_apex(words: list[str]) -> str:
     code, output = pretrain(words)
     assert code == 0
     return output
-
-
-def test_all_that_is_imported_from_apex_has_known_signatures() -> None:
-    known = {name.rpartition(".")[0] for name in SIGNATURES}
-    assert set(_imported_from_apex()) == known
-
-
-def _imported_from_apex() -> Iterator[str]:
-    """``optimizers.FusedAdam`` for ``from apex.optimizers import FusedAdam`` anywhere in the package."""
-    for file in (ROOT / "megatron").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                assert all(alias.name.partition(".")[0] != "apex" for alias in node.names), f"{file}: from apex import"
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "apex":
-                yield from (f"{node.module}.{alias.name}".removeprefix("apex.") for alias in node.names)
-
-
-def test_the_stub_and_all_calls_fit_the_signatures_of_apex(run_ranks_once, programs) -> None:
-    """Calls of short runs by this project and by DeepSpeed, with all norms, at ZeRO 0 and 1."""
-    words = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *WORDS, "--train-iters", "2"]
-    ((stub, calls),) = run_ranks_once(1, _recorded, words)
-    assert stub == {name: str(_signature([*versions.values()][-1])) for name, versions in SIGNATURES.items()}
-    # DeepSpeed 0.19.8 removes the gradients by itself in these runs.
-    assert {name for name, *_ in calls} >= SIGNATURES.keys() - {"optimizers.FusedAdam.zero_grad"}
-    for name, positional, names in calls:
-        for version, text in SIGNATURES[name].items():
-            try:
-                _signature(text).bind(*range(positional), **dict.fromkeys(names))
-            except TypeError as error:
-                pytest.fail(f"{name} of apex {version}: {error}")
-
-
-def _signature(text: str) -> inspect.Signature:
-    return inspect.signature(eval(f"lambda {text[1:-1]}: None"))
-
-
-def _recorded(words: list[str]) -> tuple[dict[str, str], list[Call]]:
-    """The stub's signatures, and the different calls of runs with apex's Adam and all of its norms."""
-    from support import apex_stub
-    from support.training import pretrain
-
-    from megatron.engines import optimizers
-    from megatron.ops import apex as apex_variants
-
-    apex_stub.install()
-    optimizers.uses_apex = apex_variants.uses_apex = lambda fused_kernels: fused_kernels == "auto"
-    import apex
-
-    stub, calls = {}, set()
-    for name in SIGNATURES:
-        module, class_name, method = name.split(".")
-        owner = getattr(getattr(apex, module), class_name)
-        stub[name] = str(inspect.signature(getattr(owner, method)))
-        setattr(owner, method, _recording(getattr(owner, method), name, calls))
-    for flags in ("", "--zero-stage 1 --bf16 --fp32-residual-connection"):
-        for norm in ("LayerNorm", "RMSNorm"):
-            code, output = pretrain([*words, *flags.split(), "--normalization", norm])
-            assert code == 0, output
-    return stub, [(name, positional, list(names)) for name, positional, names in calls]
-
-
-def _recording(function, name: str, calls: set):
-    def recorded(*arguments, **named):
-        calls.add((name, len(arguments), tuple(named)))
-        return function(*arguments, **named)
-
-    return recorded

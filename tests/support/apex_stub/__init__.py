@@ -1,4 +1,4 @@
-"""A package ``apex`` in plain torch, with the interface of NVIDIA's: see ``signatures.py``."""
+"""A package ``apex`` in plain torch, with the interface of NVIDIA's (github.com/NVIDIA/apex)."""
 
 import sys
 from pathlib import Path
