@@ -27,7 +27,7 @@ from megatron.model.architectures import GPT2
 from megatron.model.moe import MoEParallelTransformerLayer
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.ops import stacked_linear
-from megatron.ops.activation import bias_gelu, dropout_add, swiglu
+from megatron.ops.activation import bias_gelu, dropout_add, lean_swiglu
 from megatron.ops.attention_kernel import attention_kernel
 from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
 from megatron.ops.cuda import device_facts
@@ -150,7 +150,7 @@ def _attention(dtype: str) -> Iterator[Case]:
 def _parts(dtype: str, layout: ParallelLayout) -> Iterator[Case]:
     hidden, weight = _randn(dtype, B, S, H), 1 + 0.1 * _randn(dtype, H)
     yield Case("RMSNorm", dtype, [hidden, weight], lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), _rms_norm)
-    yield Case("SwiGLU", dtype, [hidden], swiglu, lambda x: F.silu(x[..., : H // 2]) * x[..., H // 2 :])
+    yield Case("SwiGLU", dtype, [hidden], lean_swiglu, lambda x: F.silu(x[..., : H // 2]) * x[..., H // 2 :])
     fused = replace(LAYER, bias_gelu_fusion=True, bias_dropout_fusion=True)
     yield Case("--bias-gelu-fusion", dtype, [hidden, weight], bias_gelu(fused), lambda x, b: F.gelu(x + b))
     join = dropout_add(fused)

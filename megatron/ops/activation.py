@@ -18,7 +18,9 @@ def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """SwiGLU or GEGLU of gate and up [.., 2f] -> [.., f], or GELU."""
     if config.geglu:
         return partial(geglu, approximate=_gelu_kind(config))
-    return swiglu if config.swiglu else gelu(config)
+    if config.swiglu:
+        return swiglu if config.compile else lean_swiglu
+    return gelu(config)
 
 
 def expert_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
@@ -54,10 +56,13 @@ def geglu(x: Tensor, approximate: str) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU(gate) x up of both in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]. Saves only its input."""
-    if torch.compiler.is_compiling():
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    """SiLU(gate) x up of both in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def lean_swiglu(x: Tensor) -> Tensor:
+    """SwiGLU that saves only its input for the backward pass, on every device, and not SiLU(gate) as well."""
     return _SwiGLU.apply(x)
 
 

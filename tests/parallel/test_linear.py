@@ -1,5 +1,6 @@
 """Gradients that a matmul accumulates, deferred ones, and what a column-parallel layer saves and sends."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -64,6 +65,29 @@ def test_deferred_weight_gradients_are_the_same():
         compute_weight_gradients(collected)
     assert_close(other.weight.grad, plain.weight.grad)
     assert len(seen) == 2 and all_collected == [[], []]
+
+
+def test_the_weight_of_gate_and_up_is_deferred(run_ranks):
+    """As one matmul, whose gradient reaches the parameter [parts, o, i] twice."""
+    for deferred, computed in run_ranks(1, gradients_of_parts):
+        assert_close(deferred, computed)
+
+
+def gradients_of_parts() -> list[torch.Tensor]:
+    """Of two backward passes, deferred and not."""
+    gradients = []
+    for defers in (True, False):
+        init = mpu.WeightInit(std=0.3, seed=7, name="column")
+        column = mpu.ColumnParallelLinear(8, 12, group=dist.group.WORLD, init=init, parts=2)
+        deferred = DeferredWeightGradients(column) if defers else None
+        for seed in range(2):
+            loss = column(torch.randn((4, 8), generator=torch.Generator().manual_seed(seed))).square().sum()
+            with deferred.collected() if deferred else nullcontext([]) as collected:
+                loss.backward()
+            assert not defers or (column.weight.grad is None) == (seed == 0)
+            compute_weight_gradients(collected)
+        gradients.append(column.weight.grad)
+    return gradients
 
 
 def _column(
