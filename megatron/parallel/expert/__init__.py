@@ -1,7 +1,7 @@
-"""Expert parallelism: tokens travel to the ranks that hold the experts chosen for them, and their outputs back.
+"""Expert parallelism: tokens are sent to the ranks of their chosen experts, and the outputs are sent back.
 
 The experts of a layer are divided over a group of data-parallel ranks, in the order of the ranks. Before
-tokens travel, the ranks exchange their numbers, so that none is dropped.
+tokens are sent, the ranks exchange their counts, so that no token is dropped.
 
 n rows that are sent, one for each token and chosen expert; m rows received; h hidden; e experts of this rank
 """
@@ -19,7 +19,7 @@ from megatron.parallel.tensor.mappings import mapped
 
 
 def local_experts(experts: int, layout: ParallelLayout) -> range:
-    """Numbers of the experts that this rank holds, of ``experts`` in a layer."""
+    """Numbers of the experts of this rank, of ``experts`` in a layer."""
     group = layout.expert_group
     if group is None:
         return range(experts)
@@ -28,9 +28,9 @@ def local_experts(experts: int, layout: ParallelLayout) -> range:
 
 
 def mark_expert(parameter: nn.Parameter, layout: ParallelLayout) -> nn.Parameter:
-    """Mark ``parameter`` [e, ..] as that of experts which other ranks of the expert group do not hold.
+    """Mark ``parameter`` [e, ..] as belonging to experts that expert parallelism divides.
 
-    DeepSpeed reduces the gradients of parameters marked so over the ranks with the same experts alone.
+    DeepSpeed reduces the gradients of marked parameters only over the ranks with the same experts.
     """
     if layout.expert_group is not None:
         parameter.allreduce = False  # type: ignore[attr-defined]  # DeepSpeed's mark
@@ -40,27 +40,27 @@ def mark_expert(parameter: nn.Parameter, layout: ParallelLayout) -> nn.Parameter
 
 
 def group_name(size: int) -> str:
-    """The name under which DeepSpeed knows the expert groups of so many ranks."""
+    """DeepSpeed's name for expert groups of this size."""
     return f"ep_size_{size}"
 
 
 def expert_group_of(parameter: nn.Parameter) -> ProcessGroup | None:
-    """The ranks that divide the experts of ``parameter``; None of a parameter that each of them holds whole."""
+    """The ranks that divide the experts of ``parameter``; None if it is replicated."""
     return getattr(parameter, "expert_group", None)
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one layer's tokens travel to their experts."""
+    """How the rows of one layer's tokens are sent to their experts."""
 
     order: Tensor
-    """[n]: which row is sent first, second, and so on: sorted by expert."""
+    """[n]: rows in the order in which they are sent, sorted by expert."""
     group: ProcessGroup | None
     sent: list[int]
     """Rows for each rank of the group."""
     received: list[int]
     by_expert: Tensor | None
-    """[m]: the received rows, sorted by expert; None if they are."""
+    """[m]: the received rows in the order of experts; None if they are sorted already."""
     counts: list[int]
     """[e]: rows of each expert of this rank."""
 
@@ -94,7 +94,7 @@ class Route:
         return self._exchange(rows, self.sent, self.received).index_select(0, self.by_expert)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """Outputs of the experts of this rank [m, h] -> those of the sorted rows [n, h]."""
+        """Outputs of the experts of this rank [m, h] -> outputs of the sorted rows [n, h]."""
         if self.group is None or self.by_expert is None:
             return outputs
         in_order = outputs.new_empty(outputs.shape).index_copy(0, self.by_expert, outputs)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.partition import Stage, counts, plan
+from megatron.model.partition import Stage, counts
 from megatron.model.spec import LayerSpec, is_trained
 
 
@@ -84,8 +84,3 @@ def _layer_weights(run: RunConfig, layer: LayerSpec) -> list[Weight]:
         )
         for spec in layer.parameters
     ]
-
-
-def rank_parameters(run: RunConfig) -> list[int]:
-    """Elements on one rank of each stage."""
-    return [stage_weights(run, stage).numel for stage in plan(run)]

@@ -13,7 +13,7 @@ from megatron.tools.planning.activations import activations
 from megatron.tools.planning.memory import deferred_bytes, stage_memory
 from megatron.tools.planning.states import states
 from megatron.tools.planning.timing import traffic
-from megatron.tools.planning.weights import Weight, Weights, rank_parameters
+from megatron.tools.planning.weights import Weight, Weights
 
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --batch-size 1 --bf16"
 
@@ -38,7 +38,7 @@ def test_model_states_are_those_of_zero(stage, owners):
 def test_parameters_are_those_of_gpt2(layers, hidden, heads):
     words = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 1024"
     run = run_of(words, ranks=1, vocabulary=50257)
-    assert rank_parameters(run) == [formulas.parameters(layers, hidden, 50257, 1024)]
+    assert [memory.parameters for memory in stage_memory(run)] == [formulas.parameters(layers, hidden, 50257, 1024)]
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
