@@ -58,7 +58,6 @@ def main() -> None:
 
     import torch
 
-    from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import opened_model
     from megatron.tools.serving.app import build_app
     from megatron.tools.serving.request_queue import RequestQueue
@@ -71,7 +70,7 @@ def main() -> None:
         # for each core, and GNU's OpenMP would let them sleep after each operator, which doubles the time of a token.
         torch.set_num_threads(1)
     with opened_model(source, ranks, args.dtype) as model:
-        batch = RequestBatch(TextGenerator(model, source.tokenizer), args.max_batch_size)
+        batch = RequestBatch(model, source.tokenizer, args.max_batch_size)
         rank_broadcast = RankBroadcast(model.tensor_group)
         if listener is None:
             serve_worker(batch, rank_broadcast)

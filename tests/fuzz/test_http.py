@@ -79,7 +79,7 @@ class Chosen:
         """Whether there is none, and one joins."""
         return not self._pieces and len(requests) == 1
 
-    def join(self, requests):
+    def join_requests(self, requests):
         """Choose all tokens."""
         ((number, request),) = requests.items()
         sampling = Sampling(

@@ -136,6 +136,10 @@ class ContinuousBatch:
             group.keep([row for row, writer in enumerate(group.writers) if writer.request != request])
         self._groups = [group for group in self._groups if group.writers]
 
+    def clear(self) -> None:
+        """Remove all completions, after an error."""
+        self._groups = []
+
     def choose(self) -> list[tuple[Hashable, Piece]]:
         """Choose the next token of every completion. Returns a piece of each; those that are finished leave."""
         pieces = [piece for group in self._groups for piece in group.choose(self._tokenizer.eod)]

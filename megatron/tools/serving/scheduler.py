@@ -15,44 +15,36 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
-from megatron.tools.inference.continuous_batch import Joining, Piece
+from megatron.tokenizer import Tokenizer
+from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining
 from megatron.tools.inference.decoding import Sampling
-from megatron.tools.inference.generator import TextGenerator
-from megatron.tools.inference.model import is_reset_within
+from megatron.tools.inference.model import LanguageModel, is_reset_within
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.protocol import CompletionRequest, RequestError
 from megatron.tools.serving.request_queue import Job, RequestQueue, put_all
 
 
-class RequestBatch:
-    """The requests in progress, whose completions are computed together, the same on every rank."""
+class RequestBatch(ContinuousBatch):
+    """The requests in progress, each with a number, whose completions are computed together, the same on every rank."""
 
-    def __init__(self, generator: TextGenerator, most: int) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, most: int) -> None:
         """At most ``most`` completions, or all completions of one request."""
-        self._generator, self._most = generator, most
-        self._batch = generator.batch()
-
-    def __len__(self) -> int:
-        """Number of completions in progress."""
-        return len(self._batch)
-
-    def has(self, number: int) -> bool:
-        """Whether completions of this request are in progress."""
-        return self._batch.has(number)
+        super().__init__(model, tokenizer)
+        self._config, self._most = model.config, most
 
     def has_room(self, *requests: CompletionRequest) -> bool:
         """Whether the requests may join, all of them together; those in progress wait while prompts are computed."""
         prompts = [prompt for request in requests for prompt in request.prompts]
         if len(requests) > 1:
-            if sum(map(len, prompts)) > _MOST_PROMPT_TOKENS or is_reset_within(self._generator.model.config, prompts):
+            if sum(map(len, prompts)) > _MOST_PROMPT_TOKENS or is_reset_within(self._config, prompts):
                 return False
         elif not self:
             return True
         return len(self) + sum(len(request.prompts) * request.n for request in requests) <= self._most
 
-    def join(self, requests: Mapping[int, CompletionRequest]) -> None:
-        """Add the completions of requests, each under a number of its own. Computes their prompts together."""
-        self._batch.join(*(self._joining(number, request) for number, request in requests.items()))
+    def join_requests(self, requests: Mapping[int, CompletionRequest]) -> None:
+        """Add the completions of requests, by number. Computes their prompts together."""
+        self.join(*(self._joining(number, request) for number, request in requests.items()))
 
     def _joining(self, number: int, request: CompletionRequest) -> Joining:
         sampling = Sampling(
@@ -63,25 +55,9 @@ class RequestBatch:
             repetition_penalty=request.repetition_penalty,
             seed=request.seed,
         )
-        context = self._generator.model.config.max_position_embeddings
+        context = self._config.max_position_embeddings
         limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)
         return Joining(number, request.prompts, sampling, limits, samples=request.n)
-
-    def leave(self, number: int) -> None:
-        """Remove the completions of a request."""
-        self._batch.leave(number)
-
-    def choose(self) -> list[tuple[Any, Piece]]:
-        """The next piece of every completion, with the number of its request. What is finished leaves."""
-        return self._batch.choose()
-
-    def advance(self) -> None:
-        """Compute what follows the pieces."""
-        self._batch.advance()
-
-    def reset(self) -> None:
-        """Remove everything, after an error."""
-        self._batch = self._generator.batch()
 
 
 class RankBroadcast:
@@ -141,7 +117,7 @@ def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
         for number in change.leaving:
             batch.leave(number)
         if change.joining:
-            batch.join(change.joining)
+            batch.join_requests(change.joining)
         if batch:
             batch.choose()
             batch.advance()
@@ -156,7 +132,7 @@ class _Driver:
     def __init__(self, queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
         self._queue, self._batch, self._ranks = queue, batch, ranks
         self._waiting: deque[Job] = deque()
-        self._running: dict[int, Job] = {}
+        self._running: dict[Any, Job] = {}
         self._numbers = count()
 
     def run(self) -> None:
@@ -203,14 +179,14 @@ class _Driver:
         requests = {number: job.request for number, job in joining.items()}
         if len(joining) > 1 and not self._ranks.has_workers:
             try:
-                self._batch.join(requests)
+                self._batch.join_requests(requests)
                 self._running |= joining
             except Exception:
                 for number, job in joining.items():
                     self._join({number: job})
         elif joining:
             with self._failing(joining):
-                self._batch.join(requests)
+                self._batch.join_requests(requests)
                 self._running |= joining
 
     def _step(self) -> None:
@@ -242,5 +218,5 @@ class _Driver:
                 raise
             traceback.print_exc(file=sys.stderr)
             if jobs is self._running:
-                self._batch.reset()
+                self._batch.clear()
                 self._running.clear()

@@ -36,7 +36,7 @@ class _Numbers:
     def has_room(self, *requests):
         return len(self) + len(requests) <= self._most
 
-    def join(self, requests):
+    def join_requests(self, requests):
         if "bad" in requests.values():
             raise ZeroDivisionError
         self.joined.append(list(requests.values()))
