@@ -58,7 +58,7 @@ def main() -> None:
 def _merge(args: argparse.Namespace) -> None:
     """Merge the weights of a checkpoint of any layout into one safetensors file, or a folder of them.
 
-    They keep their type and the names they have in the plain engine. The header of each file has run.json.
+    They keep their type and the names they have without a pipeline. The header of each file has run.json.
     """
     is_file = args.output.suffix == ".safetensors"
     if is_file and args.max_shard_size:
@@ -125,7 +125,7 @@ def _from_hf(args: argparse.Namespace) -> None:
 
     The model is a GPT-2, Llama, Mistral, Qwen2 or Qwen3, a Megatron-BERT for pretrain_bert.py, or a T5 1.1 for
     pretrain_t5.py. The folder has config.json and model.safetensors or pytorch_model.bin, whole or with an index. The
-    files of its tokenizer are copied, and those of a GPT-2 also as vocab.json and merges.txt, of a BERT as vocab.txt.
+    files of its tokenizer are copied, also as vocab.json and merges.txt for a GPT-2 and as vocab.txt for a BERT.
     Weights keep their type.
     """
     found = find_source(args, "huggingface")

@@ -29,14 +29,14 @@ from megatron.tools.planning.pictures import schedules_as_svg
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYOUTS = """\
-# Which layouts are legal
+# Which layouts are supported
 
-This page is generated from the rules by `python tools/write_reference_docs.py`. A run that breaks a rule is refused
-before it starts, with a message that names the nearest legal settings; all broken rules are reported at once. A rule
-marked as a warning does not stop the run, since the setting is harmless: the run starts with one line about it.
+This page is generated from the rules by `python tools/write_reference_docs.py`. A run that breaks a rule is rejected
+before it starts, with a message that names the nearest supported settings; all broken rules are reported at once. A
+rule marked as a warning does not stop the run, since the setting is harmless: the run starts with one line about it.
 `--explain` on any command line prints the layout, the rank groups, the DeepSpeed config and the result of each rule,
-and exits; with it, `--world-size N` replaces the launcher. [tools/verify_layout.py](verify.md) checks that legal
-layouts compute the same results with your own model.
+and exits; with it, `--world-size N` replaces the launcher. [tools/verify_layout.py](verify.md) checks that
+supported layouts compute the same results with your own model.
 
 ## Overview
 
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def layouts() -> str:
-    """The page of legal layouts."""
+    """The page of supported layouts."""
     return LAYOUTS + overview() + RULES_TABLE + "".join(rules())
 
 
@@ -287,7 +287,7 @@ def schedule_row(schedule: Schedule) -> list[str]:
 
 
 def preset_row(name: str) -> list[str]:
-    """The cells of a preset; its number of parameters is that of the layers."""
+    """The cells of a preset; its number of parameters is computed from the layers."""
     preset = PRESETS[name]
     flags = {"max_position_embeddings": preset.flags["seq_length"], **preset.flags}
     fields = {field: value for field, value in flags.items() if field != "seq_length"}
