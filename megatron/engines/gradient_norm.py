@@ -31,13 +31,13 @@ def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
         dist.all_reduce(values[1], group=layout.expert_group)
     total = values.sum()
     for group in (layout.tensor_group, layout.pipe_group):
-        if group.size() > 1:  # even alone, a rank would wait for the thread that communicates
+        if group.size() > 1:  # with itself, a rank would wait for the thread that communicates
             dist.all_reduce(total, group=group)
     return total
 
 
 def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> Iterator[nn.Parameter]:
-    """Those that this rank contributes to a sum over the tensor-parallel ranks and the stages."""
+    """The parameters that this rank contributes to a sum over the tensor-parallel ranks and the stages."""
     for parameter in parameters:
         is_replica = getattr(parameter, "ds_pipe_replicated", False)  # the first stage that holds a tied weight has it
         if not is_replica and (is_model_parallel_parameter(parameter) or layout.tensor_group.rank() == 0):

@@ -62,7 +62,7 @@ _EVALUATED = 25
 
 
 class MetricsLogger:
-    """Averages metrics over each log interval and logs them, on the main rank alone."""
+    """Averages metrics over each log interval and logs them, on the main rank only."""
 
     def __init__(self, run: RunConfig, *, is_main_rank: bool):
         self._run = run
@@ -105,7 +105,7 @@ class MetricsLogger:
         self._samples += self._run.train.batches.size(iteration)
 
     def has_line(self, iteration: int) -> bool:
-        """Whether ``report`` is to be called for ``iteration``: it is logged, or a terminal was quiet for long."""
+        """Whether to call ``report`` for ``iteration``: it is logged, or a terminal was quiet for long."""
         if self._run.is_logged(iteration):
             return True
         is_due = self._is_quiet() and self._run.logging.log_interval is None
@@ -157,7 +157,7 @@ class MetricsLogger:
     def report(self, iteration: int, learning_rate: float, status: StepStatus, measured: Mapping[str, Any]) -> None:
         """Log the iteration that ends an interval, and begin the next interval; of others only print the line.
 
-        ``measured`` has the numbers of ``means()``, ``grad_norm``, and further ones by name.
+        ``measured`` has the numbers of ``means()``, ``grad_norm``, and others by name.
         """
         further = dict(measured)
         loss, grad_norm, averaged = further.pop("lm_loss"), further.pop("grad_norm"), int(further.pop(_AVERAGED))

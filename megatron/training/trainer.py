@@ -149,9 +149,7 @@ class Trainer:
             iteration += 1
             loss = self._step(iteration, batches)
             evaluates, saves = self.evaluates_after(iteration), self.saves_after(iteration)
-            keeps = self.takes_snapshot_after(iteration)
-            waits = evaluates or saves or keeps or self.run.is_logged(iteration) or due(iteration, config.exit_interval)
-            request, restart = self._finish_steps(waits)
+            request, restart = self._finish_steps(self._waits_after(iteration))
             if restart is not None:
                 iteration = last_saved = restart
                 batches = self.data.training(restart)
@@ -162,7 +160,7 @@ class Trainer:
                 self.evaluate(iteration)
             if saves:
                 last_saved = self.save(iteration)
-            if keeps:
+            if self.takes_snapshot_after(iteration):
                 self.take_snapshot(iteration)
             if evaluates or saves:  # a signal that arrived meanwhile must not wait for another iteration and save
                 _, *request = max_across_ranks(loss, *self.exit_conditions.local_request()).tolist()
@@ -176,6 +174,12 @@ class Trainer:
         if self.snapshots is not None and self.anomalies.weights_are_good:  # the state is on disk
             self.snapshots.remove()
         return iteration, early_exit
+
+    def _waits_after(self, iteration: int) -> bool:
+        """Whether the host waits for the GPU after ``iteration``: because of an interruption, a log line or an exit."""
+        is_interrupted = self.evaluates_after(iteration) or self.saves_after(iteration)
+        is_reported = self.run.is_logged(iteration) or due(iteration, self.run.train.exit_interval)
+        return is_interrupted or self.takes_snapshot_after(iteration) or is_reported
 
     def _step(self, iteration: int, batches: Iterator[Batch] | None) -> Tensor:
         """Run one iteration, which joins ``self.steps``. Returns its loss []."""

@@ -1,4 +1,4 @@
-"""The parameter groups of each optimizer, and the optimizers that DeepSpeed does not make by itself."""
+"""The parameter groups of each optimizer, and the optimizers that DeepSpeed does not make."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
         return _groups_by_shape(module)
     specs = architecture.named_parameters(model)
     parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
-    if model.lora_rank:  # matrices alone, all of which decay; a frozen weight is not the optimizer's
+    if model.lora_rank:  # only matrices, all of which decay; a frozen weight is not the optimizer's
         return [{"params": [parameter for _, parameter in parameters if parameter.requires_grad]}]
     groups: Groups = [
         {"params": [parameter for decays, parameter in parameters if decays and not is_moe_param(parameter)]},
