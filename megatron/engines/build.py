@@ -101,7 +101,7 @@ def _engine_config(run: RunConfig, module: nn.Module, *, has_optimizer: bool) ->
     """The DeepSpeed config, without its optimizer if there is one, as the engine counts samples.
 
     ZeRO's bucket for the reduction of gradients is no larger than the model: DeepSpeed allocates all of it, and on the
-    CPU maps that much memory anew in every step.
+    CPU maps that much memory again in every step.
     """
     config = dict(run.ds_config)
     if has_optimizer:

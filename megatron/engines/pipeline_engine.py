@@ -43,8 +43,8 @@ class PipelinedEngine(Engine, PipelineEngine):
     def _exec_reduce_tied_grads(self) -> None:
         """At ZeRO 1: sum a tied weight's gradient over its stages where it is, in ``grad_accum``.
 
-        DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in fp32 besides it, so that each
-        stage updates its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
+        DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in another tensor in fp32. Each stage
+        then updates its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
         """
         if not getattr(self.optimizer, "use_grad_accum_attribute", False):
             super()._exec_reduce_tied_grads()

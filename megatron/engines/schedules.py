@@ -113,7 +113,7 @@ class ScheduledEngine(PipelinedEngine):
 
     @overrides(PipelineEngine, "(self)")
     def reset_activation_shape(self) -> None:
-        """Exchange the shapes of tensors between chunks anew."""
+        """Exchange the shapes of tensors between chunks again."""
         super().reset_activation_shape()
         self._transfers.forget_shapes()
 

@@ -37,7 +37,7 @@ class Transfers:
         self.forget_shapes()
 
     def forget_shapes(self) -> None:
-        """Exchange types and shapes anew when a tensor next crosses a boundary between model chunks."""
+        """Exchange types and shapes again when a tensor next crosses a boundary between model chunks."""
         self._shapes: dict[tuple[bool, int], list[int]] = {}
 
     def start(self, transfers: Sequence[Transfer], sent: Callable[[Transfer], Any]) -> None:

@@ -115,9 +115,9 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
 
         Not with "parameter_alignment", whose padding DeepSpeed counts among gradients.
         """
-        is_alone = dist.get_world_size(self.dp_process_group) == 1
+        is_one_rank = dist.get_world_size(self.dp_process_group) == 1
         is_padded = any(map(any, self.round_robin_bit16_padding))
-        return is_alone and not (self.partition_gradients or self.cpu_offload or self.overlap_comm or is_padded)
+        return is_one_rank and not (self.partition_gradients or self.cpu_offload or self.overlap_comm or is_padded)
 
     @overrides(DeepSpeedZeroOptimizer, "(self, pipeline_parallel=False)")
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:

@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def is_wsd(self) -> bool:
-        """Whether the style is WSD, to which alone its two fields matter."""
+        """Whether the style is WSD; its two fields matter to no other style."""
         return self.decay_style == "WSD"
 
     def learning_rate(self, iteration: int, following: int | None = None) -> float:

@@ -1,6 +1,6 @@
 """Muon: momentum whose matrices are made orthogonal (kellerjordan.github.io/posts/muon, arXiv 2502.16982).
 
-An update is a function of whole matrices, so that it does not depend on the layout: a matrix is gathered over the
+An update is a function of full matrices, so that it does not depend on the layout: a matrix is gathered over the
 tensor-parallel ranks, and at ZeRO 1 and 2 from the partitions of the data-parallel ranks first, one matrix at a time.
 What a checkpoint would call one matrix may be several, each made orthogonal by itself: queries, keys and values, and
 the two of SwiGLU. DeepSpeed's own Muon orthogonalizes what a tensor-parallel rank holds.
@@ -61,13 +61,13 @@ class Matrix(NamedTuple):
         """Shape of the shard."""
         return self.parameter.shape
 
-    def parts(self, whole: Tensor) -> list[Tensor]:
-        """The matrices in ``whole``, as views where rows are consecutive."""
+    def parts(self, full: Tensor) -> list[Tensor]:
+        """The matrices in ``full``, as views where rows are consecutive."""
         if self.qkv is not None:
             groups, queries, size = self.qkv
-            rows = whole.view(groups, queries + 2, size, -1).split((queries, 1, 1), dim=1)
-            return [part.reshape(-1, whole.size(-1)) for part in rows]
-        return list(whole.unbind()) if whole.dim() > 2 else [whole]
+            rows = full.view(groups, queries + 2, size, -1).split((queries, 1, 1), dim=1)
+            return [part.reshape(-1, full.size(-1)) for part in rows]
+        return list(full.unbind()) if full.dim() > 2 else [full]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of ``parts``."""
@@ -133,7 +133,7 @@ class Muon(Optimizer):
     def use_partitions(self, partitions: Mapping[nn.Parameter, tuple[Tensor, int, int, int]]) -> None:
         """Update parts of matrices: for a parameter, the flat tensor with a part of it, and start, begin and length.
 
-        A parameter that is missing has no part on this rank. Without any, each tensor is a whole parameter.
+        A parameter that is missing has no part on this rank. Without any, each tensor is a full parameter.
         """
         if not partitions:
             self._parts = {m.parameter: [Part(m, length=m.parameter.numel())] for m in self._matrices}
@@ -178,11 +178,11 @@ class Muon(Optimizer):
         shard = shard.view(part.matrix.shape)
         dim, ranks = getattr(part.matrix.parameter, "partition_dim", None), self._tensor_group
         if dim is None or ranks is None or ranks.size() == 1:
-            return self._of_whole(part.matrix, shard, group)
-        update = self._of_whole(part.matrix, _gathered(shard, dim, ranks), group)
+            return self._of_full(part.matrix, shard, group)
+        update = self._of_full(part.matrix, _gathered(shard, dim, ranks), group)
         return update.chunk(ranks.size(), dim)[ranks.rank()]
 
-    def _of_whole(self, matrix: Matrix, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _of_full(self, matrix: Matrix, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
         return matrix.joined([self._orthogonal(part, group) for part in matrix.parts(momentum)])
 
     def _orthogonal(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -202,7 +202,7 @@ class Muon(Optimizer):
 
 
 def _gathered(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The whole tensor of which each rank of ``group`` has a shard along ``dim``."""
+    """The full tensor of which each rank of ``group`` has a shard along ``dim``."""
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return torch.cat(shards, dim)
