@@ -17,6 +17,7 @@ DeepSpeed 0.19.8:
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -109,7 +110,7 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
         scale = clip_divisor(norm / self.loss_scale, limit) if limit else torch.ones((), device=norm.device)
         self.optimizer.grad_scale = scale * self.loss_scale
 
-    @property
+    @cached_property
     def _copies_gradients_once(self) -> bool:
         """Whether gradients stay on this one rank, and go into the fp32 tensor that the optimizer reads.
 
