@@ -148,30 +148,6 @@ def test_variables_for_hosts_that_contradict_each_other(variables, words) -> Non
     assert caught.value.stderr.startswith(f"{MULTINODE}: error: {words}")
 
 
-SWITCHES = {
-    "CPU_OPTIMIZER": "zero.offloads_optimizer",
-    "CONTIGUOUS_GRADIENTS": "zero.zero_contiguous_gradients",
-    "REDUCE_SCATTER": "zero.zero_reduce_scatter",
-    "CHECKPOINT_ACTIVATIONS": "activation.checkpoint_activations",
-    "PARTITION_ACTIVATIONS": "activation.partition_activations",
-    "CONTIGUOUS_CHECKPOINTING": "activation.contiguous_checkpointing",
-    "CHECKPOINT_IN_CPU": "activation.checkpoint_in_cpu",
-    "SYNCHRONIZE_EACH_LAYER": "activation.synchronize_each_layer",
-    "PROFILE_BACKWARD": "activation.profile_backward",
-}
-
-
-@pytest.mark.parametrize("script", [PLAIN, PIPE])
-def test_switches_set_what_they_name(script) -> None:
-    def settings(value: str, **others: str) -> list[bool]:
-        run = run_of(script, **CUDA, TP="2", **(dict.fromkeys(SWITCHES, value) | others))
-        sections = (place.split(".") for place in SWITCHES.values())
-        return [getattr(getattr(run, section), field) for section, field in sections]
-
-    assert settings("1") == [True] * len(SWITCHES)
-    assert settings("0") == [False] * len(SWITCHES)
-
-
 MATCHING_VARIABLES = {
     "3d.json": {"ZERO_STAGE": "1"},
     "bf16.json": {"PRECISION": "bf16"},
@@ -261,22 +237,6 @@ def test_a_script_trains(programs: Programs, tmp_path, script, variables, layout
     assert f"> layout    2 processes = {layout}" in finished.output
     losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
     assert len(losses) == 2 and losses[0] == pytest.approx(math.log(92), abs=0.2)
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
-
-
-def test_the_script_of_bert_trains(programs: Programs, tmp_path) -> None:
-    """Its first loss is that of guessing a word, and an order."""
-    _, prefix, _, kind, _, vocabulary, *split = programs.sentence_arguments
-    files = {"DATA": prefix, "VOCAB": vocabulary, "TOKENIZER": kind, "SAVE": str(tmp_path / "saved"), "TP": "2"}
-    finished = programs.run(
-        "bash", f"examples/{BERT_SCRIPT}", *split, "--num-workers", "1", "--log-interval", "1",
-        "--eval-iters", "1", "--metrics-file", tmp_path / "metrics",
-        MASTER_PORT=str(free_port()), PATH=f"{BIN}:{os.environ['PATH']}", **CPU, **TINY, **files,
-    ).ok()  # fmt: skip
-    assert "> layout    2 processes = TP 2 x PP 1 x DP 1, plain engine, ZeRO 1" in finished.output
-    losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
-    words = len(Path(vocabulary).read_text().splitlines())
-    assert len(losses) == 2 and losses[0] == pytest.approx(math.log(words) + math.log(2), abs=0.3)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
 
 

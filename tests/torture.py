@@ -36,7 +36,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.host_torture import ElasticVictim, Recovery, torture_hosts  # noqa: E402
+from host_torture import ElasticVictim, Recovery, torture_hosts  # noqa: E402
 from support.programs import TINY_MODEL, Programs  # noqa: E402
 from support.warm import exit_code, start_ranks  # noqa: E402
 

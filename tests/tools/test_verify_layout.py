@@ -169,11 +169,6 @@ def test_a_run_that_fails_is_reported_with_its_last_lines(programs: Programs) ->
     assert "0 of 2 layouts agree" in finished.output
 
 
-def test_the_list_is_printed_without_running(programs: Programs) -> None:
-    finished = verify(programs, "--all", "2", "--list").ok()
-    assert {"tp1-pp0-dp1", "tp2-pp0-dp1-zero3-sp", "tp1-pp2-dp1-zero1"} <= set(finished.output.splitlines())
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

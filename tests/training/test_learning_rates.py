@@ -157,48 +157,6 @@ def test_every_group_steps_at_the_schedule():
     assert sched.get_last_lr() == [FLOOR, FLOOR]
 
 
-def test_the_classic_order_of_arguments():
-    optim = optimizer()
-    sched = AnnealingLR(optim, PEAK, WARMUP, END, "cosine", 7, FLOOR, False, True)
-    assert sched.state_dict() == scheduler(optimizer(), last_iter=7).state_dict()
-    assert (sched.use_checkpoint_lr_scheduler, sched.override_lr_scheduler) == (False, True)
-    shortest = AnnealingLR(optim, PEAK, WARMUP, END, "linear", 0)
-    assert (shortest.schedule.min_lr, shortest.use_checkpoint_lr_scheduler) == (0.0, True)
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once, zero_stage: int):
-    expected = [schedule("cosine").learning_rate(n) for n in range(4)]
-    assert run_ranks_once(1, _rates_of_engines, zero_stage) == [[(True, 1, expected), (True, 1, expected)]]
-
-
-def _rates_of_engines(zero_stage: int) -> list[tuple[bool, int, list[float]]]:
-    """With an instance and with a callable: whether the engine returns an AnnealingLR, its groups and rates."""
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": zero_stage},
-        "bf16": {"enabled": True},
-    }
-    results = []
-    for is_instance in (True, False):
-        module = torch.nn.Linear(2, 1)
-        groups = [{"params": []}, {"params": list(module.parameters())}]  # DeepSpeed removes the empty group
-        optim = torch.optim.AdamW(groups, lr=123.0)
-        engine, _, _, sched = deepspeed.initialize(
-            model=module, optimizer=optim, config=config, lr_scheduler=scheduler(optim) if is_instance else scheduler
-        )
-        rates = []
-        for _ in range(4):
-            rates += engine.get_lr()
-            engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
-            engine.step()
-        assert sched.num_iters == 4
-        results.append((isinstance(sched, AnnealingLR), len(optim.param_groups), rates))
-    return results
-
-
 def test_the_state_has_the_classic_keys():
     classic = {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
     state = scheduler(optimizer(), last_iter=7).state_dict()

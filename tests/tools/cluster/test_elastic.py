@@ -267,13 +267,6 @@ def watch_of(folder: Path, **run) -> Watch:
     return Watch(SimpleNamespace(**parts, lock=lock, **run), Start([A], [], ""), folder)
 
 
-def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> None:
-    watch, launcher = watch_of(tmp_path, save=tmp_path, token="t"), SimpleNamespace(children=lambda recursive: [])
-    watch._came_back.set()
-    assert not watch(launcher, True) and not watch.hosts_rejoin
-    assert watch(launcher, False) and watch.hosts_rejoin
-
-
 def too_few_hosts(*_: object) -> int:
     raise TooFewHostsError("1 host can take part, fewer than --min-hosts 2")
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+import formulas
 import pytest
-from support import formulas
 from support.command_lines import CUDA, parse
 
 from megatron.config import RunConfig

@@ -1,8 +1,8 @@
 """The planner's formulas give the published figures of papers and other systems."""
 
+import formulas
 import pytest
-from support import formulas
-from support.formulas import (
+from formulas import (
     approximate_days,
     approximate_parameters,
     end_activations,

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from unittest.mock import MagicMock
 
+import formulas
 import pytest
 import torch
-from support import formulas
 from support.command_lines import parse
 
 from megatron.model.partition import plan

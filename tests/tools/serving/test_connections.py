@@ -1,7 +1,6 @@
 """Clients that are slow to send a request: they end in time, and leave room for others."""
 
 import asyncio
-import json
 import socket
 from types import SimpleNamespace
 
@@ -9,9 +8,6 @@ import pytest
 import uvicorn
 
 from megatron.tools.serving import server as serving
-from megatron.tools.serving.app import Service, build_app
-from megatron.tools.serving.protocol import RequestLimits
-from megatron.tools.serving.request_queue import RequestQueue
 from megatron.tools.serving.server import Connection, close_overdue
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer open-sesame\r\n" + (
@@ -34,36 +30,6 @@ def test_half_sent_requests_do_not_starve_others(server):
     finally:
         for connection in slow:
             connection.close()
-
-
-def test_the_time_limit_covers_receiving_the_body():
-    async def talk():
-        queue = RequestQueue(most_waiting=4, seconds=0.05)
-        service = Service("my", 0, SimpleNamespace(), RequestLimits(64, 32, 4), 4000, None, local_only=False)
-        sent = []
-        received = iter([{"type": "http.request", "body": b'{"prompt": ', "more_body": True}])
-
-        async def receive():
-            for message in received:
-                return message
-            await asyncio.sleep(3600)
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        await asyncio.wait_for(build_app(service, queue)(scope, receive, send), 30)
-        return sent
-
-    start, body = asyncio.run(talk())
-    assert start["status"] == 408
-    assert json.loads(body["body"])["error"]["message"] == "the body was not received within 0.05 s"
 
 
 def test_a_head_that_is_not_sent_ends_the_connection(monkeypatch: pytest.MonkeyPatch):
