@@ -37,6 +37,7 @@ __all__ = [
     "derived",
     "flag",
     "flag_fields",
+    "flag_value",
     "sections",
 ]
 
@@ -94,6 +95,21 @@ def sections() -> dict[str, type]:
     """The dataclasses that a RunConfig consists of, by field name."""
     types = {field.name: field.type for field in dataclasses.fields(RunConfig)}
     return {name: kind for name, kind in types.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+
+
+def flag_value(run: RunConfig, name: str) -> Any:
+    """The value that ``run`` has for the field of this name, which has a flag."""
+    return getattr(getattr(run, _section_names()[name]), name)
+
+
+@cache
+def _section_names() -> dict[str, str]:
+    return {
+        field.name: name
+        for name, section in sections().items()
+        for field in dataclasses.fields(section)
+        if "flag" in field.metadata
+    }
 
 
 @cache

@@ -21,7 +21,7 @@ from megatron.cli.deepspeed_json.settings import (
     value_at,
 )
 from megatron.cli.provided import Provided
-from megatron.config import RunConfig
+from megatron.config import RunConfig, flag_value
 from megatron.model.partition import inputs_in_flight
 
 _NO_REPORTS = 2**31 - 1
@@ -197,7 +197,7 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
         # In half precision the file's stage 0 becomes 1; everything else that it has is the run's value.
         missing = value_at(tree, setting.key) is None or setting.field == "zero_stage"
         if required and setting.allowed(run) and not of_other_optimizer and missing:
-            value = setting.write(getattr(getattr(run, setting.section), setting.field))
+            value = setting.write(flag_value(run, setting.field))
             if value is not None:
                 _set(tree, setting.key, value)
 

@@ -42,7 +42,6 @@ def _size_or_default(size: float) -> int | None:
 class Setting(NamedTuple):
     """A setting with a flag and a key."""
 
-    section: str
     field: str
     key: KeyPath
     read: Callable[[Any], Any] = _same
@@ -63,15 +62,9 @@ class Setting(NamedTuple):
 def _offload_settings(offload: str) -> list[Setting]:
     """Settings of the section ``offload``. The two offload sections share their flags."""
     return [
-        Setting("zero", offload, (ZERO, offload, "device"), write=lambda device: None if device == "none" else device),
+        Setting(offload, (ZERO, offload, "device"), write=lambda device: None if device == "none" else device),
+        Setting("nvme_path", (ZERO, offload, "nvme_path"), allowed=lambda run: getattr(run.zero, offload) == "nvme"),
         Setting(
-            "zero",
-            "nvme_path",
-            (ZERO, offload, "nvme_path"),
-            allowed=lambda run: getattr(run.zero, offload) == "nvme",
-        ),
-        Setting(
-            "zero",
             "offload_pin_memory",
             (ZERO, offload, "pin_memory"),
             write=lambda pinned: None if pinned else False,
@@ -81,55 +74,53 @@ def _offload_settings(offload: str) -> list[Setting]:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("train", "global_batch_size", ("train_batch_size",), read=int),
-    Setting("train", "micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
-    Setting("train", "gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
-    Setting("optim", "clip_grad", (*PARAMS, MAX_GRAD_NORM), read=float, allowed=lambda run: False),
-    Setting("optim", "clip_grad", ("gradient_clipping",), read=float),
-    Setting("precision", "fp16", ("fp16", "enabled"), write=_or_default),
+    Setting("global_batch_size", ("train_batch_size",), read=int),
+    Setting("micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
+    Setting("gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
+    Setting("clip_grad", (*PARAMS, MAX_GRAD_NORM), read=float, allowed=lambda run: False),
+    Setting("clip_grad", ("gradient_clipping",), read=float),
+    Setting("fp16", ("fp16", "enabled"), write=_or_default),
     # A static scale of 0 asks for a dynamic one.
-    Setting("precision", "loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
+    Setting("loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
     Setting(
-        "precision",
         "initial_loss_scale",
         ("fp16", "initial_scale_power"),
         read=lambda power: 2.0**power,
         write=lambda scale: round(math.log2(scale)),
     ),
-    Setting("precision", "loss_scale_window", ("fp16", "loss_scale_window"), int),
-    Setting("precision", "hysteresis", ("fp16", "hysteresis"), int),
-    Setting("precision", "min_scale", ("fp16", "min_loss_scale"), write=int),
-    Setting("precision", "bf16", ("bf16", "enabled"), write=_or_default),
+    Setting("loss_scale_window", ("fp16", "loss_scale_window"), int),
+    Setting("hysteresis", ("fp16", "hysteresis"), int),
+    Setting("min_scale", ("fp16", "min_loss_scale"), write=int),
+    Setting("bf16", ("bf16", "enabled"), write=_or_default),
     Setting(
-        "precision",
         "fp32_allreduce",
         ("communication_data_type",),
         read=lambda dtype: dtype == "fp32",
         write=lambda enabled: "fp32" if enabled else None,
     ),
-    Setting("precision", "grad_accum_dtype", ("data_types", "grad_accum_dtype")),
-    Setting("zero", "zero_stage", (ZERO, "stage"), read=int),
-    Setting("zero", "zero_reduce_scatter", (ZERO, "reduce_scatter")),
-    Setting("zero", "zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
-    Setting("zero", "zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, _size_or_default),
-    Setting("zero", "zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _size_or_default),
-    Setting("zero", "zero_overlap_comm", (ZERO, "overlap_comm")),
-    Setting("zero", "zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_or_default),
+    Setting("grad_accum_dtype", ("data_types", "grad_accum_dtype")),
+    Setting("zero_stage", (ZERO, "stage"), read=int),
+    Setting("zero_reduce_scatter", (ZERO, "reduce_scatter")),
+    Setting("zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
+    Setting("zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, _size_or_default),
+    Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _size_or_default),
+    Setting("zero_overlap_comm", (ZERO, "overlap_comm")),
+    Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_or_default),
     *_offload_settings("offload_optimizer"),
     *_offload_settings("offload_param"),
-    Setting("activation", "partition_activations", (RECOMPUTE, "partition_activations")),
-    Setting("activation", "contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization")),
-    Setting("activation", "checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
-    Setting("activation", "synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
-    Setting("activation", "profile_backward", (RECOMPUTE, "profile")),
-    Setting("optim", "optimizer", ("optimizer", "type"), read=_optimizer_flag, write=optimizer_type),
-    Setting("optim", "lr", (*PARAMS, "lr"), read=float),
-    Setting("optim", "adam_beta1", (*PARAMS, "betas", 0), read=float),
-    Setting("optim", "adam_beta2", (*PARAMS, "betas", 1), read=float),
-    Setting("optim", "adam_eps", (*PARAMS, "eps"), read=float),
-    Setting("optim", "weight_decay", (*PARAMS, "weight_decay"), read=float),
-    Setting("optim", "sgd_momentum", (*PARAMS, "momentum"), read=float, optimizer="sgd"),
-    Setting("optim", "muon_momentum", (*PARAMS, "momentum"), read=float, optimizer="muon"),
+    Setting("partition_activations", (RECOMPUTE, "partition_activations")),
+    Setting("contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization")),
+    Setting("checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
+    Setting("synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
+    Setting("profile_backward", (RECOMPUTE, "profile")),
+    Setting("optimizer", ("optimizer", "type"), read=_optimizer_flag, write=optimizer_type),
+    Setting("lr", (*PARAMS, "lr"), read=float),
+    Setting("adam_beta1", (*PARAMS, "betas", 0), read=float),
+    Setting("adam_beta2", (*PARAMS, "betas", 1), read=float),
+    Setting("adam_eps", (*PARAMS, "eps"), read=float),
+    Setting("weight_decay", (*PARAMS, "weight_decay"), read=float),
+    Setting("sgd_momentum", (*PARAMS, "momentum"), read=float, optimizer="sgd"),
+    Setting("muon_momentum", (*PARAMS, "momentum"), read=float, optimizer="muon"),
 )
 
 

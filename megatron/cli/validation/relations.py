@@ -4,12 +4,11 @@ See ``megatron.config.fields.flag`` for how a field states them.
 """
 
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, fields
-from functools import cache
+from dataclasses import Field, dataclass
 from typing import Any
 
 from megatron.cli.validation.rules import Messages, Rule
-from megatron.config import RunConfig, flag_fields, sections
+from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name, negative_flag
 
 NEEDS, IGNORED, EXCLUDES = "a flag needs another", "a flag has no effect without another", "flags exclude each other"
@@ -25,27 +24,23 @@ REASONS = {
 class Condition:
     """That the value of a flag is not its default or, if there are ``values``, that it is one of them."""
 
-    section: str
     field: Field
     values: tuple[str, ...]
 
     def holds(self, run: RunConfig) -> bool:
         """Whether it is true of ``run``."""
-        value = self._value(run)
+        value = flag_value(run, self.field.name)
         return _as_text(value) in self.values if self.values else value != self.field.default
 
     def given(self, run: RunConfig) -> str:
         """The flag as ``run`` has it."""
-        return f"{flag_name(self.field)} {_as_text(self._value(run))}" if self.values else str(self)
+        return f"{flag_name(self.field)} {_as_text(flag_value(run, self.field.name))}" if self.values else str(self)
 
     def __str__(self) -> str:
         if not self.values:
             return negative_flag(self.field) if self.field.default is True else flag_name(self.field)
         *others, last = self.values
         return f"{flag_name(self.field)} {', '.join(others)}{' or ' if others else ''}{last}"
-
-    def _value(self, run: RunConfig) -> Any:
-        return getattr(getattr(run, self.section), self.field.name)
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def _relations(field: Field, kind: str, key: str) -> list[Relation]:
 def condition(text: str) -> Condition:
     """The condition that the metadata of a field writes as ``zero_stage=2|3`` or ``save``."""
     name, _, values = text.partition("=")
-    return Condition(_section_names()[name], flag_fields()[name], tuple(values.split("|")) if values else ())
+    return Condition(flag_fields()[name], tuple(values.split("|")) if values else ())
 
 
 def conditions_as_text(text: str) -> str:
@@ -114,17 +109,6 @@ def _conditions(text: str) -> tuple[Condition, ...]:
 
 def _either(conditions: tuple[Condition, ...]) -> str:
     return " or ".join(map(str, conditions))
-
-
-@cache
-def _section_names() -> dict[str, str]:
-    """The section of each field that has a flag."""
-    return {
-        field.name: section
-        for section, kind in sections().items()
-        for field in fields(kind)
-        if "flag" in field.metadata
-    }
 
 
 def _rule(relation: Relation, earlier: list[Relation]) -> Rule:
