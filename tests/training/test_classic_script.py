@@ -31,7 +31,8 @@ CONFIG = {"steps_per_print": 1, "wall_clock_breakdown": True, "zero_allow_untest
             {"optimizer": {"type": "Adam", "params": {"lr": 1.5e-4, "max_grad_norm": 1.0}}},
             [
                 "--use-flash-attn has no effect: attention is torch's",
-                "--zero-reduce-scatter, --zero-contigious-gradients, --zero-reduce-bucket-size 50000000, ",
+                "--zero-reduce-bucket-size has no effect without --zero-stage 1, 2 or 3: ",
+                "--zero-allgather-bucket-size has no effect without --zero-stage 1, 2 or 3: ",
             ],
         ),
         (
