@@ -85,33 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add_input_flags(parser)
     add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad or empty line, stop, or log and skip it")
     add("--resume", action="store_true", help="continue the same job where it was interrupted")
-    add(
-        "--tokenizer-type",
-        choices=TOKENIZER_TYPES,
-        help=f"kind of tokenizer (default: what --tokenizer-model holds, or {GPT2_BPE})",
-    )
-    add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
-    add("--merge-file", metavar="FILE", help="merges of the BPE (default: merges.txt in the folder of --vocab-file)")
-    add(
-        "--tokenizer-model",
-        "--tokenizer-name-or-path",
-        metavar="PATH",
-        help="folder with these files, instead of the two flags, or with a tokenizer.json or tokenizer.model; or one "
-        "of the last two files",
-    )
-    add(
-        "--format",
-        choices=("text", *KEYS),
-        default="text",
-        help="what a line's JSON object holds: text; or, for --sft, a list of messages, each with role and content, or "
-        "a prompt and a completion. These write a second data set, PREFIX_loss_mask (default: text)",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="template of Jinja that writes messages as text (default: chat_template.jinja, or tokenizer_config.json, "
-        "in the folder of the vocabulary)",
-    )
+    _add_tokenizer_flags(parser)
     add("--append-eod", action="store_true", help="end each document with the token that ends one")
     add(
         "--eod-token",
@@ -140,6 +114,37 @@ def parse_arguments() -> argparse.Namespace:
         if (value := getattr(args, name.removeprefix("--").replace("-", "_"))) is not None:
             print_warning(f"{name} {value} has no effect: {reason}")
     return args
+
+
+def _add_tokenizer_flags(parser: ToolParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        help=f"kind of tokenizer (default: what --tokenizer-model holds, or {GPT2_BPE})",
+    )
+    add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
+    add("--merge-file", metavar="FILE", help="merges of the BPE (default: merges.txt in the folder of --vocab-file)")
+    add(
+        "--tokenizer-model",
+        "--tokenizer-name-or-path",
+        metavar="PATH",
+        help="folder with these files, instead of the two flags, or with a tokenizer.json or tokenizer.model; or one "
+        "of the last two files",
+    )
+    add(
+        "--format",
+        choices=("text", *KEYS),
+        default="text",
+        help="what a line's JSON object holds: text; or, for --sft, a list of messages, each with role and content, or "
+        "a prompt and a completion. These write a second data set, PREFIX_loss_mask (default: text)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="template of Jinja that writes messages as text (default: chat_template.jinja, or tokenizer_config.json, "
+        "in the folder of the vocabulary)",
+    )
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:

@@ -103,10 +103,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the weights, train. Returns the exit code of the process."""
     run = task.run
     exit_conditions = ExitConditions(run)
-    with (
-        initialized_ranks(run, callbacks) as (layout, progress),
-        lock_folder(run) as lock,
-    ):
+    with initialized_ranks(run, callbacks) as (layout, progress), lock_folder(run) as lock:
         saved = select_newest(run, lock)
         pretrained = None if saved or task.pretrained is None else select_checkpoint(task.pretraining(run))
         if saved is None and task.data.epochs == 0:
@@ -131,6 +128,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
                 loaded = Loaded(0, (load_pretrained(engine, run, layout, pretrained),))
         log_start(run, layout, engine, saved, loaded, log)
 
+        observed = run, layout, engine.module
         trainer = EpochTrainer(
             task=task.data,
             run=run,
@@ -142,11 +140,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
             exit_conditions=exit_conditions,
             progress=progress,
             snapshots=None if evaluates else requested_snapshots(checkpointer, run, log.info),
-            callbacks=[
-                *callbacks,
-                *requested_traces(run, layout, engine.module),
-                *requested_measurements(run, layout, engine.module),
-            ],
+            callbacks=[*callbacks, *requested_traces(*observed), *requested_measurements(*observed)],
         )
         if evaluates:
             assert saved is not None

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.processes import exit_with_parent
+from megatron.tokenizer import Tokenizer
 from megatron.tools.preprocess.conversations import chat_template
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
@@ -44,12 +45,7 @@ def preprocess(
         ConfigError: a package to read an input is missing, or the tokenizer has no token to begin documents with.
         ResourceError: the output cannot be written, or a worker was killed.
     """
-    tokenizer = tokenizer_of(job)
-    if job.prepend_bos and tokenizer.bos is None:
-        raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
-    if job.chat_template is not None:
-        chat_template(job.chat_template, tokenizer)  # an error in it is reported before any work
-    dtype = best_dtype(tokenizer.vocab_size)
+    dtype = best_dtype(_checked_tokenizer(job).vocab_size)
     journal = job.journal
     done = journal.read() if resume else None
     summary = Summary(**done.counts) if done else Summary()
@@ -57,14 +53,7 @@ def preprocess(
     try:
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            builders = {
-                key: stack.enter_context(
-                    IndexedDatasetBuilder(
-                        prefix, np.uint8 if key == LOSS_MASK else dtype, done.outputs[key] if done else None
-                    )
-                )
-                for key, prefix in job.prefixes.items()
-            }
+            builders = {key: stack.enter_context(builder) for key, builder in _builders(job, dtype, done).items()}
             if done is None:
                 journal.remove()
             results = _in_order(partial(tokenize_chunk, job), _chunks(job, done), job.workers)
@@ -90,6 +79,24 @@ def preprocess(
     summary.finished = True
     report(summary)
     return summary
+
+
+def _checked_tokenizer(job: Job) -> Tokenizer:
+    """The tokenizer; errors in it and in the chat template are reported before any work."""
+    tokenizer = tokenizer_of(job)
+    if job.prepend_bos and tokenizer.bos is None:
+        raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
+    if job.chat_template is not None:
+        chat_template(job.chat_template, tokenizer)
+    return tokenizer
+
+
+def _builders(job: Job, dtype: np.dtype, done: Milestone | None) -> dict[str, IndexedDatasetBuilder]:
+    """A builder for each data set, which continues after ``done``."""
+    return {
+        key: IndexedDatasetBuilder(prefix, np.uint8 if key == LOSS_MASK else dtype, done.outputs[key] if done else None)
+        for key, prefix in job.prefixes.items()
+    }
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
