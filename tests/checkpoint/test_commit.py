@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.files import NewFile, Record, check_content, read_manifest, record_of, write_text
+from megatron.checkpoint.files import (
+    NewFile,
+    Record,
+    check_content,
+    read_manifest,
+    record_of,
+    replace_text,
+    write_text,
+    xxh128_of,
+)
 from megatron.checkpoint.tracker import newest
 from megatron.common.errors import CheckpointError
 from megatron.config import CheckpointConfig
@@ -185,6 +194,13 @@ def test_file_modes_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> N
         assert path.stat().st_mode & 0o777 == expected, path
 
 
+def test_text_is_replaced_atomically(tmp_path: Path) -> None:
+    replace_text(tmp_path / "latest", "global_step1")
+    replace_text(tmp_path / "latest", "global_step2")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text() == "global_step2"
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -222,3 +238,11 @@ def test_a_flipped_bit_in_any_block_is_found(tmp_path: Path) -> None:
             path.write_bytes(changed)
             with pytest.raises(CheckpointError, match=f"{path} is damaged"):
                 check_content(path, known)
+
+
+def test_a_disk_that_returns_less_than_was_asked_for_damages_no_file(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "weights.pt"
+    file.write_bytes(bytes(range(256)) * 9000)  # two blocks and a part of one
+    expected, pread = xxh128_of(file), os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 300_000), offset))
+    assert xxh128_of(file) == expected

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import _LRScheduler
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.training.learning_rates import DECAYS, EXPONENTIAL_FLOOR, WSD_DECAYS, AnnealingLR, Schedule
@@ -59,6 +61,15 @@ def test_wsd_is_constant_until_its_last_part(style: str):
     for n in (91, 100, 105, 119):
         assert rate(n) == pytest.approx(WSD_CLOSED_FORMS[style](n), rel=1e-9)
     assert [rate(n) for n in (120, 121, 10**9)] == [FLOOR] * 3
+
+
+@pytest.mark.parametrize("minimum", [0.0, FLOOR, PEAK])
+@pytest.mark.parametrize("style", [*DECAYS, "WSD"])
+def test_no_curve_rises_and_all_end_at_the_minimum(style: str, minimum: float):
+    rates = [schedule(style, min_lr=minimum).learning_rate(n) for n in range(WARMUP, END + 1)]
+    assert all(later <= earlier * (1 + 1e-15) for earlier, later in pairwise(rates))
+    assert rates[0] == PEAK
+    assert rates[-1] == (PEAK if style == "constant" else minimum)
 
 
 def test_exponential_decay_to_zero_ends_at_its_floor():
@@ -157,6 +168,35 @@ def test_every_group_steps_at_the_schedule():
     assert sched.get_last_lr() == [FLOOR, FLOOR]
 
 
+def test_it_is_a_scheduler_of_torch_and_not_callable():
+    """DeepSpeed would call a callable with the optimizer."""
+    assert issubclass(AnnealingLR, _LRScheduler)
+    assert not isinstance(scheduler(optimizer()), Callable)
+
+
+def test_the_classic_order_of_arguments():
+    optim = optimizer()
+    sched = AnnealingLR(optim, PEAK, WARMUP, END, "cosine", 7, FLOOR, False, True)
+    assert sched.state_dict() == scheduler(optimizer(), last_iter=7).state_dict()
+    assert (sched.use_checkpoint_lr_scheduler, sched.override_lr_scheduler) == (False, True)
+    shortest = AnnealingLR(optim, PEAK, WARMUP, END, "linear", 0)
+    assert (shortest.schedule.min_lr, shortest.use_checkpoint_lr_scheduler) == (0.0, True)
+
+
+def test_a_group_may_be_removed_and_another_added():
+    """DeepSpeed removes the groups without parameters on a rank."""
+    optim = optimizer(3)
+    sched = scheduler(optim)
+    del optim.param_groups[1]
+    train(optim, sched, 1)
+    optim.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    sched.step()
+    assert sched.get_last_lr() == [PEAK * 3 / 20] * 3
+    state = scheduler(optimizer(5)).state_dict()
+    sched.load_state_dict(state)
+    assert sched.get_last_lr() == [group["lr"] for group in optim.param_groups] == [PEAK / 20] * 3
+
+
 def test_the_state_has_the_classic_keys():
     classic = {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
     state = scheduler(optimizer(), last_iter=7).state_dict()
@@ -223,3 +263,8 @@ def test_a_broken_state_is_a_checkpoint_error():
     del state["num_iters"], state["min_lr"]
     with pytest.raises(CheckpointError, match="schedule lacks num_iters, min_lr"):
         scheduler(optimizer()).load_state_dict(state)
+
+
+def test_both_ways_to_resume_at_once_are_refused():
+    with pytest.raises(ConfigError, match="--use-checkpoint-lr-scheduler and --override-lr-scheduler"):
+        scheduler(optimizer(), override_lr_scheduler=True)

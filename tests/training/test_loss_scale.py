@@ -34,6 +34,15 @@ def follow_scale(ds_config: dict, steps: str) -> list[float]:
     return found
 
 
+def test_scale_starts_at_the_initial_scale(scales) -> None:
+    assert scales("", "") == [2.0**16]
+    assert scales("--initial-loss-scale 4096", "") == [4096]
+
+
+def test_static_scale_is_constant(scales) -> None:
+    assert scales("--loss-scale 128", "!.!") == [128] * 4
+
+
 def test_scale_doubles_after_each_window_without_overflow(scales) -> None:
     assert scales("--loss-scale-window 3 --initial-loss-scale 4", "......") == [4, 4, 4, 4, 8, 8, 8]
     assert scales("--loss-scale-window 2 --initial-loss-scale 4", "......") == [4, 4, 4, 8, 8, 16, 16]
@@ -49,6 +58,11 @@ def test_hysteresis_is_the_overflows_before_it_halves(scales, hysteresis: int) -
     found = scales(f"--hysteresis {hysteresis} --initial-loss-scale 16", "!!!!")
     assert found.index(8) == hysteresis
     assert found == [16] * hysteresis + [8, 4, 2, 1][: 5 - hysteresis]
+
+
+def test_a_whole_window_refills_the_hysteresis(scales) -> None:
+    words = "--hysteresis 2 --loss-scale-window 2 --initial-loss-scale 16"
+    assert scales(words, "!...!!") == [16, 16, 16, 16, 32, 32, 16]
 
 
 def test_overflow_at_the_minimum_scale_is_an_error(scales) -> None:

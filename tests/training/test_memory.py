@@ -1,12 +1,16 @@
 """A rank that runs out of memory reports how much there was, what was planned, and what would fit."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from support.command_lines import parse
 
+from megatron.tools.planning.memory import stage_memory
+from megatron.tools.reporting.callbacks import smallest_change
 from megatron.training import memory
 
 
@@ -29,6 +33,18 @@ def test_out_of_memory_is_a_one_line_error(programs, tmp_path: Path) -> None:
     snapshot = Path(file).read_text()
     assert "activations" in snapshot and re.search(r"\d\.\d+  \(256, 32, 32, 'torch.float32', 'cpu'\)", snapshot)
     assert not list(tmp_path.glob("global_step*"))
+
+
+def test_the_smallest_change_comes_first() -> None:
+    run = parse("--batch-size 8 --hidden-size 512 --num-layers 8 --seq-length 512 --max-position-embeddings 512")
+    run = replace(run, model=replace(run.model, vocab_size=1000, padded_vocab_size=1024))
+    (planned,) = stage_memory(run)
+    assert smallest_change(run, 0, planned.total - 1).startswith("--batch-size 4 --gas 2 would take ")
+    states = planned.states.weights + planned.states.gradients + planned.states.optimizer
+    assert smallest_change(run, 0, 1.4 * states).startswith("--checkpoint-activations --batch-size 2 --gas 4 would ")
+    assert smallest_change(run, 0, states / 2).startswith(
+        "no smaller micro-batch, recomputation or ZeRO stage would fit"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from support.programs import TINY_MODEL
 
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, LaunchError
-from megatron.tools.cluster import elastic_watch
+from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
+from megatron.tools.cluster import elastic_run, elastic_watch
 from megatron.tools.cluster import supervise as supervision
 from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.elastic import (
@@ -28,11 +30,11 @@ from megatron.tools.cluster.elastic import (
     with_ended,
     without_slow,
 )
-from megatron.tools.cluster.elastic_run import ElasticRun
-from megatron.tools.cluster.elastic_watch import Watch
+from megatron.tools.cluster.elastic_run import ElasticRun, planned_device
+from megatron.tools.cluster.elastic_watch import Watch, connections
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_arguments, read_launch
-from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal, read_exit_codes
 from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
 
@@ -193,6 +195,11 @@ def test_survivors_keep_the_global_batch(slots: list[int], sizes: set[int]) -> N
     assert (again.optim, again.checkpoint, again.data, again.zero) == (run.optim, run.checkpoint, run.data, run.zero)
 
 
+def test_survivors_within_memory() -> None:
+    run = parse_run(SETTINGS, {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "8"})
+    assert plan_survivors(SETTINGS, run, [1], DEVICES["cpu"]._replace(memory=1e5)) is None
+
+
 @pytest.mark.parametrize(
     ("ranks", "chosen"), [("8", "as given"), ("4", "as given"), ("2", "TP "), ("1", "TP 1 x PP 1")]
 )
@@ -261,10 +268,82 @@ def test_refused_before_a_start(tmp_path: Path, words: str, text: str) -> None:
         ElasticRun(launch, {"DS_ACCELERATOR": "cpu"}, []) if launch.elastic else launcher_arguments(launch, {})
 
 
+def test_the_device_that_is_planned_for(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("a slots=1\n")
+    words = ["--elastic", "--hostfile", str(tmp_path / "hostfile")]
+    launch = read_launch([*words, "--device-memory", "40GB", "x.py"])
+    assert planned_device(launch, "cuda", lambda: "NVIDIA H100 80GB HBM3") == DEVICES["h100"]._replace(memory=40e9)
+    assert planned_device(read_launch([*words, "x.py"]), "cpu") == DEVICES["cpu"]
+    with pytest.raises(ConfigError, match="name the nearest by --device"):
+        planned_device(launch, "cuda", lambda: "Another 5000")
+
+
+def test_the_hosts_that_pdsh_is_connected_to() -> None:
+    """A child of pdsh that is not ssh yet is none: it has the command line of pdsh, which has divided its words."""
+    command = ["pdsh", "-S", "-w", "a", "b", "python", "x.py"]
+    ssh = SimpleNamespace(name=lambda: "ssh", cmdline=lambda: ["ssh", "-x", "b", "export X=a; python x.py"])
+    forked = SimpleNamespace(name=lambda: "pdsh.bin", cmdline=lambda: command, children=lambda recursive: [])
+
+    def fail() -> str:
+        raise psutil.NoSuchProcess(1)
+
+    ended = SimpleNamespace(name=fail, cmdline=fail)
+    pdsh = SimpleNamespace(
+        name=lambda: "pdsh.bin", cmdline=lambda: command, children=lambda recursive: [ended, ssh, forked]
+    )
+    launcher = SimpleNamespace(children=lambda recursive: [ended, pdsh, ssh, forked])
+    assert connections(launcher, ["a", "b"]) == {"b": ssh}
+
+
 def watch_of(folder: Path, **run) -> Watch:
     parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set(), "recovery": Recovery()}
     lock = SimpleNamespace(check=lambda **_: None)
     return Watch(SimpleNamespace(**parts, lock=lock, **run), Start([A], [], ""), folder)
+
+
+def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> None:
+    watch, launcher = watch_of(tmp_path, save=tmp_path, token="t"), SimpleNamespace(children=lambda recursive: [])
+    watch._came_back.set()
+    assert not watch(launcher, True) and not watch.hosts_rejoin
+    assert watch(launcher, False) and watch.hosts_rejoin
+
+
+def test_hosts_that_the_health_check_refuses_rejoin_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(elastic_watch, "_REJOIN_SECONDS", 0.0)
+    watch = watch_of(tmp_path, save=tmp_path, token="t", look=list, choose=lambda _: Start([A, B], [], ""))
+    watch._await_hosts()
+    assert watch._came_back.is_set() and watch._awaited == (frozenset("ab"), 2)
+    run = SimpleNamespace(rejoining=watch._awaited, in_vain=set())
+    ElasticRun._note_rejoining(run, Start([A], [], ""))
+    assert run.in_vain == {frozenset("ab")} and run.rejoining is None
+    watch._run.in_vain = run.in_vain
+    assert not watch._is_better(Start([A, B], [], "")) and watch._is_better(Start([A, C], [], ""))
+    ElasticRun._note_rejoining(run, Start([A, B], [], ""))
+    assert not run.in_vain
+    capsys.readouterr()
+    watch_of(tmp_path, look=lambda: 1 // 0, choose=None)._await_hosts()
+    assert "ZeroDivisionError in the search" in capsys.readouterr().err
+
+
+def test_the_address_of_a_lost_first_host_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "given").write_text("a slots=2\nb slots=2\n")
+    words = ["--elastic", "--hostfile", str(tmp_path / "given"), "--master_addr", "10.0.0.1", "--force_multi", "x.py"]
+    run = SimpleNamespace(launch=read_launch(words), regular=[A, B], _addresses={"a": "10.9.0.1", "b": "10.9.0.2"})
+    addresses = [
+        ElasticRun._launch_of(run, Start(hosts, [], ""), tmp_path).master_addr for hosts in ([A, C], [B, C], [C])
+    ]
+    assert addresses == ["10.0.0.1", "10.9.0.2", ""]
+    here = ElasticRun._launch_of(run, Start([Host("localhost", (0,))], [], ""), tmp_path)
+    assert here.force_multi, "as given"
+
+
+def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(EXIT_CODE_FOLDER, str(tmp_path))
+    (tmp_path / ".nfs0001").write_text("x")
+    (tmp_path / "rank 2").mkdir()
+    for rank, code in ((10, "6"), (1, ""), (2, "7")):  # what cannot be written does not keep a rank from its end
+        _write_exit_code(rank, code)
+    assert list(read_exit_codes(tmp_path).items()) == [(1, ""), (10, "6")]
 
 
 def too_few_hosts(*_: object) -> int:
@@ -348,6 +427,59 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
         lines["b"].runs = clock[0] < 20
         ended.append(watch(None, by_signal))
     assert ended == [False, False, False, True] and watch.gone == {"b"}
+
+
+def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
+    """Its ssh has ended before it was seen."""
+    clock = [0.0]
+    monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), recovery=Recovery())
+    run.save, run.token = tmp_path, "t"
+    run.lock = SimpleNamespace(check=lambda **_: None)
+    watch = Watch(run, Start([A, B], [], ""), tmp_path)
+    ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
+    assert ended == [False, False, False, True] and watch.gone == {"b"}
+
+
+def run_with_health_checks(monkeypatch, folder: Path, check, **parts) -> SimpleNamespace:
+    """An ElasticRun as far as ``check_hosts`` needs it, whose hosts are in the state that ``check`` returns."""
+    monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
+    monkeypatch.setattr(elastic_run, "clean_host_states", lambda *_: (check(), False))
+    run = SimpleNamespace(save=folder, lock=SimpleNamespace(check=lambda: None), token="t", _used=(), _slow=set())
+    run.launch, run.recovery = SimpleNamespace(min_hosts=1, ssh_port=None), Recovery()
+    run._examination = run._note_rejoining = lambda *_: None
+    run._too_few_answer = lambda found: ElasticRun._too_few_answer(run, found)
+    vars(run).update(parts)
+    return run
+
+
+def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, tmp_path) -> None:
+    """A network may fail for a moment, for all hosts at once; before the first start nothing is awaited."""
+    clock = [0.0]
+    monkeypatch.setattr(elastic_run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_run.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    run = run_with_health_checks(monkeypatch, tmp_path, lambda: states([A, B], "ab" if clock[0] < back else "a"))
+    for run._used, back, last in ((frozenset("a"), 20, 20), (frozenset("a"), 999, 80), (frozenset(), 999, 80)):
+        healthy = [state.host.name for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
+        assert (clock[0], healthy) == (last, ["b"] if back < 999 else [])
+
+
+def test_idle_hosts_bring_their_snapshots_before_a_start(monkeypatch, tmp_path) -> None:
+    """Those that the start does not use, the slow ones among them; a lost one has none that can be reached."""
+    brought: list[list[str]] = []
+
+    def bring(hosts: Sequence[Host], *_: object) -> None:
+        brought.append([host.name for host in hosts])
+        raise KeyboardInterrupt  # nothing is started
+
+    monkeypatch.setattr(elastic_run, "bring_snapshots", bring)
+    parts = {"_slow": {"b"}, "takes_snapshots": True, "run_config": ""}
+    run = run_with_health_checks(monkeypatch, tmp_path, lambda: states([A, B, C, SPARE], "c"), **parts)
+    healthy = [state.host for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
+    with pytest.raises(KeyboardInterrupt):
+        ElasticRun.start(run, Start(healthy[:1], [], ""))
+    assert [host.name for host in healthy] == ["a", "s"] and brought == [["b", "s"]]
 
 
 def test_a_rank_0_that_is_stopped_ends_the_start(tmp_path, monkeypatch) -> None:

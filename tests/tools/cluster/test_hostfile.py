@@ -59,6 +59,12 @@ def test_malformed_line_is_named_by_line_and_column(tmp_path: Path, text: str) -
     assert message.startswith(place) and reason in message and "\n" not in message
 
 
+def test_every_malformed_line_is_named(tmp_path: Path) -> None:
+    assert [message.split(": ")[0] for message in complaints(tmp_path, "a\nb slots=1\nc slots=0\n;\n")] == [
+        ":1:2", ":3:3", ":4:1",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "name",
     [
