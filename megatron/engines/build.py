@@ -34,7 +34,8 @@ Scheduler = Callable[[Optimizer], LRScheduler]
 
 def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler) -> Engine:
     """The engine that ``run.parallel`` requires. ``train_batch`` and ``eval_batch`` of all of them work alike."""
-    import_compiler_late()
+    if not run.model.compile:
+        import_compiler_late()
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=dict(run.ds_config))
     module = build_module(run, layout)

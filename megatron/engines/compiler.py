@@ -13,7 +13,9 @@ _NAME = "torch._dynamo"
 
 
 def import_compiler_late() -> None:
-    """Let a run that has not imported torch's compiler start without it.
+    """Let a run that compiles no layers, and has not imported torch's compiler, start without it.
+
+    Not for a run with ``--compile``: what is excluded from compilation before the compiler is imported stays included.
 
     torch: optimizers and DeepSpeed's ZeRO 3 import torch._dynamo to exclude functions from compilation.
     DeepSpeed: runtime/zero/muon/original_muon.py, which every ZeRO optimizer imports and no run of ours uses, compiles
