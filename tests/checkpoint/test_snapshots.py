@@ -235,6 +235,19 @@ def test_what_a_run_resumes(run_ranks, words, failed: Path, tmp_path: Path, lost
     assert ("is damaged: its hash differs" in output) is bool(damaged)
 
 
+def test_snapshots_that_cannot_be_brought_to_the_disk_stay(tmp_path: Path) -> None:
+    (memory := tmp_path / "memory").mkdir()
+    (memory / "f").write_text("1234")
+    (save := tmp_path / "ck").write_text("no folder")
+    command = moving(memory, save, "a")
+    assert subprocess.run(command, capture_output=True).returncode != 0 and (memory / "f").exists()
+    save.unlink()
+    save.mkdir()
+    for _ in range(2):  # the second time there is nothing in memory
+        subprocess.run(command, check=True)
+        assert not memory.exists() and (save / ".memory-of-a" / "f").read_text() == "1234"
+
+
 def kept_in_memory(words: list[str], memory: str) -> list[Any]:
     """Iterations and ranks of the shards on this host, after each of several snapshots; and what was logged."""
     from megatron.checkpoint import snapshots

@@ -10,6 +10,7 @@ import pytest
 from support.programs import TINY_MODEL, Programs
 from support.training import pretrain
 
+from megatron.common.errors import ConfigError
 from megatron.common.files import UMASK, replace_file, restrict_new_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,12 @@ def test_new_files(tmp_path: Path, monkeypatch, restored_umask: None, umask: int
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("")
     assert modes(tmp_path) == {(False, mode), (True, mode | mode >> 2 & 0o111)}
+
+
+@pytest.mark.parametrize("text", ["000", "020", "722", "8", "rw-r--r--"])
+def test_a_setting_that_opens_files_to_writing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{UMASK}={text} must be 027 "):
+        restrict_new_files({UMASK: text})
 
 
 @pytest.mark.parametrize("umask", ["000", "022"])

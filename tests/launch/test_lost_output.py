@@ -1,6 +1,8 @@
 """A run whose output cannot be written continues: stdout full, closed, or a pipe that no process reads."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,25 @@ def test_a_run_without_a_screen_trains_and_saves(programs: Programs, tmp_path: P
     assert exit_code([run], 200) == 0
     assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
     assert [line["iteration"] for line in read_metrics(tmp_path / "metrics")] == [1, 2]
+
+
+CLOSED = """
+import os, sys
+from megatron.launch.rank import run_rank
+from megatron.tools.command_line import run_tool
+def main():
+    assert os.open(__file__, os.O_RDONLY) > 2, "a new file has the number of a standard stream"
+    print("text", file=sys.stdout), print("text", file=sys.stderr)
+    sys.stdout.flush()
+{run}(main)
+"""
+
+
+@pytest.mark.parametrize("run", ["run_rank", "run_tool"])
+def test_closed_streams_are_opened(tmp_path: Path, run: str) -> None:
+    (tmp_path / "program.py").write_text(CLOSED.format(run=run))
+    shell = f"{sys.executable} {tmp_path / 'program.py'} <&- >&- 2>&-"
+    assert subprocess.run(shell, shell=True, env={**os.environ, "PYTHONPATH": os.getcwd()}).returncode == 0
 
 
 def test_the_first_loss_is_reported(capsys: pytest.CaptureFixture) -> None:

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from megatron.common.errors import LaunchError
+from megatron.launch import rank
 from megatron.launch.environment import free_port, listen, prepare_environment
 
 
@@ -57,3 +58,13 @@ def test_ranks_of_one_host_communicate_over_loopback(here, variables, interface)
     environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **variables)
     prepare_environment(environ)
     assert environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_rank_0_reports_errors_whatever_its_local_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    def main() -> None:
+        raise LaunchError("the port is in use")
+
+    for name, value in place("127.0.0.1", ranks=8, here=8, LOCAL_RANK="5").items():
+        monkeypatch.setenv(name, value)
+    assert rank._exit_code(main, *rank._place()) == 6
+    assert capsys.readouterr().err.endswith(": error: the port is in use\n")

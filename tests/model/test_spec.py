@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.command_lines import parse
 
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
 
@@ -135,3 +136,8 @@ def test_tiles_of_an_mlp_are_as_many_as_torch_makes(tokens: int, shards: int | N
     tiles = config.mlp_tiles(tokens)
     assert len(torch.arange(tokens).chunk(tiles)) == tiles <= (shards or -(-tokens // 32))
     assert config.mlp_tiles(tokens) > 1 or tokens <= 32 and shards is None or tokens == 1
+
+
+def test_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the model T6 is unknown \(known: GPT-2, BERT"):
+        architecture_of(replace(settled("").model, architecture="T6"))

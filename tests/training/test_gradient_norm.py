@@ -31,6 +31,12 @@ def test_norm_of_non_finite_gradients_is_not_finite(value: float):
     assert not block_norms(gradient).norm().isfinite()
 
 
+def test_norm_of_a_non_contiguous_matrix():
+    """Gradients of a matrix product are transposed now and then."""
+    gradient = torch.randn(300, 400).t()
+    assert block_norms(gradient).norm().item() == pytest.approx(gradient.double().norm().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("padding", [0, 2])
 def test_aligned_parameters_are_left_to_deepspeed(padding: int, run_ranks) -> None:
     """It looks for a gradient by a number that counts the padding, as --log-num-zeros-in-grad does."""

@@ -14,6 +14,8 @@ from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
+from megatron.model.spec import ARCHITECTURES
+from megatron.training.model_provider import ModelProvider, provided_architecture
 from megatron.training.preflight import check
 
 MODELS = {
@@ -132,6 +134,20 @@ def test_contradictions(folders, words: str, message: str):
     with pytest.raises(ConfigError) as caught:
         parse_run([*RUN, "--load-hf", str(folders["llama"]), *words.split()], {})
     assert message.format(**folders) in str(caught.value)
+
+
+def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["own.py"])
+    monkeypatch.setitem(ARCHITECTURES, "own.py", None)  # is removed in the end
+    provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
+    for words in (["--load-hf", str(folders["llama"])], ["--lora-rank", "4"]):
+        with pytest.raises(ConfigError, match=words[0]):
+            parse_run([*RUN, *words], {}, provided)
+
+
+def test_a_folder_of_another_program(folders):
+    with pytest.raises(ConfigError, match="is a GPT-2 model, and this is pretrain_bert.py"):
+        parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, ARCHITECTURES["BERT"])
 
 
 def test_flags_are_those_of_the_folder(folders):

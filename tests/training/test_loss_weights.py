@@ -63,3 +63,13 @@ def test_micro_batch_mean_depends_on_the_split(run_ranks) -> None:
             assert_close(torch.tensor(loss), micro_batch_average(size))
         found[size] = loss
     assert len({round(loss, 4) for loss in found.values()}) == len(found)
+
+
+def test_both_losses_are_the_mean_without_a_mask(run_ranks) -> None:
+    assert run_ranks(1, both_without_mask)[0] == [pytest.approx(LOSSES.mean().item())] * 2
+
+
+def both_without_mask() -> list[float]:
+    batches = [Batch(loss, (loss, torch.ones_like(loss))) for loss in LOSSES.split(2)]
+    ways = weighted(iter(batches), [4], dist.group.WORLD, masks=False), weighted_by_micro_batch(iter(batches))
+    return [torch.stack([(losses * weights).sum() for losses, (_, weights) in way]).mean().item() for way in ways]

@@ -97,6 +97,40 @@ def test_the_line_names_units_that_fit_and_only_what_applies(monkeypatch, capsys
     assert "| loss scale 1 |" in lines[0]
 
 
+def test_a_terminal_is_never_quiet_for_long_and_files_do_not_depend_on_it(monkeypatch, capsys, tmp_path):
+    words = f"--train-iters 1000 --metrics-file {tmp_path}"
+    run = parse(f"{words}/terminal")
+    run = replace(run, model=replace(run.model, padded_vocab_size=128))
+    lines, recorded = lines_of_slow_iterations(run, monkeypatch, capsys, is_terminal=True)
+    iterations = {int(line[10:14]): line for line in lines if line.startswith("iteration")}
+    assert [*iterations] == [1, 2, 3, 4, 5, 8, 11, 14]
+    assert "| loss 10.0000 (mean of 9) |" in iterations[14] and "| step 2 s |" in iterations[14]
+    assert lines[8:] == [f"  evaluating: {number} of 30 batches" for number in range(2, 30, 3)]
+    assert recorded == [1, 2, 3, 4, 5]
+    pipe = replace(run, logging=replace(run.logging, metrics_file=f"{tmp_path}/pipe"))
+    lines, recorded_in_pipe = lines_of_slow_iterations(pipe, monkeypatch, capsys, is_terminal=False)
+    assert len(lines) == 6 and lines[-1] == "  evaluating: 25 of 30 batches" and recorded_in_pipe == recorded
+    every = replace(run, logging=replace(run.logging, log_interval=10, metrics_file=f"{tmp_path}/interval"))
+    lines, _ = lines_of_slow_iterations(every, monkeypatch, capsys, is_terminal=True)
+    assert [line[:14] for line in lines if line.startswith("iteration")] == ["iteration   10"]
+
+
+@pytest.mark.parametrize(
+    ("words", "resumed_after", "expected"),
+    [
+        ("--train-iters 20", 0, [*range(1, 21)]),
+        ("--train-iters 501", 0, [1, 2, 3, 4, 5, *range(10, 501, 10), 501]),
+        ("--train-iters 501", 300, [*range(10, 301, 10), *range(301, 306), *range(310, 501, 10), 501]),
+        ("--train-iters 9999", 0, [1, 2, 3, 4, 5, *range(100, 10000, 100), 9999]),
+        ("--train-iters 9999 --log-interval 4000", 0, [4000, 8000, 9999]),
+    ],
+)
+def test_the_first_iterations_are_logged_and_then_about_every_thirtieth_of_the_run(words, resumed_after, expected):
+    run = parse(words)
+    run = replace(run, train=replace(run.train, resumed_after=resumed_after))
+    assert [iteration for iteration in range(1, run.train.train_iters + 1) if run.is_logged(iteration)] == expected
+
+
 def test_full_disk_does_not_end_the_run(programs, tmp_path):
     settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
     command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)

@@ -103,6 +103,18 @@ def test_mistakes_in_flags_and_defaults(parse, words: str, defaults: dict, messa
     assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
 
 
+def test_a_flag_that_exists_is_refused(parse) -> None:
+    with pytest.raises(ConfigError, match="extra_args_provider adds a flag that exists already: argument --lr"):
+        parse("", lambda parser: parser.add_argument("--lr"))
+
+
+def test_the_help_shows_the_programs_flags(parse, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help", add_flags)
+    printed = capsys.readouterr().out
+    assert "--my_depth MY_DEPTH" in printed and "--my-name a|b" in printed
+
+
 def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
     run = parse("--pipe-parallel-size 1")
     with pytest.raises(ConfigError, match="needs a list of layers, and model_provider returned a str"):

@@ -95,6 +95,25 @@ def test_a_folder_without_a_checkpoint(corpus: Path) -> None:
     assert check(run_of(corpus, f"--load {corpus}/none --save {corpus}/none"))[1] is None
 
 
+def test_the_vocabulary_gives_its_sizes(corpus: Path) -> None:
+    run, _ = check(run_of(corpus, "--model-parallel-size 2 --make-vocab-size-divisible-by 4"))
+    assert (run.model.vocab_size, run.model.padded_vocab_size, run.model.eod_token) == (5, 8, 1)
+    assert check(run_of(corpus))[0].model.padded_vocab_size == 128
+
+
+def test_nothing_is_written(corpus: Path) -> None:
+    before = sorted(corpus.iterdir())
+    check(run_of(corpus, f"--save {corpus}/new/deep --metrics-file {corpus}/logs/metrics.jsonl"))
+    assert sorted(corpus.iterdir()) == before
+
+
+def test_most_severe_error_sets_the_class(corpus: Path) -> None:
+    (corpus / "text.bin").unlink()
+    error = refusal(run_of(corpus, f"--load {corpus}/none --save {corpus}/vocab.json"))
+    assert isinstance(error, ConfigError) and len(error.messages) == 3
+    assert "--save" in error.messages[0] and "text.bin" in error.messages[1] and "--load" in error.messages[2]
+
+
 def save(run: RunConfig, folder: Path, iteration: int, *, without: str = "?") -> Path:
     """A checkpoint without tensors; its tag. ``without`` settings whose names contain that, as an older one."""
     tag = folder / f"global_step{iteration}"

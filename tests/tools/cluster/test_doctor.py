@@ -270,6 +270,15 @@ def without_sshd(folder: Path, *words: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
+def test_among_several_hosts_this_one_needs_ssh_and_is_checked_nevertheless(folder: Path) -> None:
+    _hostfile(folder, "localhost no-such-host.invalid")
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=nope0\n")
+    code, printed = without_sshd(folder, "--quick", "--hostfile", "hostfile")
+    assert code == 6 and "  BAD  ssh          ssh: connect to host: Connection refused" in printed
+    assert "       fix: ip -br address  # then set" in printed, "a command for this host, without ssh"
+    assert printed.endswith("2 hosts, 2 ranks: 3 checks failed\n"), "the interface and the other's name besides"
+
+
 def test_this_host_is_checked_without_ssh(folder: Path) -> None:
     """Every check but ssh itself is made, and a run on this host alone is ready."""
     (folder / "hostfile").write_text("localhost slots=1\n")

@@ -17,7 +17,8 @@ from support.programs import Programs
 
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
-from megatron.tools.cluster.launching import launcher_arguments, read_launch
+from megatron.tools.cluster.hostfile import Host
+from megatron.tools.cluster.launching import chosen_hosts, launcher_arguments, read_launch
 from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command
 
 HOSTILE = [
@@ -62,6 +63,29 @@ def test_this_host_alone_needs_no_ssh(hostfile: Path, name: str) -> None:
     assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words("--force_multi"))
     hostfile.write_text("worker-1 slots=2\n")
     assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words()), "which may be another"
+
+
+def test_flags_reach_deepspeed(hostfile: Path) -> None:
+    flags = ["--no_ssh", "--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "10.0.0.1"]
+    words = launcher_arguments(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    assert words[-1] == "x.py" and set(words[:-1]) == {
+        f"--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--num_nodes=2", "--num_gpus=1",
+        "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=warning",
+    }  # fmt: skip
+
+
+def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
+    read = ["--hostfile", str(hostfile)]
+    assert chosen_hosts(read_launch([*read, "--num_nodes", "1", "x.py"])) == [Host("host-a", (0,))]
+    assert chosen_hosts(read_launch([*read, "--num_gpus", "3", "x.py"]))[1] == Host("host-b", (0, 1, 2))
+    assert "--num_nodes and --num_gpus are not supported" in refusals(hostfile, "--num_gpus", "1", "-i", "host-a")[0]
+
+
+def test_arguments_are_unchanged_on_one_host(hostfile: Path) -> None:
+    words = ["--hostfile", str(hostfile), "-i", "host-a", "--master_port", "29501", "x y.py", *HOSTILE]
+    command = launcher_arguments(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
+    assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]
+    assert "--include=host-a" in command
 
 
 @pytest.mark.parametrize("argument", HOSTILE)
