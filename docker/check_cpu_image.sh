@@ -25,8 +25,8 @@ MODEL=(
 
 step() { printf '\n== %s\n' "$*"; }
 
-# Namespaces of its own keep mounts and the containers' network apart from those of this machine. crun refuses cgroups
-# of both versions beside each other.
+# Namespaces of its own keep mounts and the containers' network apart from this machine. crun does not
+# support cgroups of both versions next to each other.
 configure() {
     if mountpoint --quiet /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi
     mkdir -p "$FOLDER/bin"
@@ -41,7 +41,7 @@ configure() {
     export PATH=$FOLDER/bin:$PATH
 }
 
-# podman raises limits, which a root without CAP_SYS_RESOURCE may not: those of this shell are kept.
+# podman raises limits, which a root without CAP_SYS_RESOURCE may not: the limits of this shell are kept.
 podman_with_limits() {
     local locked
     locked=$(ulimit -Hl)

@@ -2,7 +2,7 @@
 # Entry point of both images: starts sshd if a key is mounted, and then runs the command.
 #
 #   SSH_KEY       private key shared by all containers of the cluster, mounted read-only; without it there is no sshd
-#   SSH_ADDRESS   address on which sshd listens: that of this host in the cluster's network
+#   SSH_ADDRESS   address on which sshd listens: this host's address in the cluster's network
 #   SSH_PORT      not 22, the port of the host's own sshd
 #
 # The key allows logins to every container and also signs the host key that a container creates at its first start. So

@@ -19,7 +19,7 @@ DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ in the container; ind
 CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ in the container
 INFINIBAND=${INFINIBAND-/dev/infiniband}           # device files of RDMA, passed if they exist; empty: none
 SSH_KEY=${SSH_KEY:-}                               # private key shared by all containers; empty: no sshd
-SSH_ADDRESS=${SSH_ADDRESS:-}                       # address on which sshd listens: that of this host in the cluster's network
+SSH_ADDRESS=${SSH_ADDRESS:-}                       # address on which sshd listens: this host's address in the cluster's network
 SSH_PORT=${SSH_PORT:-2222}                         # the same on all hosts
 
 INSIDE=/opt/megatron-deepspeed

@@ -6,7 +6,7 @@
 #   DS_ACCELERATOR=cpu GPUS=2 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/ds_pretrain_gpt2.sh
 #
 # Data, model and training are set in tools/gpt2_345m.sh. With --deepspeed_config FILE, the settings in the file must
-# agree with those of the scripts. DRY_RUN=1 prints the command instead of running it.
+# agree with the scripts. DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
 # shellcheck source=tools/gpt2_345m.sh
 source "$(dirname "$0")/../tools/gpt2_345m.sh"

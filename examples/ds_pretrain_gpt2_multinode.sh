@@ -7,7 +7,7 @@
 #   NODE_RANK=0 MASTER_ADDR=worker-1 bash examples/ds_pretrain_gpt2_multinode.sh        without ssh: once on each host
 #
 # See docs/multinode.md for requirements and output. Data (the same paths on every host), model and training are set in
-# tools/gpt2_345m.sh. With --deepspeed_config FILE, the settings in the file must agree with those of the scripts.
+# tools/gpt2_345m.sh. With --deepspeed_config FILE, the settings in the file must agree with the scripts.
 # DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
 # shellcheck source=tools/gpt2_345m.sh

@@ -6,7 +6,7 @@
 #   TASK=WIKITEXT103 VALID_DATA=wiki.test.tokens bash examples/evaluate_lambada.sh     the perplexity of WikiText
 #   DS_ACCELERATOR=cpu GPUS=1 bash examples/evaluate_lambada.sh
 #
-# The model's sizes, its attention window and its tokenizer are those of the checkpoint.
+# The model's sizes, its attention window and its tokenizer are read from the checkpoint.
 set -euo pipefail
 
 # What is evaluated.

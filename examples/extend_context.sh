@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Extend the context of a small Llama by YaRN, from 2,048 tokens to 8,192, on two CPU cores: train it on short sequences,
-# train it a little on long ones, and compare its loss on held-out text with that of the model before.
+# train it a little on long ones, and compare its loss on held-out text with the model before.
 #
 #   bash examples/extend_context.sh          5 minutes of CPU time, without installation
 #   bash examples/extend_context.sh --fast   from 256 tokens to 1,024, in a minute; shows the steps, not a good model

@@ -38,7 +38,7 @@ PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo bf
 GPUS=${GPUS:-8}
 MASTER_PORT=${MASTER_PORT:-29500}
 TP=${TP:-1}                 # tensor-parallel size
-PP=${PP:-0}                 # pipeline stages, 0: plain engine; processes / (TP x PP) is the data-parallel size
+PP=${PP:-0}                 # pipeline stages, 0: no pipeline; processes / (TP x PP) is the data-parallel size
 ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 CPU_OPTIMIZER=${CPU_OPTIMIZER:-0}
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}

@@ -5,7 +5,7 @@
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=HOST bash examples/pretrain_bert_distributed.sh     on HOST; NODE_RANK=1 on the other host
 #   DS_ACCELERATOR=cpu GPUS=2 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/pretrain_bert_distributed.sh
 #
-# With --deepspeed_config FILE, the settings in the file must agree with those of this script.
+# With --deepspeed_config FILE, the settings in the file must agree with this script.
 set -euo pipefail
 
 # Data, as tools/preprocess_data.py --split-sentences writes it, and checkpoints: a run resumes from its own.
@@ -36,7 +36,7 @@ NODE_RANK=${NODE_RANK:-0}             # number of this host
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} # address of host 0
 MASTER_PORT=${MASTER_PORT:-29500}
 TP=${TP:-1}                 # tensor-parallel size
-PP=${PP:-0}                 # pipeline stages, 0: plain engine; processes / (TP x PP) is the data-parallel size
+PP=${PP:-0}                 # pipeline stages, 0: no pipeline; processes / (TP x PP) is the data-parallel size
 ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 
 # Activation checkpointing: 1 is on, 0 is off. Partitioning requires TP > 1.

@@ -60,7 +60,7 @@ def model_provider(run, layout):
 
 
 def train_valid_test_datasets_provider(run, samples):
-    """Data sets for training, validation and test, which need so many samples."""
+    """Data sets for training, validation and test, which need that many samples."""
     training, validation, _ = samples
     return Curve(training), Curve(validation), None
 

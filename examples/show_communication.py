@@ -71,7 +71,7 @@ def show(title, mapping, x, group, *dim):
 
 
 def heading(title):
-    """Print a title, on rank 0 alone."""
+    """Print a title, on rank 0 only."""
     if not rank(os.environ):
         print(f"\n{title}", flush=True)
 

@@ -44,11 +44,11 @@ def main() -> None:
     from megatron.training.preflight import check
     from megatron.training.setup import initialized_ranks
 
-    # 1. From flags, those of pretrain_gpt2.py, to a checked and frozen configuration.
+    # 1. From flags of pretrain_gpt2.py to a checked and frozen configuration.
     folder = Path(tempfile.gettempdir()) / f"small_model_{os.environ.get('MASTER_PORT', 'mpi')}"
     run, _ = check(parse_run([*FLAGS.split(), "--save", str(folder)], os.environ))
 
-    # 2. Join the process groups. The layout is this rank's place in them; it is passed to whatever needs it.
+    # 2. Join the process groups. The layout has this rank's coordinates in them; it is passed to everything that needs it.
     with initialized_ranks(run, callbacks=()) as (layout, _):
         # 3. DeepSpeed's engine around model and Adam, this data-parallel rank's samples, and five steps.
         engine = build_engine(run, layout, annealing_lr(run))
@@ -83,7 +83,7 @@ def logits_of(model, layout, vocab_size):
 
 
 def log(text: str) -> None:
-    """Print on rank 0 alone."""
+    """Print on rank 0 only."""
     if not rank(os.environ):
         print(text, flush=True)
 

@@ -219,8 +219,8 @@ TINY = {
     ("script", "variables", "layout"),
     [
         (PIPE, {"TP": "1", "PP": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
-        (PLAIN, {"ZERO_STAGE": "2"}, "TP 1 x PP 1 x DP 2, plain engine, ZeRO 2"),
-        (TORCHRUN, {"TP": "2", "PARTITION_ACTIVATIONS": "1"}, "TP 2 x PP 1 x DP 1, plain engine, ZeRO 1"),
+        (PLAIN, {"ZERO_STAGE": "2"}, "TP 1 x PP 1 x DP 2, DeepSpeedEngine, ZeRO 2"),
+        (TORCHRUN, {"TP": "2", "PARTITION_ACTIVATIONS": "1"}, "TP 2 x PP 1 x DP 1, DeepSpeedEngine, ZeRO 1"),
         (SLURM, {"TP": "1", "SLURM_NTASKS": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
     ],
 )
@@ -303,7 +303,7 @@ def test_the_fine_tuning_script_trains_and_exports(programs: Programs, llama: Pa
         program = next(place for place, word in enumerate(words) if word.endswith(".py"))
         outputs.append(programs.warm(2 if launcher == "deepspeed" else 1, *words[program:]).ok().output)
     _, trained, _ = outputs
-    assert "> layout    2 processes = TP 2 x PP 1 x DP 1, plain engine, ZeRO 1" in trained
+    assert "> layout    2 processes = TP 2 x PP 1 x DP 1, DeepSpeedEngine, ZeRO 1" in trained
     assert "> sft       6 documents in 3 samples an epoch" in trained
     assert ": 13,312 of 64,672 parameters trained" in trained
     lines = [line for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
@@ -376,6 +376,6 @@ def test_the_classic_command_line_trains(programs: Programs, tmp_path) -> None:
         "--deepspeed_config", tmp_path / "ds_config.json", "--metrics-file", tmp_path / "metrics",
         TORCH_CPP_LOG_LEVEL="WARNING",
     ).ok()  # fmt: skip
-    assert "TP 2 x PP 1 x DP 2, plain engine, ZeRO 2" in finished.output
+    assert "TP 2 x PP 1 x DP 2, DeepSpeedEngine, ZeRO 2" in finished.output
     assert "TCPStore" not in finished.output, "every rank has left the store before its host ends"
     assert read_metrics(tmp_path / "metrics")[0]["lm_loss"] == pytest.approx(math.log(92), abs=0.2)

@@ -40,9 +40,9 @@ supported layouts compute the same results with your own model.
 
 ## Overview
 
-Each row is a setting. Each column is an engine with tensor parallelism (TP), `--sequence-parallel` (SP),
-`--context-parallel-size` (CP) or `--ds-sequence-parallel-size` (Ulysses). A number is that of a rule below that
-excludes the combination.
+Each row is a setting. Each column is an engine (`DeepSpeedEngine` without a pipeline, or the pipeline engine) with
+tensor parallelism (TP), `--sequence-parallel` (SP), `--context-parallel-size` (CP) or `--ds-sequence-parallel-size`
+(Ulysses). A number refers to the rule below that excludes the combination.
 """
 
 RULES_TABLE = """
@@ -56,18 +56,18 @@ COMMAND_LINE = """\
 # Command-line reference
 
 This page is generated from the flags by `python tools/write_reference_docs.py`. `python pretrain_gpt2.py --help` and
-`python pretrain_bert.py --help` print the same texts. Flags may be written with hyphens or underscores. Names after the
-first one are aliases. `N` is a whole number and `X` any number.
-Of a flag that is repeated the last value counts, with a warning.
+`python pretrain_bert.py --help` print the same descriptions. Flags may be written with hyphens or underscores.
+Names after the first one are aliases. `N` is a whole number and `X` any number. If a flag is repeated, the last value
+counts, with a warning.
 """
 
 CLASSIC_FLAGS = """\
 # Flags of Megatron-LM and Megatron-DeepSpeed
 
 This page is generated from the flags by `python tools/write_reference_docs.py`. It lists the training flags of
-Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) that are no flags here, and
-what becomes of each. Most of their flags are [flags here](command-line.md), too, under the same name or as another name
-of one. `name=value` is one value of a flag, and `*` a family of flags. For complete commands see
+Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) that do not exist here,
+and what happens to each. Most of their flags [exist here](command-line.md), under the same name or an alias.
+`name=value` is one value of a flag, and `*` stands for a group of flags. For complete commands see
 [Coming from Megatron-LM](coming-from-megatron.md).
 """
 
@@ -75,13 +75,13 @@ OUTCOME_TABLES = {
     "replaced": "Replaced\n\n| flag | read as |",
     "fulfilled": "Accepted: what they ask for happens in any case\n\n| flag | what happens |",
     "ignored": "Accepted with a warning: they have no effect\n\n| flag | what happens instead |",
-    "refused": "Refused\n\n| flag | reason, and what to use |",
+    "refused": "Not supported\n\n| flag | reason, and what to use |",
 }
 
 TASKS = """
 ## Fine-tuning
 
-Flags of `tasks/main.py` ([Fine-tuning](finetuning.md)), besides those above that are not for pretraining.
+Flags of `tasks/main.py` ([Fine-tuning](finetuning.md)), in addition to the flags above that are not for pretraining.
 
 | flag | value | description |
 |---|---|---|
@@ -101,11 +101,11 @@ SAMPLE = (
     "--batch-size 1 --gas 8 --data-path corpus --vocab-file vocab.json --merge-file merges.txt"
 )
 ENGINES = {
-    "plain engine": "--pipe-parallel-size 0",
-    "plain, TP": "--pipe-parallel-size 0 --model-parallel-size 2",
-    "plain, TP, SP": "--pipe-parallel-size 0 --model-parallel-size 2 --sequence-parallel",
-    "plain, Ulysses": "--pipe-parallel-size 0 --ds-sequence-parallel-size 2",
-    "plain, CP": "--pipe-parallel-size 0 --context-parallel-size 2",
+    "no pipeline": "--pipe-parallel-size 0",
+    "no pipeline, TP": "--pipe-parallel-size 0 --model-parallel-size 2",
+    "no pipeline, TP, SP": "--pipe-parallel-size 0 --model-parallel-size 2 --sequence-parallel",
+    "no pipeline, Ulysses": "--pipe-parallel-size 0 --ds-sequence-parallel-size 2",
+    "no pipeline, CP": "--pipe-parallel-size 0 --context-parallel-size 2",
     "pipeline": "--pipe-parallel-size 2",
     "pipeline, TP": "--pipe-parallel-size 2 --model-parallel-size 2",
     "pipeline, TP, SP": "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel",

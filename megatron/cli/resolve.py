@@ -187,7 +187,7 @@ def _zero(run: RunConfig) -> ZeroConfig:
     """Half precision at stage 0, by default or provided, is stage 1, which computes what stage 0 should.
 
     DeepSpeed 0.19.8 without ZeRO clips by the gradient norm of one tensor-parallel rank; in fp16 it does not scale
-    the loss, but divides the gradient by the scale; in bf16 on the plain engine it keeps no fp32 weights.
+    the loss, but divides the gradient by the scale; in bf16 on ``DeepSpeedEngine`` it keeps no fp32 weights.
     """
     if run.precision.dtype == "fp32" or run.zero.zero_stage > 0:
         return run.zero

@@ -54,8 +54,8 @@ class ZeroConfig:
 
     zero_stage: int = flag(
         0,
-        "ZeRO stage: 0 disables ZeRO, 1 shards optimizer state, 2 also gradients, 3 also weights. Stages 2 and 3 need "
-        "the plain engine (default: 0, or 1 with --bf16 or --fp16, where 0 runs as 1).",
+        "ZeRO stage: 0 disables ZeRO, 1 shards optimizer state, 2 also gradients, 3 also weights. Stages 2 and 3 "
+        "exclude a pipeline (default: 0, or 1 with --bf16 or --fp16, where 0 runs as 1).",
         switches={"use-distributed-optimizer": 1},
         within="[0, 3]",
     )

@@ -166,7 +166,7 @@ class ObserveConfig:
     )
     flops_profile_step: int | None = flag(
         None,
-        "Iteration to profile with DeepSpeed's FLOPs profiler (plain engine).",
+        "Iteration to profile with DeepSpeed's FLOPs profiler (not with a pipeline).",
         within="[1, inf)",
         excludes={
             "pipe_parallel_size": "the pipeline engine writes no profile; --explain prints the FLOPs of each stage"

@@ -20,8 +20,8 @@ class ParallelConfig:
     )
     pipe_parallel_size: int = flag(
         0,
-        "Number of pipeline stages. 0 uses DeepSpeed's plain engine (any ZeRO stage); 1 or more its pipeline engine "
-        "(ZeRO 0 or 1).",
+        "Number of pipeline stages. 0 uses DeepSpeedEngine, without a pipeline (any ZeRO stage); 1 or more "
+        "DeepSpeed's pipeline engine (ZeRO 0 or 1).",
         aliases=("pipeline-model-parallel-size",),
         switches={"no-pipeline-parallel": 0},
         within="[0, 1048576]",
@@ -172,7 +172,7 @@ class ParallelConfig:
 
     @property
     def pipe_stages(self) -> int:
-        """Number of pipeline stages; 1 on the plain engine."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return max(self.pipe_parallel_size, 1)
 
     @property

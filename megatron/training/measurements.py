@@ -133,7 +133,7 @@ class ZerosInGradient(Callback):
 
     @contextmanager
     def _count(self, instruction: Instruction) -> Iterator[None]:
-        # The plain engine is asked for a step after each micro-batch, and makes it after the last one.
+        # DeepSpeedEngine is asked for a step after each micro-batch, and makes it after the last one.
         if instruction.name == "OptimizerStep" and instruction.micro_batch in (None, self._last_micro_batch):
             self._zeros = zeros_in_gradient(self._module, self._layout)
         yield

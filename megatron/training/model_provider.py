@@ -36,7 +36,7 @@ class ModelProvider:
     """Values of flags that the command line may change."""
 
     def module(self, run: RunConfig, layout: "ParallelLayout") -> "nn.Module":
-        """The whole model for the plain engine. Raises ConfigError for settings that need layers."""
+        """The full model for ``DeepSpeedEngine``. Raises ConfigError for settings that need layers."""
         from megatron.engines.containers import ProvidedModel, SequentialModel
 
         model = self.model(run, layout)

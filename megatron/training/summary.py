@@ -18,7 +18,9 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     The kernel is that of ``device``; by default of a new one of the run's kind.
     """
     parallel, train, model = run.parallel, run.train, run.model
-    engine = f"pipeline engine, {counted(parallel.pipe_stages, 'stage')}" if parallel.uses_pipeline else "plain engine"
+    engine = "DeepSpeedEngine"
+    if parallel.uses_pipeline:
+        engine = f"pipeline engine, {counted(parallel.pipe_stages, 'stage')}"
     experts = parallel.expert_model_parallel_size
     divided = f", experts over {experts} data-parallel ranks" if experts > 1 else ""
     sequence = _sequence_ranks(parallel)

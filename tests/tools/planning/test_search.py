@@ -34,7 +34,7 @@ def test_every_layout_is_listed_or_counted_with_its_reason():
         for one in (*plan.fitting, *plan.too_large)
     )
     assert set(grids) == {(t, p) for t in (1, 2, 4) for p in (0, 1, 2, 4) if t * max(p, 1) <= 4}
-    # The plain engine on four data-parallel ranks: ZeRO 1 to 3, 3 kinds of recomputation, micro-batches of 1, 2, 4.
+    # DeepSpeedEngine on four data-parallel ranks: ZeRO 1 to 3, 3 kinds of recomputation, micro-batches of 1, 2, 4.
     assert grids[1, 0] == 3 * 3 * 3
     # Four stages on one replica: ZeRO 1, as which bf16 runs at 0; 3 kinds, micro-batches of 1, 2, 4, 8, 16.
     assert grids[1, 4] == 3 * 5

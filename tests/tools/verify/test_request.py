@@ -59,7 +59,7 @@ def request(words: str = "", iterations: int = 5, first: Layout | None = None) -
 
 
 def test_every_legal_layout_of_two_processes() -> None:
-    """As the rules say: ZeRO 2 and 3 on the plain engine alone, sequence parallelism with tensor parallelism alone."""
+    """As the rules say: ZeRO 2 and 3 without a pipeline only, sequence parallelism with tensor parallelism only."""
     plain = {f"{grid}{zero}" for grid in ("tp1-pp0-dp2", "tp2-pp0-dp1") for zero in ("", "-zero1", "-zero2", "-zero3")}
     stages = {f"tp{t}-pp{p}-dp{d}{zero}" for t, p, d in [(1, 1, 2), (2, 1, 1), (1, 2, 1)] for zero in ("", "-zero1")}
     legal = {layout.name for layout in supported_layouts(request(), 2)}
