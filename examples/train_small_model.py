@@ -48,7 +48,7 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / f"small_model_{os.environ.get('MASTER_PORT', 'mpi')}"
     run, _ = check(parse_run([*FLAGS.split(), "--save", str(folder)], os.environ))
 
-    # 2. Join the process groups. The layout has this rank's coordinates in them; it is passed to everything that needs it.
+    # 2. Join the process groups. The layout has this rank's coordinates; everything takes it as an argument.
     with initialized_ranks(run, callbacks=()) as (layout, _):
         # 3. DeepSpeed's engine around model and Adam, this data-parallel rank's samples, and five steps.
         engine = build_engine(run, layout, annealing_lr(run))
