@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.cli.deepspeed_json.settings import SETTINGS
-from megatron.cli.layer import Given, Layer, group, read_layer
+from megatron.cli.layer import Given, Layer, group, read_layer, unexpected
 from megatron.cli.parser import SETTINGS_FILE, build_parser
 from megatron.cli.presets import PRESETS, preset_words
 from megatron.cli.provided import Provided
@@ -88,12 +88,15 @@ def layered(layers: Iterable[Mapping[str, Provided]]) -> dict[str, Provided]:
 def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict[str, Any]:
     """The values of the flags that the program of a provided model has added. Call ``read_flags`` before.
 
-    Raises ConfigError if a required one is missing, or a value is no JSON, since checkpoints contain them.
+    Raises ConfigError if a required one is missing, if a word follows no flag, or if a value is no JSON, since
+    checkpoints contain them.
     """
     if architecture.provider is None:
         return {}
     words = [word for layer in _read_layers(argv, architecture) for word in layer.extra_words]
-    namespace, _ = build_parser(architecture).parse_known_args(words)
+    namespace, rest = build_parser(architecture).parse_known_args(words)
+    if rest:
+        raise ConfigError([unexpected(word) for word in rest])
     values = {name: value for name, value in vars(namespace).items() if name != "deepspeed"}
     for name, value in values.items():
         try:

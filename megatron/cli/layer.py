@@ -102,12 +102,14 @@ class _Reader:
         problems = self.layer.problems
         values = [] if isinstance(given.value, bool) else [given.value] if isinstance(given.value, str) else given.value
         if not is_flag(name):
-            problems.extend(f"{at}{_unexpected(word)}" for word in (given.name, *values))
+            problems.extend(f"{at}{unexpected(word)}" for word in (given.name, *values))
         elif name in self.known:
             self._read_known(*self.known[name], given)
         elif name in self.others:
             problems.append(f"{at}{name}: {self.others[name]}")
-        elif (outcome := outcome_of(name.removeprefix("--"), values)) is None:
+        elif (outcome := outcome_of(name.removeprefix("--"), values)) is not None and given.value is False:
+            pass  # off, as if it were not given
+        elif outcome is None:
             guess = did_you_mean(
                 name, [known for known, _ in self.known.values()], otherwise="see --help", cutoff=_NEAR
             )
@@ -132,17 +134,27 @@ class _Reader:
         elif isinstance(value, str) and action.nargs == 0:
             self.layer.problems.append(f"{at}{name} is a switch: write true or false")
         elif not isinstance(action, ConfigFlag):
-            self.layer.extra_words += [] if value is False else [name, *_words(value)]
+            self._add_extra_words(name, action, given)
         elif value is False:
             if off := _off(action):
                 self.read(Given(off, [], given.place))
         else:
             self._read_value(name, action, _words(value), given.place)
 
+    def _add_extra_words(self, name: str, action: argparse.Action, given: Given) -> None:
+        """Add a flag that is no field of the config, for the program's parser, which gets a value such as --x, too."""
+        at, words = f"{given.place}: " if given.place else "", _words(given.value)
+        if action.nargs == 0:
+            self.layer.problems += [f"{at}{unexpected(word)}" for word in words]
+        if given.value is not False:
+            self.layer.extra_words += (
+                [f"{name}={words[0]}", *words[1:]] if words and is_flag(words[0]) else [name, *words]
+            )
+
     def _read_value(self, name: str, action: argparse.Action, words: list[str], place: str) -> None:
         at, is_switch = f"{place}: " if place else "", action.nargs == 0
         most = 0 if is_switch else 1 if action.nargs is None else len(words)
-        self.layer.problems += [f"{at}{_unexpected(word)}" for word in words[most:]]
+        self.layer.problems += [f"{at}{unexpected(word)}" for word in words[most:]]
         if not is_switch and not words:
             self.layer.unreadable.append(f"{at}{name}: needs a value")
             return
@@ -162,7 +174,8 @@ def _words(value: bool | str | list[str]) -> list[str]:
     return [] if isinstance(value, bool) else [value] if isinstance(value, str) else value
 
 
-def _unexpected(word: str) -> str:
+def unexpected(word: str) -> str:
+    """The message for a word of a command line that belongs to no flag."""
     return f"unexpected argument {word!r}: every value follows its flag"
 
 

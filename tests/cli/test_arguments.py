@@ -178,6 +178,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         ),
         ("bert --top-k 3", "--top-k: it is for text generation: use tools/generate.py"),
         ("--fp16 --bf16 yes", "unexpected argument 'yes': every value follows its flag"),
+        ("--deepspeed ds_config.json", "unexpected argument 'ds_config.json': every value follows its flag"),
         (
             "--batch-size 2 --micro-batch-size 3",
             "--batch-size 2 and --micro-batch-size 3 set the same thing: remove one",

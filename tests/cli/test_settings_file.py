@@ -173,6 +173,13 @@ def test_classic_flags_have_their_outcome_in_a_file_too(run_of, messages) -> Non
     assert line.startswith("run.yaml, line 1: --yaml-cfg: ")
 
 
+@pytest.mark.parametrize("name", ["use-checkpoint-args", "use-flash-attn", "fp8-margin"])
+def test_a_classic_switch_that_is_off_has_no_outcome(tmp_path: Path, name: str) -> None:
+    (file := tmp_path / "run.yaml").write_text(f"{LINES}\n{name}: false\n")
+    parsed = read_run(["--config", str(file)], {**CPU, "WORLD_SIZE": "1"})
+    assert (parsed.problems, parsed.warnings) == ([], [])
+
+
 def test_tools_that_describe_runs_read_it(tmp_path: Path) -> None:
     (file := tmp_path / "run.yaml").write_text(LINES + "\nglobal-batch-size: 8\nbf16: true\n")
     request = planned(["--config", str(file), "--lr", "2"], Machine(DEVICES["a100"], 2), 2)
