@@ -42,8 +42,8 @@ IGNORED = {
     ),
     "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
         "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
-        "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln cross-entropy-loss-fusion "
-        "cross-entropy-fusion-impl no-clone-scatter-output-in-embedding"
+        "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding"
     ),
     "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam",
     "Muon's iterations are in bf16 with --bf16, otherwise in fp32": "muon-fp32-matmul-prec",

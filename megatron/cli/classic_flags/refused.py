@@ -15,7 +15,8 @@ REFUSED = {
         "moe-train-capacity-factor moe-eval-capacity-factor"
     ),
     "not a part of the mixture of experts here: remove it": (
-        "moe-* disable-moe-* num-experts-switch use-tutel overlap-moe-expert-parallel-comm delay-wgrad-compute "
+        "moe-* disable-moe-* mlp-type enable-expert-tensor-parallelism num-experts-switch use-tutel "
+        "overlap-moe-expert-parallel-comm delay-wgrad-compute "
         "use-fused-weighted-squared-relu"
     ),
     "there is no multi-latent attention, multi-token prediction or state-space layer: remove it": (
@@ -39,12 +40,13 @@ REFUSED = {
     ),
     "all layers are recomputed, fully or selectively, or none: use --recompute-granularity full or selective, and "
     "--checkpoint-num-layers for layers that are recomputed together": (
-        "recompute-method recompute-modules activations-checkpoint-method cpu-offloading-num-layers "
+        "recompute-method recompute-modules activations-checkpoint-method split-transformers cpu-offloading-num-layers "
         "fine-grained-activation-offloading"
     ),
     "ZeRO shards the weights: use --zero-stage 3": (
         "DDP-impl use-torch-fsdp2 use-megatron-fsdp torch-fsdp2-* fsdp-* data-parallel-sharding-strategy "
-        "enable-full-sharding-in-hsdp keep-fp8-transpose-cache num-distributed-optimizer-instances "
+        "suggested-communication-unit-size enable-full-sharding-in-hsdp keep-fp8-transpose-cache "
+        "num-distributed-optimizer-instances "
         "memory-centric-tiled-linear tile-factor scattered-embeddings"
     ),
     "the optimizer is offloaded completely: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to "
@@ -98,7 +100,8 @@ REFUSED = {
         "legacy-tokenizer trust-remote-code padded-vocab-size allow-ambiguous-pad-tokens"
     ),
     "data sets are named on the command line: use --data-path, or --train-data-path and its companions": (
-        "data-args-path per-split-data-args-path train-idx-path train-desc-path train-doc-idx-path "
+        "data-args-path per-split-data-args-path aml-data-download-path sample-rate "
+        "train-idx-path train-desc-path train-doc-idx-path "
         "train-sample-idx-path train-shuffle-idx-path train-data-exact-num-epochs return-data-index "
         "use-dataset-only object-storage-cache-path disable-msc"
     ),
@@ -114,14 +117,14 @@ REFUSED = {
         "non-persistent-* replication replication-*"
     ),
     "an evaluation takes --eval-iters batches, and tools/evaluate.py evaluates a checkpoint": (
-        "full-validation multiple-validation-sets"
+        "full-validation multiple-validation-sets test-mode"
     ),
     "use --profile-steps A:B with --profile-dir": (
         "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "
         "memory-snapshot-path"
     ),
     "runs are restarted by the launcher: use --auto-resume": (
-        "inprocess-* enable-ft-package calc-ft-timeouts error-injection-*"
+        "inprocess-* enable-ft-package calc-ft-timeouts run-workload-inspector-server error-injection-*"
     ),
     "not supported: send SIGTERM to save and end a run": "kill-switch-file",
     "not supported (a service of NVIDIA's own cluster): use --auto-resume": (
