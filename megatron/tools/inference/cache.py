@@ -35,6 +35,8 @@ class KeyValueCache:
         self._end = 0
         self.positions = torch.empty(rows, 0, dtype=torch.long, device=device)
         """Positions of the new tokens in their sequences [b, q]."""
+        self.rotation: tuple[Tensor, Tensor] | None = None
+        """Cosines and sines of ``positions``, once a layer has computed them for all."""
         self.mask: Tensor | None = None
         """True where a new token attends to a column [b, 1, q, c]; None if each attends to all columns up to its own,
         which are all columns for a single token."""
@@ -51,6 +53,7 @@ class KeyValueCache:
         self._end = max(begins) + q
         self._reserve(self._end)
         self.positions = torch.tensor(begins, device=device).unsqueeze(1) + torch.arange(q, device=device)  # [b, q]
+        self.rotation = None
         is_even = q == 1 and min(begins) == max(begins)
         if self._pre_tokens >= self._end - 1 and (is_even or not any(begins)):
             self.mask = None
@@ -147,10 +150,11 @@ class CachedRotation(nn.Module):
         self.rotary, self.decoding = rotary, decoding
 
     def forward(self, query: Tensor, key: Tensor, segment_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.decoding.cache is None:
+        cache = self.decoding.cache
+        if cache is None:
             return self.rotary(query, key, segment_ids)
-        tables = self.rotary.embedding.tables(self.decoding.cache.positions, query.dtype)
-        return rotate(query, tables), rotate(key, tables)
+        cache.rotation = cache.rotation or self.rotary.embedding.tables(cache.positions, query.dtype)
+        return rotate(query, cache.rotation), rotate(key, cache.rotation)
 
 
 class CachedProjection(nn.Module):

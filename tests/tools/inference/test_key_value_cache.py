@@ -1,6 +1,7 @@
 """Attention with a key-value cache, against the entire sequence computed again."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,3 +78,25 @@ def difference(settings: dict) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_generation_equals_uncached(kind, run_ranks):
     assert run_ranks(1, difference, KINDS[kind])[0] < 1e-4
+
+
+def test_the_layers_of_a_step_share_cosines_and_sines(run_ranks):
+    """Each layer would otherwise start a dozen small kernels for the same values."""
+    assert run_ranks(1, tables_of_two_steps) == [2]
+
+
+def tables_of_two_steps() -> int:
+    """How often cosines and sines are computed in two steps of a model of two layers."""
+    from megatron.engines.containers import sequential_model
+    from megatron.model.rotary import RotaryEmbedding
+    from megatron.parallel.layout import ParallelLayout
+    from megatron.tools.inference.model import LanguageModel
+
+    config, layout = replace(CONFIG, **LLAMA), ParallelLayout.create(ParallelConfig())
+    model = sequential_model(config, ActivationConfig(), layout).eval()
+    inference = LanguageModel(model, config, layout.tensor_group)
+    cache, tables = inference.empty_cache(1), RotaryEmbedding.tables
+    with torch.no_grad(), patch.object(RotaryEmbedding, "tables", autospec=True, side_effect=tables) as computed:
+        for tokens in ([[1, 2, 3]], [[4]]):
+            inference.next_logits(torch.tensor(tokens), cache)
+    return computed.call_count
