@@ -31,12 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYOUTS = """\
 # Which layouts are supported
 
-This page is generated from the rules by `python tools/write_reference_docs.py`. A run that breaks a rule is rejected
-before it starts, with a message that names the nearest supported settings; all broken rules are reported at once. A
-rule marked as a warning does not stop the run, since the setting is harmless: the run starts with one line about it.
-`--explain` on any command line prints the layout, the rank groups, the DeepSpeed config and the result of each rule,
-and exits; with it, `--world-size N` replaces the launcher. [tools/verify_layout.py](verify.md) checks that
-supported layouts compute the same results with your own model.
+This page lists which layouts are supported, and every rule with its reason; `python tools/write_reference_docs.py`
+generates it from the rules. A run that breaks a rule is rejected before it starts, with a message that names the
+nearest supported settings; all broken rules are reported at once. A rule marked as a warning does not stop the run,
+since the setting is harmless: the run starts with one line about it. `--explain` on any command line prints the layout,
+the rank groups, the DeepSpeed config and the result of each rule, and exits; with it, `--world-size N` replaces the
+launcher. [tools/verify_layout.py](verify.md) checks that supported layouts compute the same results with your own
+model.
 
 ## Overview
 
@@ -55,8 +56,8 @@ RULES_TABLE = """
 COMMAND_LINE = """\
 # Command-line reference
 
-This page is generated from the flags by `python tools/write_reference_docs.py`. `python pretrain_gpt2.py --help` and
-`python pretrain_bert.py --help` print the same descriptions. Flags may be written with hyphens or underscores.
+This page lists every flag of the training programs, and all tools; `python tools/write_reference_docs.py` generates it
+from the code. `--help` of each program prints the same descriptions. Flags may be written with hyphens or underscores.
 Names after the first one are aliases. `N` is a whole number and `X` any number. If a flag is repeated, the last value
 counts, with a warning.
 """
@@ -64,9 +65,9 @@ counts, with a warning.
 CLASSIC_FLAGS = """\
 # Flags of Megatron-LM and Megatron-DeepSpeed
 
-This page is generated from the flags by `python tools/write_reference_docs.py`. It lists the training flags of
-Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) that do not exist here,
-and what happens to each. Most of their flags [exist here](command-line.md), under the same name or an alias.
+This page lists the training flags of Megatron-LM, Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example
+(Megatron-LM v1.1.5) that do not exist here, and what happens to each; `python tools/write_reference_docs.py` generates
+it from the code. Most of their flags [exist here](command-line.md), under the same name or an alias.
 `name=value` is one value of a flag, and `*` stands for a group of flags. For complete commands see
 [Coming from Megatron-LM](coming-from-megatron.md).
 """

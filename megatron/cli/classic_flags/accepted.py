@@ -63,7 +63,7 @@ IGNORED = {
         "overlap-p2p-communication-warmup-flush use-ring-exchange-p2p "
         "microbatch-group-size-per-virtual-pipeline-stage"
     ),
-    "tensor-parallel communication is not overlapped": (
+    "tensor-parallel communication always overlaps with the matmuls of the backward pass": (
         "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-*"
     ),
     "the parallel layout decides the process groups and backends": (
