@@ -2,6 +2,7 @@
 
 import os
 import types
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -73,6 +74,38 @@ def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
         monkeypatch.setenv(name, "")
     discover_mpi_ranks(29501)
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_PORT")] == ["2", "1", "29501"]
+
+
+@pytest.mark.parametrize(("ranks", "reductions"), [(1, 0), (2, 1)])
+def test_one_rank_reduces_nothing(monkeypatch: pytest.MonkeyPatch, ranks: int, reductions: int) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from megatron.engines.engine import Engine
+
+    calls: list[int] = []
+    monkeypatch.setattr(DeepSpeedEngine, "buffered_allreduce_fallback", lambda *_: calls.append(1))
+    engine = object.__new__(Engine)
+    vars(engine).update(_data_group=SimpleNamespace(size=lambda: ranks))
+    engine.buffered_allreduce_fallback(elements_per_buffer=10)
+    assert len(calls) == reductions
+
+
+def test_no_reduction_counts_the_devices_of_a_cpu(run_ranks_once, programs) -> None:
+    """They are counted before the ranks meet, and once afterwards."""
+    words = "--train-iters 1 --batch-size 1 --gas 4 --eval-iters 0 --zero-stage 3".split()
+    assert max(run_ranks_once(2, _train_counting, [*_tiny(programs), *words])) <= 2
+
+
+def _train_counting(words: list[str]) -> int:
+    """How often a run asks numactl for the processors of this machine."""
+    from deepspeed.utils import numa
+    from support.training import pretrain
+
+    asked = []
+    numa.get_numa_cores = lambda: asked.append(1) or [[0], [1]]
+    code, _ = pretrain(words)
+    assert code == 0
+    return len(asked)
 
 
 def _tiny(programs) -> list[str]:

@@ -183,6 +183,44 @@ def test_the_classic_order_of_arguments():
     assert (shortest.schedule.min_lr, shortest.use_checkpoint_lr_scheduler) == (0.0, True)
 
 
+def test_no_optimizer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"got no optimizer \(None\)"):
+        scheduler(None)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once, zero_stage: int):
+    expected = [schedule("cosine").learning_rate(n) for n in range(4)]
+    assert run_ranks_once(1, _rates_of_engines, zero_stage) == [[(True, 1, expected), (True, 1, expected)]]
+
+
+def _rates_of_engines(zero_stage: int) -> list[tuple[bool, int, list[float]]]:
+    """With an instance and with a callable: whether the engine returns an AnnealingLR, its groups and rates."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero_stage},
+        "bf16": {"enabled": True},
+    }
+    results = []
+    for is_instance in (True, False):
+        module = torch.nn.Linear(2, 1)
+        groups = [{"params": []}, {"params": list(module.parameters())}]  # DeepSpeed removes the empty group
+        optim = torch.optim.AdamW(groups, lr=123.0)
+        engine, _, _, sched = deepspeed.initialize(
+            model=module, optimizer=optim, config=config, lr_scheduler=scheduler(optim) if is_instance else scheduler
+        )
+        rates = []
+        for _ in range(4):
+            rates += engine.get_lr()
+            engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+            engine.step()
+        assert sched.num_iters == 4
+        results.append((isinstance(sched, AnnealingLR), len(optim.param_groups), rates))
+    return results
+
+
 def test_a_group_may_be_removed_and_another_added():
     """DeepSpeed removes the groups without parameters on a rank."""
     optim = optimizer(3)
