@@ -141,7 +141,7 @@ def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(ARCHITECTURES, "own.py", None)  # is removed in the end
     provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
     for words in (["--load-hf", str(folders["llama"])], ["--lora-rank", "4"]):
-        with pytest.raises(ConfigError, match=words[0]):
+        with pytest.raises(ConfigError, match=f"{words[0]}: the model of own.py has no list of layers"):
             parse_run([*RUN, *words], {}, provided)
 
 
