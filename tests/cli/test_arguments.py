@@ -189,6 +189,11 @@ def test_mistakes_are_reported(words: str, message: str) -> None:
     assert message in complaints(words)
 
 
+@pytest.mark.parametrize("words", ["", "--pipe-parallel-size 2 --gas 2 --zero-stage 1"])
+def test_no_overlapped_reduction_needs_nothing(words: str) -> None:
+    assert parse(f"{words} --no-zero-overlap-comm").zero.zero_overlap_comm is False
+
+
 def test_the_last_value_of_a_repeated_flag_counts() -> None:
     assert parse("--lr 0.5 --lr 0.25").optim.lr == 0.25
 

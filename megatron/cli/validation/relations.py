@@ -22,7 +22,10 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Condition:
-    """That the value of a flag is not its default or, if there are ``values``, that it is one of them."""
+    """That the value of a flag is not its default or, if there are ``values``, that it is one of them.
+
+    A switch whose default depends on the run, which is None, has to be on.
+    """
 
     field: Field
     values: tuple[str, ...]
@@ -30,7 +33,9 @@ class Condition:
     def holds(self, run: RunConfig) -> bool:
         """Whether it is true of ``run``."""
         value = flag_value(run, self.field.name)
-        return _as_text(value) in self.values if self.values else value != self.field.default
+        if self.values:
+            return _as_text(value) in self.values
+        return value != self.field.default and (value, self.field.default) != (False, None)
 
     def given(self, run: RunConfig) -> str:
         """The flag as ``run`` has it."""
