@@ -189,7 +189,7 @@ def test_mistakes_are_reported(words: str, message: str) -> None:
     assert message in complaints(words)
 
 
-@pytest.mark.parametrize("words", ["", "--pipe-parallel-size 2 --gas 2 --zero-stage 1"])
+@pytest.mark.parametrize("words", ["", "--pipe-parallel-size 1 --gas 2 --zero-stage 1"])
 def test_no_overlapped_reduction_needs_nothing(words: str) -> None:
     assert parse(f"{words} --no-zero-overlap-comm").zero.zero_overlap_comm is False
 
