@@ -29,11 +29,11 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(programs, train_in_ranks, t
     assert ranks.ended(0) == [6], ranks.output
     limit, waiting, cause = ranks.errors
     assert "takes longer than --watchdog-minutes 0.1" in limit
-    assert waiting.startswith("rank 0: training, iteration 3, RecvGrad of micro-batch 1, in recv from rank 1")
+    assert waiting.startswith("rank 0: training, iteration 3, SendActivation of micro-batch 1, in send to rank 1")
     assert cause.startswith("rank 1 is hung and does not respond")
     assert ranks.output.splitlines()[-1].endswith(cause)
     written = (tmp_path / "ck" / "hang-rank0.txt").read_text()
-    assert "RecvGrad of micro-batch 1, in recv from rank 1" in written and " in train_batch\n" in written
+    assert "SendActivation of micro-batch 1, in send to rank 1" in written and " in train_batch\n" in written
     assert limit.endswith(f"torchfrtrace --prefix flight-recorder-rank {tmp_path / 'ck'}")
     recorded = pickle.loads((tmp_path / "ck" / "flight-recorder-rank0").read_bytes())
     assert recorded["entries"] and recorded["pg_config"]

@@ -45,8 +45,9 @@ MARK = 7
 
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
-text = {"command": words[2:], "write": words[1:]}.get(kind, [])
-numbers = [float(word) for word in words if word not in text and not word.startswith("SIG")]
+count = {"command": 2, "write": 1}.get(kind, len(words))
+text = words[count:]
+numbers = [float(word) for word in words[:count] if not word.startswith("SIG")]
 real_train_batch, real_eval_batch = training.train_batch, training.eval_batch
 real_build_engine, real_write_file = engines.build_engine, saving.write_file
 real_loss, real_take = losses.lm_loss, GPT2Dataset.take
