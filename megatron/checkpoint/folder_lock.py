@@ -8,7 +8,7 @@ renews it every few seconds. It is stale
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
   measured by watching it, since the clocks of two hosts may differ.
 
-A stale file is replaced, so that a run resumes after any crash without cleanup. The supervisor of an elastic run does
+A stale file is replaced, so that a run resumes after any crash without cleanup. The elastic agent does
 not wait for a lease: it may displace the owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
 """
 
@@ -58,11 +58,11 @@ class Owner:
     """The elastic run that it belongs to: the same for all of its starts."""
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" if self.pid else f"its supervisor on {self.host}"
+        return f"process {self.pid} on {self.host}" if self.pid else f"its elastic agent on {self.host}"
 
     @property
     def is_displaced(self) -> bool:
-        """Whether no process has the lock, since a supervisor has taken it from its owner."""
+        """Whether no process has the lock, since an elastic agent has taken it from its owner."""
         return self.pid == 0
 
 

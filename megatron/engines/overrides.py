@@ -55,7 +55,7 @@ expect(TorchBackend, "new_group", "(self, ranks)")
 def check_overrides() -> None:
     """Raise ConfigError if the installed DeepSpeed differs from the declared names and signatures.
 
-    It is not a LaunchError: a supervisor starts a run again after that, and another start cannot help.
+    It is not a LaunchError: the elastic agent starts a run again after that, and another start cannot help.
     """
     if _differences:
         version = deepspeed.__version__
