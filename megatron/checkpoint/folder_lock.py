@@ -8,8 +8,8 @@ renews it every few seconds. It is stale
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
   measured by watching it, since the clocks of two hosts may differ.
 
-A stale file is replaced, so that a run resumes after any crash without cleanup. The elastic agent does
-not wait for a lease: it may displace the owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
+A stale file is replaced, so that a run resumes after any crash without cleanup. The elastic agent does not
+wait for a lease: it may displace the owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
 """
 
 import json

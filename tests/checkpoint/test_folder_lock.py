@@ -157,7 +157,7 @@ def test_a_displaced_owner_ends_and_the_next_start_saves(tmp_path: Path, monkeyp
     displace(tmp_path, replace(owner, token="another"))
     first.check()
     displace(tmp_path, owner)
-    with pytest.raises(CheckpointError, match=r"another run \(its supervisor on .*\) has taken the folder over"):
+    with pytest.raises(CheckpointError, match=r"another run \(its elastic agent on .*\) has taken the folder over"):
         first.check()
     start = time.monotonic()
     second.take()
