@@ -26,7 +26,7 @@ from megatron.tools.inference.model_flags import add_model_flags, check_values, 
 from megatron.tools.inference.source import Source
 
 if TYPE_CHECKING:
-    from megatron.tools.serving.app import Service
+    from megatron.tools.serving.server import Service
 
 INTERVALS = {
     "port": "[0, 65535]",
@@ -48,21 +48,20 @@ def main() -> None:
     if missing:
         raise ConfigError(f"the server needs packages that are not installed: pip install {' '.join(missing)}")
 
-    from megatron.tools.serving.access import bound_socket, is_loopback, listen, read_key
+    from megatron.tools.serving.access import is_loopback, listen, read_key, url_of
 
     key = read_key(args.api_key_file, os.environ)
     source, ranks = shared_source(args, os.environ)
-    listener = None if rank(os.environ) else bound_socket(args.host, args.port)
+    listener = None if rank(os.environ) else listen(args.host, args.port)
     prepare_environment(os.environ)
     import_backend("deepspeed")
 
     import torch
 
     from megatron.tools.inference.model import opened_model
-    from megatron.tools.serving.app import build_app
     from megatron.tools.serving.request_queue import RequestQueue
     from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch
-    from megatron.tools.serving.server import serve, serve_worker
+    from megatron.tools.serving.server import build_app, serve, serve_worker
 
     threads = torch.get_num_threads()
     if listener is not None:
@@ -84,14 +83,14 @@ def main() -> None:
                 "serve.py: warning: everyone who can reach the port can use the model: see --api-key-file",
                 file=sys.stderr,
             )
-        print(f"{service.model} at {listen(listener)}", flush=True)
+        print(f"{service.model} at {url_of(listener)}", flush=True)
         app = build_app(service, queue)
         serve(app, listener, queue, batch, rank_broadcast, grace=args.grace_seconds, threads=threads)
 
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":
-    from megatron.tools.serving.app import Service
     from megatron.tools.serving.protocol import RequestLimits
+    from megatron.tools.serving.server import Service
 
     context = source.config.max_position_embeddings
     path = Path(source.name).resolve()

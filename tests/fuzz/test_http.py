@@ -13,10 +13,10 @@ from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged
 from megatron.common.errors import DataError
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
-from megatron.tools.serving.app import Service, build_app
 from megatron.tools.serving.protocol import RequestLimits
 from megatron.tools.serving.request_queue import RequestQueue
 from megatron.tools.serving.scheduler import RankBroadcast, run_driver
+from megatron.tools.serving.server import Service, build_app
 
 FIELDS = (
     "prompt max_tokens temperature top_k top_p repetition_penalty n stop seed echo stream stream_options user model"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from megatron.checkpoint.sample_history import Segment
-from megatron.common.errors import ConfigError, DataError, counted
-from megatron.data.datasets import BlendedDataset, IndexedSamples
+from megatron.common.errors import ConfigError, counted
+from megatron.data.datasets import BlendedDataset, IndexedSamples, PretrainingSamples
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.index_maps import IndexMaps, rank_sample_indices, sample_at
+from megatron.data.index_maps import rank_sample_indices, sample_at
 from megatron.data.indexed_dataset import Span
 from megatron.data.sentence_dataset import SentenceDataset
 from megatron.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class Seen:
     lengths: np.ndarray
     """Tokens of each document of the training split, int64 [documents]."""
     tokens: np.ndarray
-    """Tokens of each document that were read as input, counted each time, int64 [documents]."""
+    """Tokens of each document that were read as input, before any mask, counted each time, int64 [documents]."""
 
     @property
     def times(self) -> np.ndarray:
@@ -122,87 +122,36 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
     Raises:
         ConfigError: no such iteration.
         CheckpointError: the samples are unknown.
-        DataError: the data are not the same, or their index maps contain a sample twice.
+        DataError: the data are not the same.
     """
     stop = case.samples_up_to(iteration)
     samples = case.training_samples(stop)
-    taken = np.ones(stop, bool)
-    for span in case.saved.skipped_samples:
-        taken[span.start : span.stop] = False
+    blend = samples if isinstance(samples, BlendedDataset) else None
     parts = samples.parts if isinstance(samples, BlendedDataset) else [samples]
-    own = [taken]
-    if isinstance(samples, BlendedDataset):
-        sources = samples.order.sources(stop)
-        own = [taken[sources == source] for source in range(len(parts))]
-    return [_count(part, mask, case.data.seq_length) for part, mask in zip(parts, own, strict=True)]
+    found = [_unread(part) for part in parts]
+    skipped = {sample for span in case.saved.skipped_samples for sample in span}
+    for sample in range(stop):
+        if sample not in skipped:
+            source, index = blend.order[sample] if blend else (0, sample)
+            _count_sample(found[source], parts[source], index)
+    return found
 
 
-def _count(part: IndexedSamples, taken: np.ndarray, seq_length: int) -> Seen:
-    """How much of a data set is read by those of its first samples that are ``taken``, bool [n]."""
-    assert isinstance(part, GPT2Dataset | SentenceDataset)
-    starts = part.indexed.document_starts[part.documents.start : part.documents.stop + 1]
-    lengths = np.diff(starts)
-    tokens = np.zeros(len(lengths), np.int64)
-    if isinstance(part, SentenceDataset):
-        _add_runs(tokens, taken, part)
-    else:
-        _add_windows(tokens, lengths, taken, seq_length, part)
-    return Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
+def _unread(part: IndexedSamples) -> Seen:
+    """A data set of which nothing was read yet."""
+    assert isinstance(part, PretrainingSamples)
+    lengths = np.diff(part.indexed.document_starts[part.documents.start : part.documents.stop + 1])
+    return Seen(part.indexed.prefix, part.documents.start, lengths, np.zeros_like(lengths))
 
 
-def _add_runs(tokens: np.ndarray, taken: np.ndarray, part: SentenceDataset) -> None:
-    """Add to ``tokens`` those of each document that are in the first samples that are ``taken``, before any mask."""
-    runs = part.maps.spans
-    times = np.zeros(len(runs), np.int64)
-    first = number = 0
-    while first < len(taken):
-        order = part.order(number)
-        times += np.bincount(order[: len(taken) - first][taken[first : first + len(order)]], minlength=len(runs))
-        first, number = first + len(order), number + 1
-    bounds = part.indexed.doc_idx[part.documents.start : part.documents.stop + 1]
-    sizes = part.indexed.sizes[bounds[0] : bounds[-1]]
-    before = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])  # tokens before each sentence, and in all
-    read = np.minimum(before[runs[:, 1]] - before[runs[:, 0]], runs[:, 2])
-    np.add.at(tokens, np.searchsorted(bounds - bounds[0], runs[:, 0], "right") - 1, times * read)
-
-
-def _add_windows(
-    tokens: np.ndarray, lengths: np.ndarray, taken: np.ndarray, seq_length: int, part: GPT2Dataset
-) -> None:
-    """Add to ``tokens`` those of each document that are read by the first samples that are ``taken``."""
-    first = number = 0
-    while first < len(taken):
-        maps = part.maps.window(number)
-        _add_window(tokens, lengths, maps, taken[first : first + len(maps.shuffle)], seq_length, part)
-        first, number = first + len(maps.shuffle), number + 1
-
-
-def _add_window(
-    tokens: np.ndarray, lengths: np.ndarray, maps: IndexMaps, taken: np.ndarray, seq_length: int, part: GPT2Dataset
-) -> None:
-    """Add to ``tokens`` those of each document that are read by the first samples of a window that are ``taken``."""
-    numbers = maps.shuffle[: len(taken)].astype(np.int64)
-    if len(np.unique(numbers)) != len(numbers):
-        raise DataError(
-            f"the index maps of {part.indexed.prefix} contain a sample twice: remove them to build new ones"
-        )
-    # Sample j has seq_length tokens as input, from offset + j * seq_length on of the stream of documents.
-    covered = np.zeros(len(maps.samples), np.int64)
-    covered[numbers[taken] + 1] = seq_length
-    before = np.cumsum(covered)
-    offset = int(maps.samples[0, 1] + lengths[maps.documents[: maps.samples[0, 0]]].sum())
-    ends = np.cumsum(lengths[maps.documents])
-    seen = _seen_before(np.maximum(ends - offset, 0), before, covered, seq_length)
-    np.add.at(tokens, maps.documents, np.diff(seen, prepend=0))
-
-
-def _seen_before(position: np.ndarray, before: np.ndarray, covered: np.ndarray, seq_length: int) -> np.ndarray:
-    """Tokens read before each position of the stream, int64 like ``position``."""
-    sample, offset = np.divmod(position, seq_length)
-    beyond = sample >= len(before) - 1
-    sample = np.minimum(sample, len(before) - 2)
-    inside = np.where(covered[sample + 1] > 0, offset, 0)
-    return np.where(beyond, before[-1], before[sample] + inside)
+def _count_sample(seen: Seen, part: IndexedSamples, index: int) -> None:
+    """Add the tokens of the ``index``-th sample of ``part``."""
+    assert isinstance(part, PretrainingSamples)
+    spans = part.spans(index)
+    for span in spans:
+        seen.tokens[span.document - seen.first_document] += span.stop - span.start
+    if isinstance(part, GPT2Dataset):  # its last token is there to be predicted; it is an input of the next sample
+        seen.tokens[spans[-1].document - seen.first_document] -= 1
 
 
 def seen_as_dict(found: Sequence[Seen]) -> list[dict[str, Any]]:

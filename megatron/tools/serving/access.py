@@ -7,7 +7,6 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.common.errors import ConfigError, LaunchError
@@ -17,8 +16,8 @@ from megatron.tools.serving.protocol import RequestError
 KEY_VARIABLE = "SERVE_API_KEY"
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host`` and ``port`` (0 is any free one), not yet listening.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on ``host`` and ``port`` (0 is any free one).
 
     Raises ConfigError if the host does not exist, LaunchError if the address is not available.
     """
@@ -26,35 +25,21 @@ def bound_socket(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(f"--host {host}: no such host; give a name or an address of this machine") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier server's last connections may linger
     try:
-        listener.bind(address)
+        return socket.create_server(
+            address[:2], family=family, dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        )
     except OSError as error:
-        listener.close()
-        raise _cannot_be_had(address, error) from error
-    return listener
+        raise LaunchError(
+            f"{address[0]}:{port} is not available ({os.strerror(error.errno or 0)}); choose another --port or --host, "
+            f"or end the program that ss -ltnp 'sport = :{port}' shows"
+        ) from error
 
 
-def listen(listener: socket.socket) -> str:
-    """Start to accept connections. Returns the URL of the server.
-
-    Raises LaunchError if another program bound to the same port listens already.
-    """
+def url_of(listener: socket.socket) -> str:
+    """The URL of the server."""
     host, port = listener.getsockname()[:2]
-    try:
-        listener.listen()
-    except OSError as error:
-        raise _cannot_be_had((host, port), error) from error
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _cannot_be_had(address: tuple[Any, ...], error: OSError) -> LaunchError:
-    host, port = address[:2]
-    return LaunchError(
-        f"{host}:{port} is not available ({error.strerror}); choose another --port or --host, or end the program that "
-        f"ss -ltnp 'sport = :{port}' shows"
-    )
 
 
 def is_loopback(host: str) -> bool:

@@ -1,6 +1,5 @@
 """The scheduler: which requests are computed together, on all ranks in the same order (continuous batching)."""
 
-import pickle
 import sys
 import traceback
 from collections import deque
@@ -68,20 +67,12 @@ class RankBroadcast:
         self.has_workers = group.size() > 1
 
     def share(self, message: Any = None) -> Any:
-        """The first rank's message, on every rank. None, the most frequent one, is a single number to send."""
-        if not self.has_workers:
-            return message
-        device = get_accelerator().current_device_name()
-        content = b"" if message is None else pickle.dumps(message)
-        size = torch.tensor([len(content)], device=device)
-        dist.broadcast(size, group=self._group, group_src=0)
-        if not (length := int(size)):
-            return None
-        data = torch.empty(length, dtype=torch.uint8, device=device)
-        if self._group.rank() == 0:
-            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        dist.broadcast(data, group=self._group, group_src=0)
-        return pickle.loads(data.cpu().numpy().tobytes())  # from a rank of this server
+        """The first rank's message, on every rank."""
+        messages = [message]
+        if self.has_workers:
+            device = torch.device(get_accelerator().current_device_name())
+            dist.broadcast_object_list(messages, group=self._group, group_src=0, device=device)
+        return messages[0]
 
 
 class Change(NamedTuple):

@@ -1,21 +1,201 @@
-"""The server: connections that are idle or slow leave room for others, and a thread of its own generates."""
+"""The HTTP server: its page, OpenAI's API and the metrics. A thread generates the completions."""
 
 import asyncio
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import uvicorn
-from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from megatron.common.processes import ExitSignal
+from megatron.tokenizer import Tokenizer
+from megatron.tools.inference.continuous_batch import Piece
+from megatron.tools.serving.access import check_host, check_key
+from megatron.tools.serving.protocol import (
+    CompletionResponse,
+    RequestError,
+    RequestLimits,
+    error_body,
+    read_completion,
+)
 from megatron.tools.serving.request_queue import RequestQueue
 from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch, run_driver, run_worker
+
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_BODY_SECONDS = 20.0
+"""Time limit for receiving the body of a request, unless the limit of the entire request is shorter."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is served, and who has access."""
+
+    model: str
+    """Its name in the API."""
+    created: int
+    """When it was saved, in seconds since 1970."""
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    most_body_bytes: int
+    api_key: str | None
+    local_only: bool
+    """Whether only this machine can reach the server."""
+
+
+def build_app(service: Service, queue: RequestQueue) -> FastAPI:
+    """The page, OpenAI's addresses under /v1, /health and /metrics."""
+
+    async def may_call(request: Request) -> None:
+        if service.local_only:
+            check_host(request.headers.get("host"))
+
+    async def may_use(request: Request) -> None:
+        check_key(request.headers.get("authorization"), service.api_key)
+
+    app = FastAPI(openapi_url=None, dependencies=[Depends(may_call)])
+
+    @app.exception_handler(RequestError)
+    async def rejected(_: Request, error: RequestError) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        headers |= {"Retry-After": "1"} if error.retry else {}
+        return JSONResponse(error_body(error), error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+        """No such address, no such method."""
+        return await rejected(request, RequestError(str(error.detail), status=error.status_code))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # the client is gone
+
+    @app.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(_PAGE.read_bytes(), headers=_PAGE_HEADERS)
+
+    @app.get("/health")
+    async def health() -> dict[str, str | int]:
+        return {"status": "ok", "requests": queue.pending}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(metrics_text(queue), media_type="text/plain; version=0.0.4")
+
+    app.include_router(_openai(service, queue), prefix="/v1", dependencies=[Depends(may_use)])
+    return app
+
+
+def metrics_text(queue: RequestQueue) -> str:
+    """The load of the server in Prometheus' text format."""
+    running = min(queue.running, queue.pending)  # of one that has ended the thread learns at its next step
+    values = (
+        ("num_requests_running", "gauge", "Requests whose tokens are being generated.", running),
+        ("num_requests_waiting", "gauge", "Requests that wait for room in the batch.", queue.pending - running),
+        ("generation_tokens_total", "counter", "Tokens generated since the start.", queue.generated_tokens),
+    )
+    return "".join(
+        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in values
+    )
+
+
+def _openai(service: Service, queue: RequestQueue) -> APIRouter:
+    router = APIRouter()
+    model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "this server"}
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @router.get("/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != service.model:
+            raise RequestError(f"no model {name!r} here", status=404, param="model", code="model_not_found")
+        return model
+
+    @router.post("/completions")
+    async def completions(request: Request) -> Response:
+        started = time.monotonic()
+        body = await _read_body(request, service.most_body_bytes, min(_BODY_SECONDS, queue.seconds))
+        asked = read_completion(body, service.model, service.tokenizer, service.limits)
+        job = queue.submit(asked, spent=time.monotonic() - started)
+        response, pieces = CompletionResponse(asked, service.model), job.pieces()
+        if not asked.stream:
+            return JSONResponse(await _unless_disconnected(request, response.complete(pieces)))
+        # An error before the first piece still has its own HTTP status.
+        first = await _unless_disconnected(request, anext(pieces))
+        return StreamingResponse(
+            response.events(_chained(first, pieces)),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    return router
+
+
+async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
+    """The body of a JSON request, which must arrive within ``seconds``.
+
+    Pages of other sites cannot send that content type without a CORS preflight.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("send JSON, and Content-Type: application/json", status=415)
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most_bytes:
+                raise RequestError(f"the body has more than {most_bytes} bytes", status=413)
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), seconds)
+    except asyncio.TimeoutError as error:
+        raise RequestError(f"the body was not received within {seconds:g} s", status=408) from error
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
+    """The result of ``work``, which is cancelled if the client disconnects."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _chained(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+_MOST_CONNECTIONS = 512
 
 
 def serve(
@@ -30,19 +210,20 @@ def serve(
 ) -> None:
     """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
 
-    A thread of its own generates, and computes with ``threads`` of torch's threads.
+    Another thread generates, with ``threads`` of torch's threads.
 
-    Raises the error that ended the generator's thread, if that ended first.
+    Raises the error that ended that thread, if it ended first.
     """
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http="h11",
         ws="none",
         loop="asyncio",
         lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
+        limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=int(grace) + 5,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -52,10 +233,28 @@ def serve(
         torch.set_num_threads(threads)
         run_driver(queue, batch, ranks)
 
-    generator = _GeneratorThread(generate)
-    _Server(config, queue, generator, grace).run([listener])
-    if generator.error:
-        raise generator.error
+    with ThreadPoolExecutor(1, "generator") as pool:
+        generation = pool.submit(generate)
+        try:
+            _Server(config, queue, generation, grace).run([listener])
+        finally:
+            queue.jobs.put(None)
+    generation.result()
+
+
+class _Server(uvicorn.Server):
+    """Shuts down when the generation has ended, too, and answers the open requests before."""
+
+    def __init__(self, config: uvicorn.Config, queue: RequestQueue, generation: Future[None], grace: float) -> None:
+        super().__init__(config)
+        self._queue, self._generation, self._grace = queue, generation, grace
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._generation.done() or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._queue.end_all(0 if self._generation.done() else self._grace, "the server is shutting down")
+        await super().shutdown(sockets)
 
 
 def serve_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
@@ -63,89 +262,3 @@ def serve_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
     ExitSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_worker(batch, ranks)
-
-
-class _GeneratorThread(threading.Thread):
-    """A thread that keeps the error that ended it."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="generator", daemon=True)
-        self.error: Exception | None = None
-        self._work = work
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            self.error = error
-
-
-class _Server(uvicorn.Server):
-    """Shuts down when the generator's thread ends, and ends that thread when it shuts down."""
-
-    def __init__(self, config: uvicorn.Config, queue: RequestQueue, generator: _GeneratorThread, grace: float) -> None:
-        super().__init__(config)
-        self._queue, self._generator, self._grace = queue, generator, grace
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._generator.start()
-        await super().startup(sockets)
-
-    async def on_tick(self, counter: int) -> bool:
-        close_overdue(self.server_state.connections)
-        return not self._generator.is_alive() or await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._queue.end_all(self._grace if self._generator.is_alive() else 0, "the server is shutting down")
-        await super().shutdown(sockets)
-        self._queue.jobs.put(None)
-        await asyncio.to_thread(self._generator.join)
-
-
-MOST_CONNECTIONS = 512
-"""Open connections; one more closes the one that has been sending its request for the longest."""
-SEND_SECONDS = 20.0
-"""Time limit for the head of a request, from connecting, or from the response before it."""
-
-
-class Connection(H11Protocol):
-    """A connection as uvicorn handles it, which also knows how long it has waited for a request.
-
-    uvicorn's own limit, ``limit_concurrency``, rejects new requests while old connections are idle; and it has no time
-    limit for the head of a request.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the oldest unfinished connection if there are too many."""
-        super().connection_made(transport)
-        self._since = time.monotonic()
-        open_ones = [each for each in self.connections if not each.transport.is_closing()]
-        if len(open_ones) > MOST_CONNECTIONS:
-            unfinished = [each for each in open_ones if isinstance(each, Connection) and each.is_unfinished]
-            min(unfinished, key=lambda each: each._since).transport.abort()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        super().on_response_complete()
-        self._since = time.monotonic()
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether no request was sent, or not all of it."""
-        return self._waits_for_head or self.cycle.more_body
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the head of a request was not sent in time. For the body, the application has its own limit."""
-        return self._waits_for_head and time.monotonic() - self._since > SEND_SECONDS
-
-    @property
-    def _waits_for_head(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-
-def close_overdue(connections: Iterable[Any]) -> None:
-    """Close the connections on which no request has arrived in time."""
-    for connection in list(connections):
-        if isinstance(connection, Connection) and connection.is_overdue:
-            connection.transport.abort()
