@@ -19,6 +19,7 @@ from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.common.errors import ConfigError, LaunchError, counted
+from megatron.tools.cluster.all_reduce import all_reduce
 from megatron.tools.cluster.doctor import (
     all_reduce_lines,
     as_json,
@@ -29,7 +30,7 @@ from megatron.tools.cluster.doctor import (
 )
 from megatron.tools.cluster.hostfile import LOCALHOST, Host, name_problem
 from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
-from megatron.tools.cluster.probe_hosts import Examination, all_reduce
+from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, variable_problems
 from megatron.tools.command_line import ToolParser, run_tool
 

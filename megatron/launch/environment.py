@@ -154,7 +154,6 @@ def extensions_folder(environ: Mapping[str, str], prefix: str) -> str:
     """The folder of compiled extensions: TORCH_EXTENSIONS_DIR, or one per Python environment ``prefix``.
 
     In torch's default folder two environments overwrite each other's extensions and compile at every start.
-    Needs ``os`` alone: ``megatron.tools.cluster.probe`` runs its source on other hosts.
     """
     if folder := environ.get("TORCH_EXTENSIONS_DIR"):
         return folder

@@ -1,16 +1,28 @@
 """What is checked on every host before a run can start, each with the command that fixes it."""
 
+import hashlib
 import ipaddress
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron.checkpoint.snapshot_files import planned_host_bytes
 from megatron.common.errors import counted
-from megatron.tools.cluster.file_checks import SHORT, check_arguments, check_data, check_disk, check_folders
+from megatron.model.architectures import architecture_of
 from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
+from megatron.tools.cluster.remote import unforwarded_variables
+
+_SHORT = 12
+"""Characters of a hash that are shown."""
+_LEAST_FREE = 1 << 30
+"""Bytes; what a checkpoint takes beyond that is for the run to measure, when it knows its size."""
+_SHARED = ("--save", "--load")
+"""Folders that all ranks read at a resume."""
 
 _SSH_FIXES = {
+    "Could not resolve hostname": "echo 'ADDRESS {host}' | sudo tee -a /etc/hosts",
     "Permission denied": "test -e ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519; "
     "ssh-copy-id {port}{host}",
     "IDENTIFICATION HAS CHANGED": "ssh-keygen -R {host}  # once you know why its key has changed",
@@ -24,22 +36,11 @@ _SSH_FIXES = {
 _OTHER_FIX = "ssh -v {port}{host} true"
 
 
-def check_name(host: HostContext) -> Iterator[CheckResult]:
-    """Its name resolves."""
-    name, address = host.report.host.name, host.report.address
-    if address is None:
-        yield CheckResult(False, "does not resolve", f"echo 'ADDRESS {name}' | sudo tee -a /etc/hosts")
-    else:
-        yield CheckResult(True, address)
-
-
 def check_ssh(host: HostContext) -> Iterator[CheckResult]:
     """ssh connects without a password, and a python answers. A run on this host only needs no ssh."""
     report = host.report
-    if report.address is None:
-        return
     if report.facts and report.without_ssh is None:
-        yield CheckResult(True, f"answers after {report.seconds:.1f} s")
+        yield CheckResult(True, "answers")
         return
     if report.facts and len(host.all_reports) == 1:
         yield CheckResult(True, f"not used: {report.without_ssh}; tools/launch.py needs none for this host only")
@@ -50,21 +51,6 @@ def check_ssh(host: HostContext) -> Iterator[CheckResult]:
     fix = next((fix for text, fix in _SSH_FIXES.items() if text in failure), _OTHER_FIX)
     port = f"-p {host.examination.ssh_port} " if host.examination.ssh_port else ""
     yield CheckResult(False, failure, fix.format(host=report.host.name, port=port))
-
-
-_MOST_SECONDS_APART = 5
-
-
-def check_clock(host: HostContext) -> Iterator[CheckResult]:
-    """Its clock agrees with this host's."""
-    ahead = host.report.clock
-    if abs(ahead) > _MOST_SECONDS_APART:
-        way = "ahead of" if ahead > 0 else "behind"
-        yield CheckResult(
-            False, f"{abs(ahead):.0f} s {way} this host's", host.fix("sudo", "timedatectl", "set-ntp", "true")
-        )
-    else:
-        yield CheckResult(True, f"{abs(ahead):.1f} s apart")
 
 
 def check_port(host: HostContext) -> Iterator[CheckResult]:
@@ -83,7 +69,7 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
     """The interface that gloo or NCCL is set to use exists; without one, gloo finds one that other hosts reach."""
     network, on_cpu = host.fact("network"), host.examination.device == "cpu"
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME"
-    setting = host.forwarded.get(variable)
+    setting = host.request["environ"].get(variable)
     show = f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env"
     if setting:
         missing = _missing_interfaces(setting, network["interfaces"], exactly=variable.startswith("GLOO"))
@@ -97,7 +83,7 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
         yield CheckResult(
             False,
             f"its own name, {network['hostname']}, resolves to {own}, where no other host reaches it",
-            f"echo {variable}={network['default_interface'] or 'INTERFACE'} >> .deepspeed_env",
+            show,
         )
     else:
         yield CheckResult(True, "found automatically")
@@ -157,7 +143,90 @@ def check_project(host: HostContext) -> Iterator[CheckResult]:
         changed = "other sources" + (f" ({commits})" if remote["commit"] != local["commit"] else ", of the same commit")
         yield CheckResult(False, changed, host.copy_command(*sources, folder=project, flags=["--delete"]))
     else:
-        yield CheckResult(True, f"commit {remote['commit']}" if remote["commit"] else remote["sources"][:SHORT])
+        yield CheckResult(True, f"commit {remote['commit']}" if remote["commit"] else remote["sources"][:_SHORT])
+
+
+def check_arguments(host: HostContext) -> Iterator[CheckResult]:
+    """Files named by the arguments have the same content there."""
+    if (run := host.examination.run) is None:
+        return
+    local, remote = host.local.fact("files"), host.fact("files")
+    for flag, path in host.request["files"].items():
+        if remote[flag] != local[flag]:
+            wrong = remote[flag].get("error", "differs from here")
+            yield CheckResult(False, f"{flag} {path}: {wrong}", _copy(host, path))
+    if remote == local:
+        digest = hashlib.sha256(json.dumps([run.ds_config, remote], sort_keys=True, default=str).encode())
+        yield CheckResult(True, f"hash {digest.hexdigest()[:_SHORT]}")
+
+
+def check_data(host: HostContext) -> Iterator[CheckResult]:
+    """The data sets exist, with the same tokens."""
+    for prefix in host.request["data"]:
+        remote = host.fact("data")[prefix]
+        known = (
+            (report, report.facts.get("data", {}).get("value", {}).get(prefix, {}))
+            for report in (host.local, *host.all_reports)
+        )
+        first, expected = next((pair for pair in known if "value" in pair[1]), (host.report, remote))
+        problem = f": {remote['error']}" if "error" in remote else f" differs from {first.host.name}"
+        if remote != expected or "error" in remote:
+            yield CheckResult(False, f"{prefix}{problem}", _copy(host, f"{prefix}.bin", f"{prefix}.idx"))
+        else:
+            yield CheckResult(True, f"hash {remote['value'][:_SHORT]}")
+
+
+def check_folders(host: HostContext) -> Iterator[CheckResult]:
+    """Folders are writable, and the folders of checkpoints are shared by all hosts."""
+    for flag, path in host.request["folders"].items():
+        folder = host.fact("folders")[flag]
+        if not folder["is_folder"]:
+            yield CheckResult(False, f"{flag} {path}: {folder['place']} is not a folder", host.fix("ls", "-l", path))
+        elif not folder["writable"]:
+            yield CheckResult(
+                False,
+                f"{flag} {path}: no permission to write in {folder['place']}",
+                f"{host.fix('chmod', 'u+rwx', folder['place'])}  # or mount it for writing",
+            )
+        elif flag in _SHARED and not _is_shared(host, flag):
+            yield CheckResult(
+                False,
+                f"{flag} {path}: not shared; a resume reads all ranks' files",
+                f"{host.fix('findmnt', '-T', folder['place'])}  # mount one file system there on all hosts",
+            )
+        else:
+            several = flag in _SHARED and len(host.all_reports) > 1
+            yield CheckResult(True, f"{flag} {path}: writable{', shared' if several else ''}")
+
+
+def check_disk(host: HostContext) -> Iterator[CheckResult]:
+    """Enough disk space is free to begin with."""
+    for flag, path in host.request["folders"].items():
+        folder = host.fact("folders")[flag]
+        free, least = folder["free"], _least_free(host, flag)
+        text = f"{flag} {path}: {free / (1 << 30):.1f} GiB free"
+        fix = None if free >= least else host.fix("df", "-h", folder["place"])
+        yield CheckResult(free >= least, text, fix)
+
+
+def _least_free(host: HostContext, flag: str) -> int:
+    """Bytes: for snapshots what they need; the vocabulary is not counted, unless it is known without its files."""
+    run = host.examination.run
+    if flag != "--snapshot-dir" or run is None or architecture_of(run.model).provider is not None:
+        return _LEAST_FREE
+    return planned_host_bytes(run, len(host.report.host.slots))
+
+
+def _is_shared(host: HostContext, flag: str) -> bool:
+    """Whether this host and the first one that answers see the same folder."""
+    first = next(report for report in host.all_reports if report.facts)
+    mine, other = host.fact("folders")[flag], first.fact("folders")[flag]
+    changes = {mine["changed"], other["changed"]} - {None}
+    return mine["identity"] == other["identity"] and len(changes) <= 1
+
+
+def _copy(host: HostContext, *paths: str) -> str:
+    return host.copy_command(*paths, folder=str(Path(paths[0]).parent))
 
 
 def check_devices(host: HostContext) -> Iterator[CheckResult]:
@@ -178,34 +247,32 @@ def check_devices(host: HostContext) -> Iterator[CheckResult]:
         yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cuda'], 'GPU')}")
 
 
-def check_locks(host: HostContext) -> Iterator[CheckResult]:
-    """No lock of a killed build, for which torch would wait forever."""
-    locks = host.fact("locks")
-    if locks:
-        yield CheckResult(False, f"stale lock {', '.join(locks)}", host.fix("rm", *locks))
-    else:
-        yield CheckResult(True, "no stale lock")
-
-
 def check_environment(host: HostContext) -> Iterator[CheckResult]:
     """Variables set here that have an effect are set there."""
-    if host.unforwarded:
-        lines = " ".join(f'"{name}=${name}"' for name in host.unforwarded)
+    examination, several = host.examination, len(host.all_reports) > 1
+    unsent = unforwarded_variables(examination.environ, examination.device, Path.cwd()) if several else []
+    if unsent:
+        lines = " ".join(f'"{name}=${name}"' for name in unsent)
         yield CheckResult(
             False,
-            f"{', '.join(host.unforwarded)}: set here, not sent there",
+            f"{', '.join(unsent)}: set here, not sent there",
             f"printf '%s\\n' {lines} >> {shlex.quote(f'{Path.cwd()}/.deepspeed_env')}",
         )
     else:
-        yield CheckResult(True, ", ".join(sorted(host.forwarded)) or "nothing to send")
+        yield CheckResult(True, ", ".join(sorted(host.request["environ"])) or "nothing to send")
+
+
+def check_leftovers(host: HostContext) -> Iterator[CheckResult]:
+    """The processes of an earlier start of an elastic run have ended."""
+    if host.examination.leftovers is not None:
+        left = host.fact("leftovers")["left"]
+        yield CheckResult(not left, f"{counted(left, 'process')} of the earlier start cannot be ended")
 
 
 Check = Callable[[HostContext], Iterator[CheckResult]]
 
-FIRST: Mapping[str, Check] = {"name": check_name, "ssh": check_ssh}
-"""Without these a host cannot be probed."""
-
 CHECKS: Mapping[str, Check] = {
+    "ssh": check_ssh,
     "python": check_python,
     "versions": check_versions,
     "project": check_project,
@@ -213,21 +280,19 @@ CHECKS: Mapping[str, Check] = {
     "devices": check_devices,
     "data": check_data,
     "folders": check_folders,
+    "leftovers": check_leftovers,
     "disk": check_disk,
-    "clock": check_clock,
     "port": check_port,
     "interface": check_interface,
-    "extensions": check_locks,
     "environment": check_environment,
 }
-"""For a host that answers, in the order of the table."""
+"""In the order of the table. Of a host that does not answer, only the first one is known."""
 
 
 def check_host(host: HostContext) -> dict[str, list[CheckResult]]:
     """The results of one host, by check. A check that does not apply to it, or to this run, has none."""
-    results = {name: list(check(host)) for name, check in FIRST.items()}
-    if host.report.facts:
-        results |= {name: _results(check, host) for name, check in CHECKS.items()}
+    names = CHECKS if host.report.facts else ("ssh",)
+    results = {name: _results(CHECKS[name], host) for name in names}
     return {name: lines for name, lines in results.items() if lines}
 
 

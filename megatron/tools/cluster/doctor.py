@@ -9,28 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.folder_lock import Owner
 from megatron.common.errors import counted
+from megatron.tools.cluster.all_reduce import AllReduceResult
 from megatron.tools.cluster.checks import check_host
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.probe_hosts import (
-    AllReduceResult,
+    PROJECT,
     CheckResult,
     Examination,
     HostContext,
     HostReport,
-    Unknown,
     probe_hosts,
     probe_local_host,
 )
-from megatron.tools.cluster.remote import forwarded_variables, unforwarded_variables
+from megatron.tools.cluster.remote import forwarded_variables
 
-PROJECT = Path(__file__).resolve().parents[3]
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
-_REQUIRED = ("name", "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders")
+_REQUIRED = ("ssh", "python", "versions", "project", "arguments", "devices", "data", "folders", "leftovers")
 """The checks that a host must pass to take part in an elastic run. The others are about all hosts, or only warn."""
-_END_SECONDS = 5.0
 
 Results = Mapping[str, Mapping[str, Sequence[CheckResult]]]
 """By host and check."""
@@ -38,9 +35,7 @@ Results = Mapping[str, Mapping[str, Sequence[CheckResult]]]
 
 def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
     """The results of all checks, and what the hosts reported."""
-    environ, device = examination.environ, examination.device
-    sent = forwarded_variables(environ, device, Path.cwd())
-    request = _probe_request(examination, sent)
+    request = _probe_request(examination)
     here = request | {"port": None, "environ": {}, "leftovers": None}
     requests = [request | {"port": None if i else examination.master_port} for i in range(len(examination.hosts))]
     with ThreadPoolExecutor(1) as pool:
@@ -49,21 +44,12 @@ def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
             reports = probe_hosts(examination.hosts, requests, examination.ssh_port, examination.seconds)
         else:
             only = probe_local_host(requests[0], examination.seconds)
-            reports = [
-                only._replace(host=examination.hosts[0], address="127.0.0.1", without_ssh="there is no hostfile")
-            ]
+            reports = [only._replace(host=examination.hosts[0], without_ssh="there is no hostfile")]
         local = locally.result()
-    unforwarded = unforwarded_variables(environ, device, Path.cwd()) if len(examination.hosts) > 1 else []
-    results = {
-        report.host.name: check_host(
-            HostContext(report, local, reports, examination, request, forwarded=sent, unforwarded=unforwarded)
-        )
-        for report in reports
-    }
-    return results, reports
+    return {r.host.name: check_host(HostContext(r, local, reports, examination, request)) for r in reports}, reports
 
 
-def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[str, Any]:
+def _probe_request(examination: Examination) -> dict[str, Any]:
     files: dict[str, str | None] = {"--deepspeed_config": examination.config_file}
     folders: dict[str, str | None] = {}
     data: list[str] = []
@@ -79,7 +65,7 @@ def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[st
         "files": _absolute(files),
         "folders": _absolute(folders),
         "data": data,
-        "environ": dict(sent),
+        "environ": forwarded_variables(examination.environ, examination.device, Path.cwd()),
         "leftovers": examination.leftovers,
     }
 
@@ -97,54 +83,23 @@ class HostState(NamedTuple):
     """Why it cannot; None if it can."""
     address: str = ""
     """The first address that the host lists, where DeepSpeed has the ranks of other hosts find rank 0."""
+    owner_has_ended: bool = False
+    """Whether the process that held the lock of the checkpoints was on this host, and has ended."""
 
 
 def host_states(examination: Examination) -> list[HostState]:
-    """The state of each host of ``examination``. No process is ended there."""
-    return _states(examination)[0]
-
-
-def clean_host_states(examination: Examination, variable: str, owner: Owner | None) -> tuple[list[HostState], bool]:
-    """The state of each host after the processes that are left there were ended, and whether ``owner`` has ended.
-
-    Args:
-        examination: the hosts, and what is checked on them.
-        variable: NAME=VALUE in the environment of all processes of the run.
-        owner: the process that holds the lock of the checkpoints.
-    """
-    owner_process = owner and [owner.machine, owner.pid, owner.started]
-    request = {"variable": variable, "seconds": _END_SECONDS, "owner": owner_process}
-    states, reports = _states(examination._replace(leftovers=request))
-    owner_has_ended = False
-    for number, report in enumerate(reports):
-        try:
-            answer = report.fact("leftovers")
-            left = answer["left"]
-            problem = f"{counted(left, 'process')} of the earlier start cannot be ended" if left else None
-            owner_has_ended |= answer["owner_has_ended"]
-        except Unknown as error:
-            problem = f"ssh: {error}"
-        states[number] = states[number]._replace(problem=states[number].problem or problem)
-    return states, owner_has_ended
-
-
-def _states(examination: Examination) -> tuple[list[HostState], list[HostReport]]:
+    """The state of each host of ``examination``, after what that names was ended there."""
     if not examination.hosts:
-        return [], []
+        return []
     results, reports = examine_hosts(examination)
-    return [HostState(r.host, _first_problem(results[r.host.name]), _address(r)) for r in reports], reports
+    return [_state(report, results[report.host.name]) for report in reports]
 
 
-def _address(report: HostReport) -> str:
-    try:
-        return report.fact("network")["address"]
-    except Unknown:
-        return ""
-
-
-def _first_problem(checks: Mapping[str, Sequence[CheckResult]]) -> str | None:
+def _state(report: HostReport, checks: Mapping[str, Sequence[CheckResult]]) -> HostState:
     failed = ((name, result) for name in _REQUIRED for result in checks.get(name, ()) if not result.ok)
-    return next((f"{name}: {result.found.removeprefix('ssh: ')}" for name, result in failed), None)
+    problem = next((f"{name}: {result.found.removeprefix('ssh: ')}" for name, result in failed), None)
+    network, leftovers = (report.facts.get(name, {}).get("value") or {} for name in ("network", "leftovers"))
+    return HostState(report.host, problem, network.get("address", ""), leftovers.get("owner_has_ended", False))
 
 
 def table(results: Results, *, color: bool) -> str:

@@ -19,7 +19,7 @@ from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import RunConfig
-from megatron.tools.cluster.doctor import HostState, clean_host_states, host_states
+from megatron.tools.cluster.doctor import HostState, host_states
 from megatron.tools.cluster.elastic import (
     Ended,
     Recovery,
@@ -47,7 +47,7 @@ STRAGGLERS = "stragglers.json"
 """Of ``--straggler-report``, in the folder of the checkpoints."""
 STARTS = "elastic.jsonl"
 """In the folder of the checkpoints: a line for each start that has ended."""
-_CHECK_SECONDS = 30.0
+_CHECK_SECONDS, _KILL_SECONDS = 30.0, 5.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 5.0
 """How long, and how often, the hosts of a run that has been started are checked until enough of them answer again."""
 
@@ -97,15 +97,16 @@ class ElasticRun:
         """
         self._excluded = excluded
         owner = owner_of(self.save)
-        variable = f"{RUN_VARIABLE}={self.token}"
+        process = owner and [owner.machine, owner.pid, owner.started]
+        leftovers = {"variable": f"{RUN_VARIABLE}={self.token}", "seconds": _KILL_SECONDS, "owner": process}
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             self.lock.check()
-            states, owner_has_ended = clean_host_states(self._examination(), variable, owner)
+            states = host_states(self._examination()._replace(leftovers=leftovers))
             if not (self._used and self._too_few_answer(states) and time.monotonic() < deadline):
                 break
             time.sleep(_PAUSE_SECONDS)  # a network may fail for a moment
-        if owner is not None and owner_has_ended:
+        if owner is not None and any(state.owner_has_ended for state in states):
             remove_lock(self.save, owner)
         elif owner is not None and owner.run == self.token:  # cut off, it may train on: it must not save
             with suppress(OSError):
@@ -122,7 +123,7 @@ class ElasticRun:
     def _too_few_answer(self, states: Sequence[HostState]) -> bool:
         """Whether there would be enough hosts if those answered that do not."""
         healthy = sum(state.problem is None for state in states)
-        silent = sum((state.problem or "").startswith(("ssh: ", "name: ")) for state in states)
+        silent = sum((state.problem or "").startswith("ssh: ") for state in states)
         return healthy < self.launch.min_hosts <= healthy + silent
 
     def choose(self, states: Sequence[HostState]) -> Start | None:

@@ -1,4 +1,4 @@
-"""The facts of a host, and the all-reduce test: a program that is sent to hosts, which may not have this project.
+"""The facts of a host: a program that is sent to hosts, which may not have this project.
 
 The probe uses only the standard library, prints the facts as one line of JSON and changes nothing, except that for an
 elastic run it first kills the processes that an earlier start has left. Its source is sent after the source of what it
@@ -6,8 +6,6 @@ uses.
 """
 
 import contextlib
-import datetime
-import fcntl
 import glob
 import hashlib
 import importlib.metadata
@@ -23,23 +21,19 @@ import time
 
 from megatron.checkpoint.folder_lock import machine_id, start_time
 from megatron.data.fingerprint import data_hash
-from megatron.launch.environment import extensions_folder
 
 MARK = "megatron-probe "
-"""Begins each of its two lines of output: shells may print others before."""
-ALL_REDUCE_MARK = "megatron-allreduce "
-MIB = 1 << 20
+"""Begins its line of output: shells may print others before."""
 
 
 def answer(request: dict) -> None:
-    """Print the time, then the facts.
+    """Print the facts.
 
     Args:
         request: ``project``, ``files`` (flag to path), ``data`` (prefixes), ``folders`` (flag to path),
             ``port`` (to listen on, or None), ``environ``, which the launcher will set here, and ``leftovers``: None,
             or the arguments of ``end_leftovers``.
     """
-    print(MARK + json.dumps({"time": time.time()}), flush=True)
     os.environ.update(request["environ"])
     facts = {name: _attempt(collect, request) for name, collect in FACTS.items()}
     print(MARK + json.dumps(facts), flush=True)
@@ -156,32 +150,22 @@ def _network(request):
         "interfaces": sorted(os.listdir("/sys/class/net")),
         "hostname": socket.gethostname(),
         "own_addresses": own,
-        "default_interface": _default_interface(),
         "address": (_output("hostname", "-I") or "").split(" ")[0],
     }
-
-
-def _default_interface():
-    with open("/proc/net/route") as file:
-        routes = [line.split() for line in file][1:]
-    return next((route[0] for route in routes if route[1] == "00000000"), None)
 
 
 def _port(request):
     """Which process uses the port; None if it is free."""
     if request["port"] is None:
         return None
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if server.family == socket.AF_INET6:
-            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        try:
-            server.bind(("", request["port"]))
-            server.listen()
-        except PermissionError:
-            return "this user has no permission to open it"
-        except OSError:
-            return _owner(request["port"]) or "another process uses it"
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", request["port"]), family=family, dualstack_ipv6=both).close()
+    except PermissionError:
+        return "this user has no permission to open it"
+    except OSError:
+        return _owner(request["port"]) or "another process uses it"
     return None
 
 
@@ -189,21 +173,6 @@ def _owner(port):
     listed = _output("ss", "-Hltnp", f"sport = :{port}") or ""
     match = re.search(r'\("(?P<name>[^"]+)",pid=(?P<pid>\d+)', listed)
     return match and f"{match['name']} (process {match['pid']}) uses it"
-
-
-def _locks(request):
-    """Locks that no build holds, in the folder that the run compiles into."""
-    folder = extensions_folder(os.environ, sys.prefix)
-    return [lock for lock in sorted(glob.glob(os.path.join(folder, "*", "lock"))) if not _is_building(lock)]
-
-
-def _is_building(lock):
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(os.path.dirname(lock), "build.flock")) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _output(*command):
@@ -221,67 +190,4 @@ FACTS = {
     "devices": _devices,
     "network": _network,
     "port": _port,
-    "locks": _locks,
 }
-
-
-def start_all_reduce(source: str, request: dict) -> None:
-    """Start a rank of the all-reduce test for each slot of this host, and exit with the highest of their exit codes.
-
-    Args:
-        source: this program.
-        request: ``address`` and ``port`` of the first host, ``world_size``, ``first_rank``, ``slots``, ``device``,
-            ``seconds``, and ``environ``, which the launcher will set here.
-    """
-    os.environ.update(request["environ"])
-    environ, ranks = {**os.environ, "OMP_NUM_THREADS": "1"}, []
-    for rank, slot in enumerate(request["slots"], request["first_rank"]):
-        of_rank = {**request, "rank": rank, "slot": slot}
-        command = [sys.executable, "-c", f"{source}\nrun_rank({of_rank!r})"]
-        ranks.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL))
-    sys.exit(max(abs(rank.wait()) for rank in ranks))
-
-
-def run_rank(request: dict) -> None:
-    """Join the other ranks, reduce a megabyte and then more, and let rank 0 print the bandwidth. Needs torch."""
-    signal.alarm(int(request["seconds"]) + 5)  # a rank that torch cannot stop
-
-    import torch
-    import torch.distributed as dist
-
-    on_gpu = request["device"] == "cuda"
-    if on_gpu:
-        torch.accelerator.set_device_index(request["slot"])
-    rank, world_size, address, port = (request[name] for name in ("rank", "world_size", "address", "port"))
-    timeout = datetime.timedelta(seconds=request["seconds"])
-    # Otherwise the store would listen on every interface.
-    listener = _listen(os.environ.get("MASTER_LISTEN", address), port).detach() if rank == 0 else None
-    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    size = (256 if on_gpu else 16) * MIB
-    tensor = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
-    for _ in range(2):
-        dist.all_reduce(tensor[: MIB // 4].fill_(1))
-    if int(tensor[0]) != world_size:
-        sys.exit(f"the sum over {world_size} ranks was {int(tensor[0])}")
-    best = min(_seconds(dist, tensor.fill_(1), on_gpu) for _ in range(3))
-    if rank == 0:
-        others = 2 * (world_size - 1) / world_size
-        print(ALL_REDUCE_MARK + json.dumps({"bytes_per_second": others * size / best, "bytes": size}), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    family, _, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(socket_address, family=family)
-
-
-def _seconds(dist, tensor, on_gpu: bool) -> float:
-    start = time.monotonic()
-    dist.all_reduce(tensor)
-    if on_gpu:
-        tensor[0].item()
-    return time.monotonic() - start

@@ -89,8 +89,8 @@ def test_healthy_hosts_are_ready_with_their_bandwidth(local_hosts: LocalHosts, f
     assert "GB/s" in printed and printed.endswith("2 hosts, 2 ranks: ready\n") and "\033" not in printed
     checks = {line.split()[1] for line in printed.splitlines() if line.startswith("  ok ")}
     assert checks == {
-        "name", "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders", "disk", "clock",
-        "port", "interface", "extensions", "environment", "all-reduce",
+        "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders", "disk", "port", "interface",
+        "environment", "all-reduce",
     }  # fmt: skip
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     before.pop(folder / "hostfile", None), after.pop(folder / "hostfile")
@@ -131,30 +131,24 @@ def test_a_host_without_a_name_another_key_of_ours_another_key_of_its_own(local_
     local_hosts.add("host-changed", trusted=False)
     code, bad = ask("no-such-host.invalid host-locked host-changed host-a", "--quick")
     assert code == 6 and {host for host, _ in bad} == {"no-such-host.invalid", "host-locked", "host-changed"}
-    assert "/etc/hosts" in bad["no-such-host.invalid", "name"][1]
+    assert "/etc/hosts" in bad["no-such-host.invalid", "ssh"][1]
     found, fix = bad["host-locked", "ssh"]
     assert "Permission denied" in found and fix.endswith("ssh-copy-id host-locked")
     found, fix = bad["host-changed", "ssh"]
     assert "verification failed" in found and "host-changed" in fix
 
 
-def test_another_deepspeed_and_a_clock_that_is_off(local_hosts: LocalHosts, ask: Ask, tmp_path: Path) -> None:
+def test_another_deepspeed(local_hosts: LocalHosts, ask: Ask, tmp_path: Path) -> None:
     other = tmp_path / "other" / "deepspeed-0.1.2.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.1.2\n")
-    late = tmp_path / "late"
-    late.mkdir()
-    (late / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 60\n")
     local_hosts.add("host-other", {"PYTHONPATH": str(other.parent)})
-    local_hosts.add("host-late", {"PYTHONPATH": str(late)})
-    code, bad = ask("host-a host-other host-late", "--quick")
-    assert code == 6 and set(bad) == {("host-other", "versions"), ("host-late", "clock")}
+    code, bad = ask("host-a host-other", "--quick")
+    assert code == 6 and set(bad) == {("host-other", "versions")}
     found, fix = bad["host-other", "versions"]
     assert (
         found.startswith("deepspeed 0.1.2, here 0.") and "ssh host-other " in fix and "pip install deepspeed==" in fix
     )
-    found, fix = bad["host-late", "clock"]
-    assert found in ("60 s ahead of this host's", "59 s ahead of this host's") and "timedatectl" in fix
 
 
 @needs_mounts
@@ -224,21 +218,12 @@ def test_a_port_that_is_taken(ask: Ask) -> None:
     assert code == 6 and key == ("host-a", "port") and found.startswith(f"{port}: ") and "--master_port" in fix
 
 
-def test_an_interface_that_is_missing_a_lock_and_what_is_not_sent(
-    local_hosts: LocalHosts, ask: Ask, folder: Path
-) -> None:
-    extension = folder / "extensions" / "cpu_adam"
-    extension.mkdir(parents=True)
-    (extension / "lock").touch()
-    local_hosts.add("host-lock", {"TORCH_EXTENSIONS_DIR": str(extension.parent)})
+def test_an_interface_that_is_missing_and_what_is_not_sent(ask: Ask, folder: Path) -> None:
     (folder / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=nope0\n")
-    code, bad = ask("host-a host-lock", "--quick")
+    code, bad = ask("host-a host-b", "--quick")
     assert code == 6
-    assert set(bad) == {(host, check) for host in ("host-a", "host-lock") for check in ("interface", "environment")} | {
-        ("host-lock", "extensions")
-    }
+    assert set(bad) == {(host, check) for host in ("host-a", "host-b") for check in ("interface", "environment")}
     assert bad["host-a", "interface"][0].startswith("GLOO_SOCKET_IFNAME=nope0: no nope0, only ")
-    assert bad["host-lock", "extensions"][1] == f"ssh host-lock 'rm {extension}/lock'"
     found, fix = bad["host-a", "environment"]
     assert found.startswith("DS_ACCELERATOR: ") and fix.endswith(f" >> {folder}/.deepspeed_env")
     subprocess.run(fix, shell=True, env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True)

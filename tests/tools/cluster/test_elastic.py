@@ -445,10 +445,10 @@ def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
 def run_with_health_checks(monkeypatch, folder: Path, check, **parts) -> SimpleNamespace:
     """An ElasticRun as far as ``check_hosts`` needs it, whose hosts are in the state that ``check`` returns."""
     monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
-    monkeypatch.setattr(elastic_run, "clean_host_states", lambda *_: (check(), False))
+    monkeypatch.setattr(elastic_run, "host_states", lambda _: check())
     run = SimpleNamespace(save=folder, lock=SimpleNamespace(check=lambda: None), token="t", _used=(), _slow=set())
     run.launch, run.recovery = SimpleNamespace(min_hosts=1, ssh_port=None), Recovery()
-    run._examination = run._note_rejoining = lambda *_: None
+    run._examination = run._note_rejoining = lambda *_: SimpleNamespace(_replace=lambda **_: None)
     run._too_few_answer = lambda found: ElasticRun._too_few_answer(run, found)
     vars(run).update(parts)
     return run
