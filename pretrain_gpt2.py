@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.cli import read_run
 from megatron.common.environment import rank
 from megatron.config import RunConfig
-from megatron.launch.environment import import_backend, prepare_environment
+from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import print_warning, run_rank
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
@@ -24,6 +24,8 @@ from megatron.training.callbacks import Callback
 from megatron.training.model_provider import ModelProvider, provided_architecture
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.load import Loaded
+    from megatron.engines.engine import Engine
     from megatron.parallel.layout import ParallelLayout
 
 ARCHITECTURE = GPT2
@@ -64,24 +66,19 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
 
 def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
-    import_backend("deepspeed", *(("torch._dynamo",) if run.model.compile else ()))
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.huggingface import load_huggingface
-    from megatron.checkpoint.load import FRESH, load_checkpoint
-    from megatron.checkpoint.save import Checkpointer, lock_folder
+    from megatron.checkpoint.load import FRESH
+    from megatron.checkpoint.save import lock_folder
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.checkpoint.snapshots import requested_snapshots
     from megatron.cli.settings_file import settings_text
-    from megatron.engines import deepspeed_silenced
-    from megatron.engines.build import build_engine
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
-    from megatron.training.exit_conditions import ExitConditions
-    from megatron.training.learning_rates import annealing_lr
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
-    from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
-    from megatron.training.trainer import Trainer
+    from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
+    from megatron.training.trainer import ExitConditions, Trainer
 
     exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way
     with (
@@ -95,32 +92,25 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         log = MetricsLogger(run, is_main_rank=layout.rank == 0)
         log_configuration(run, log, callbacks)
 
-        with deepspeed_silenced(run.logging.verbose):
-            engine = build_engine(run, layout, annealing_lr(run))
-            resumed = None if run.checkpoint.finetune else saved
-            history = resumed.history if resumed else ()
-            checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings_text(run))
-            if saved:
-                loaded = load_checkpoint(engine, run, layout, saved)
-            else:
-                loaded = load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
-        log_start(run, layout, engine, saved, loaded, log)
+        def load_weights(engine: "Engine") -> "Loaded":
+            return load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
 
+        engine, checkpointer, loaded = start_engine(
+            run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
+        )
+        skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
+        observed = run, layout, engine.module
         trainer = Trainer(
             run=run,
             layout=layout,
             engine=engine,
-            data=data_iterators(run, layout, resumed.skipped_samples if resumed else ()),
+            data=data_iterators(run, layout, skipped),
             checkpointer=checkpointer,
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
             snapshots=requested_snapshots(checkpointer, run, log.info),
-            callbacks=[
-                *callbacks,
-                *requested_traces(run, layout, engine.module),
-                *requested_measurements(run, layout, engine.module),
-            ],
+            callbacks=[*callbacks, *requested_traces(*observed), *requested_measurements(*observed)],
         )
         return trainer.train(finished=loaded.iteration)
 

@@ -35,7 +35,7 @@ def main() -> None:
 
     from megatron.checkpoint.save import Checkpointer
     from megatron.engines.build import build_engine
-    from megatron.engines.steps import train_batch
+    from megatron.engines.engine import train_batch
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.inference.source import open_source
     from megatron.tools.inference.weights import load_model

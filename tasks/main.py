@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from megatron.cli import ParsedRun  # noqa: E402
 from megatron.common.environment import rank  # noqa: E402
-from megatron.launch.environment import import_backend, prepare_environment  # noqa: E402
+from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.launch.rank import print_warning, run_rank  # noqa: E402
 from megatron.tools.finetuning.request import EVALUATION_TASKS, build_parser, read_task  # noqa: E402
 from megatron.tools.reporting.callbacks import default_callbacks  # noqa: E402
@@ -53,7 +53,6 @@ def main() -> int | None:
         from megatron.tools.planning.dry_run import dry_run
 
         return dry_run(run) if is_main_rank else None
-    import_backend("deepspeed")
     from megatron.tools.finetuning.finetune import finetune
 
     return finetune(replace(task, run=run), default_callbacks())

@@ -13,7 +13,6 @@ from _atomic_file import atomic_file
 from megatron.common.environment import world_size
 from megatron.common.errors import ConfigError, counted
 from megatron.config import ParallelConfig
-from megatron.launch.environment import import_backend
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import ToolParser
@@ -89,7 +88,6 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
 
     Raises CheckpointError if its weights are incomplete.
     """
-    import_backend("deepspeed")
     from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.launch.distributed import distributed
     from megatron.tools.evaluation.scoring import open_forward

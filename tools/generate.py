@@ -22,7 +22,7 @@ from _atomic_file import atomic_file
 
 from megatron.common.environment import rank
 from megatron.common.errors import ConfigError
-from megatron.launch.environment import import_backend, prepare_environment
+from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5
 from megatron.tools.command_line import ToolParser
@@ -67,7 +67,6 @@ def main() -> None:
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
-    import_backend("deepspeed")
 
     from megatron.tools.inference.model import opened_model
     from megatron.tools.inference.session import broadcast

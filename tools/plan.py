@@ -12,6 +12,7 @@ Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -22,7 +23,6 @@ from _atomic_file import atomic_file
 
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
-from megatron.launch.environment import never_collected
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds
@@ -45,8 +45,8 @@ def main() -> None:
     """Read the request, search, and print the plan."""
     args, words = _parser().parse_known_args()
     request = _request(args, words)
-    with never_collected():  # no layout is part of a cycle, and walking over all of them, here or later, takes long
-        plan = search(request, any_schedule=True)
+    gc.disable()  # no layout is part of a cycle, and walking over all of them takes long
+    plan = search(request, any_schedule=True)
     if args.choose > max(len(plan.fitting), 1):
         raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")
     print("\n".join(describe_plan(plan, request, args.top)), flush=True)

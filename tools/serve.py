@@ -19,7 +19,7 @@ import _project_root  # noqa: F401
 
 from megatron.common.environment import rank
 from megatron.common.errors import ConfigError
-from megatron.launch.environment import import_backend, prepare_environment
+from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.model_flags import add_model_flags, check_values, shared_source
@@ -54,7 +54,6 @@ def main() -> None:
     source, ranks = shared_source(args, os.environ)
     listener = None if rank(os.environ) else listen(args.host, args.port)
     prepare_environment(os.environ)
-    import_backend("deepspeed")
 
     import torch
 

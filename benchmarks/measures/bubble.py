@@ -3,8 +3,7 @@
 Sleeping ranks need no CPU time, so any machine can run them, and all passes take equally long: the difference between
 measurement and theory is the overhead of the engine and the transfers. 90 ms forward, 180 ms backward, half of it for
 the weights, divided by the model chunks of a stage. The compared value is the share of the time in which stages are
-busy: for 1F1B m / (m + p - 1). DeepSpeed's DualPipeV computes the gradients of weights inside its backward passes, and
-waits for all transfers that it starts together: its theory is a simulation of this.
+busy: for 1F1B m / (m + p - 1).
 """
 
 import json

@@ -33,7 +33,7 @@ from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.engines.build import build_engine
-from megatron.engines.steps import train_batch
+from megatron.engines.engine import train_batch
 from megatron.launch.distributed import distributed
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.learning_rates import annealing_lr

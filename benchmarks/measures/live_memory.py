@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.build import build_engine
-from megatron.engines.steps import train_batch
+from megatron.engines.engine import train_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.parallel.tensor.random import model_parallel_manual_seed

@@ -57,8 +57,8 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     from megatron.cli import parse_run
     from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.engines.build import our_engines
-    from megatron.engines.pipeline_modules import ChunkedModel, DualPipeVModel, PipelinedModel
-    from megatron.engines.steps import train_batch
+    from megatron.engines.engine import train_batch
+    from megatron.engines.pipeline import ChunkedModel, PipelinedModel
     from megatron.launch.distributed import distributed
     from megatron.parallel.pipeline.schedule import schedule_of
     from megatron.tools.reporting.tracing import Tracer
@@ -77,8 +77,7 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
         if run.parallel.uses_scheduled_engine:
             module = ChunkedModel(*parts, partition_boundaries=boundaries, schedule=schedule_of(run))
         else:
-            container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
-            module = container(*parts, partition_boundaries=boundaries)
+            module = PipelinedModel(*parts, partition_boundaries=boundaries)
         with our_engines(run, layout):
             engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=module.parameters(), config=dict(run.ds_config)

@@ -18,7 +18,7 @@ from megatron.cli import parse_run
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.build import build_engine, build_module
-from megatron.engines.steps import train_batch
+from megatron.engines.engine import train_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.learning_rates import annealing_lr

@@ -23,7 +23,7 @@ from megatron.checkpoint.universal import SHARED_FILE, cached, load_weights_and_
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name, restore_progress
-from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
+from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed

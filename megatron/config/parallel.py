@@ -176,24 +176,14 @@ class ParallelConfig:
         return max(self.pipe_parallel_size, 1)
 
     @property
-    def uses_dualpipev(self) -> bool:
-        """Whether DeepSpeed's DualPipeV engine runs the model."""
-        return self.pipeline_schedule == "dualpipev"
-
-    @property
     def is_v_shaped(self) -> bool:
         """Whether model chunks run from the first stage to the last and back, so that the first holds both ends."""
         return self.pipeline_schedule in ("zbv", "dualpipev")
 
     @property
     def uses_scheduled_engine(self) -> bool:
-        """Whether the schedule is none of DeepSpeed's own."""
-        return self.uses_pipeline and self.pipeline_schedule not in ("1f1b", "dualpipev")
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are computed later than input gradients."""
-        return self.pipeline_schedule in ("zbh1", "zbv")
+        """Whether the schedule is not 1F1B, which DeepSpeed runs."""
+        return self.uses_pipeline and self.pipeline_schedule != "1f1b"
 
     @property
     def chunks_per_stage(self) -> int:

@@ -1,6 +1,6 @@
 """The seam to DeepSpeed: subclasses of its engines and optimizers, and what a process corrects before they are built.
 
-``engine.py`` and ``pipeline_engine.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its optimizers,
+``engine.py`` and ``pipeline.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its optimizers,
 and ``schedules.py`` adds pipeline schedules. ``overrides.py`` compares all of it with the installed DeepSpeed. Each
 override states what DeepSpeed ``TESTED_VERSION`` does instead, and the test that fails without it. Nothing outside of
 this package uses private parts of DeepSpeed, except for its launcher, which imports neither torch nor this package:
@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 TESTED_VERSION = "0.19.8"
@@ -26,19 +25,6 @@ _KNOWN_WARNINGS = (
     "c10d::broadcast_",
     r"barrier\(\): using the device under current context",
 )
-
-
-def warn_if_untested_version(*, is_main_rank: bool) -> None:
-    """Print one warning on the main rank if DeepSpeed has another version than the tested one."""
-    import deepspeed
-
-    if is_main_rank and deepspeed.__version__ != TESTED_VERSION:
-        print(
-            f"warning: DeepSpeed {deepspeed.__version__} is installed, but this suite was tested with "
-            f"{TESTED_VERSION}, parts of which it replaces: see megatron/engines",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def discover_mpi_ranks(port: int) -> None:
@@ -75,17 +61,6 @@ def nothing_compiled_for_collectives() -> None:
     Test: tests/bad_input/test_extension_cache.py. Remove when ``inference_all_reduce()`` itself compiles it.
     """
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-
-
-def cpu_asked_once() -> None:
-    """Let DeepSpeed's builders and its Adam for CPUs ask py-cpuinfo once what kind of processor this is.
-
-    DeepSpeed: ops/op_builder/builder.py and ops/adam/cpu_adam.py ask three times, 1.2 s each, when a run with offload
-    starts. Remove when DeepSpeed asks once.
-    """
-    import cpuinfo
-
-    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 
 
 def set_groups_of_deepspeed(new_group: Callable[..., Any]) -> None:

@@ -11,13 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megatron.config import RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
-from megatron.engines.compiler import import_compiler_late
 from megatron.engines.containers import Layers, SequentialModel, build_layers
 from megatron.engines.engine import Engine, SequentialEngine
 from megatron.engines.optimizers import client_optimizer, parameter_groups
 from megatron.engines.overrides import check_overrides, replaced
-from megatron.engines.pipeline_engine import BidirectionalEngine, PipelinedEngine
-from megatron.engines.pipeline_modules import ChunkedModel, DualPipeVModel, PipelinedModel
+from megatron.engines.pipeline import ChunkedModel, PipelinedEngine, PipelinedModel
 from megatron.engines.schedules import ScheduledEngine
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
@@ -34,8 +32,6 @@ Scheduler = Callable[[Optimizer], LRScheduler]
 
 def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler) -> Engine:
     """The engine that ``run.parallel`` requires. ``train_batch`` and ``eval_batch`` of all of them work alike."""
-    if not run.model.compile:
-        import_compiler_late()
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=dict(run.ds_config))
     module = build_module(run, layout)
@@ -57,13 +53,12 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
 
 
 def our_engines(run: RunConfig, layout: ParallelLayout) -> Any:
-    """While inside, ``deepspeed.initialize`` makes our engines. It chooses among three by the class of the module."""
+    """While inside, ``deepspeed.initialize`` makes our engines. It chooses between two by the class of the module."""
     pipelined = ScheduledEngine if run.parallel.uses_scheduled_engine else PipelinedEngine
     return replaced(
         deepspeed,
         DeepSpeedEngine=partial(SequentialEngine, run=run, layout=layout),
         PipelineEngine=partial(pipelined, run=run, layout=layout),
-        DualPipeVEngine=partial(BidirectionalEngine, run=run, layout=layout),
     )
 
 
@@ -85,8 +80,7 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
             return ChunkedModel(
                 layers, loss_fn, run.activation, layout, partition_boundaries=boundaries, schedule=schedule_of(run)
             )
-        container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
-        return container(layers, loss_fn, run.activation, layout, partition_boundaries=boundaries)
+        return PipelinedModel(layers, loss_fn, run.activation, layout, partition_boundaries=boundaries)
     with deepspeed.zero.Init(
         data_parallel_group=layout.get_sequence_data_parallel_group(),
         config_dict_or_path=dict(run.ds_config),

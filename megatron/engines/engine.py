@@ -1,9 +1,12 @@
-"""DeepSpeed's engine as this suite corrects it. Each method says what DeepSpeed 0.19.8 does instead, and the test."""
+"""DeepSpeed's engine as this suite corrects it, and how to run it: steps over global batches, and evaluations.
+
+Each method says what DeepSpeed 0.19.8 does instead, and the test.
+"""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -14,14 +17,14 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megatron.common.errors import NumericsError
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.containers import loss_parts
-from megatron.engines.gradient_norm import gradient_norm
 from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
-from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, takes_scale
+from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, gradient_norm, takes_scale
 from megatron.model.moe import ParallelMoE
 from megatron.model.router import routers
 from megatron.parallel.expert import group_name
@@ -45,7 +48,6 @@ class Engine(DeepSpeedEngine):
         self._coalesces_grad_reduction = run.coalesces_grad_reduction
         super().__init__(*arguments, **options)
         self.routers = routers(self.module)
-        _continue_without_reports(self)
 
     def inside_hooks(self, instruction: Instruction) -> AbstractContextManager:
         """Enter the contexts of all ``hooks`` for ``instruction``."""
@@ -145,7 +147,8 @@ class SequentialEngine(Engine):
 
     def __init__(self, *arguments: Any, **options: Any):
         self.mean_loss_parts = {}
-        self._drops_reductions = False
+        self._reduces = False
+        """Whether a step has run all backward passes, so that leaving ``coalesce_grad_reduction`` may reduce."""
         super().__init__(*arguments, **options)
         if isinstance(self.optimizer, ZeroOptimizer):
             self.optimizer.remove_unused_hooks()
@@ -156,7 +159,7 @@ class SequentialEngine(Engine):
         numbers = range(1, self.gradient_accumulation_steps() + 1)
         losses = []
         if self._coalesces_grad_reduction:
-            with self.coalesce_grad_reduction():
+            with self._reduced_once():
                 losses = [self._forward_and_backward(batches, number) for number in numbers]
             self._end_micro_batch(numbers[-1])
         else:
@@ -199,32 +202,28 @@ class SequentialEngine(Engine):
             dist.all_reduce(mean, group=self._data_group)
         return mean / self._data_group.size()
 
-    @overrides(DeepSpeedEngine, "(self)")
     @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def _reduced_once(self) -> Iterator[None]:
         """While inside, the backward passes of a step at ZeRO 2 and 3 add up gradients here; leaving reduces them.
 
-        The ``step()`` that follows belongs to the last micro-batch. DeepSpeed also reduces after an error, when other
-        ranks may not be there, and leaves counting the micro-batches to ``step``, which must not be called inside.
-        Test: tests/training/test_layouts_agree.py.
+        DeepSpeed also reduces after an error, when other ranks may not be there, and leaves counting the micro-batches
+        to ``step``, which must not be called inside. Test: tests/training/test_layouts_agree.py.
         """
-        with super().coalesce_grad_reduction():
-            try:
-                yield
-            except BaseException:
-                self._drops_reductions = True
-                raise
+        self._reduces = False
+        with self.coalesce_grad_reduction():
+            yield
+            self._reduces = True
         self.micro_steps += self.gradient_accumulation_steps() - 1
 
     @overrides(DeepSpeedEngine, "(self, optimizer)")
     def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
-        if not self._drops_reductions:
+        if self._reduces:
             with self.inside_hooks(Instruction("ReduceGrads")):
                 super()._flush_coalesced_reduction_zero12(optimizer)
 
     @overrides(DeepSpeedEngine, "(self, optimizer)")
     def _flush_coalesced_reduction_zero3(self, optimizer: Any) -> None:
-        if not self._drops_reductions:
+        if self._reduces:
             with self.inside_hooks(Instruction("ReduceGrads")):
                 super()._flush_coalesced_reduction_zero3(optimizer)
 
@@ -235,33 +234,67 @@ class SequentialEngine(Engine):
             super().allreduce_gradients(*arguments, **options)
 
 
-def _continue_without_reports(engine: DeepSpeedEngine) -> None:
-    """Do not end a run because a profile or a file of DeepSpeed's monitors cannot be written: print a warning, once.
+@dataclass(frozen=True)
+class StepStatus:
+    """What an engine reports after a step."""
 
-    DeepSpeed: runtime/engine.py, ``step`` lets the OSError of a full disk end the run, and
-    profiling/flops_profiler/profiler.py leaves stdout redirected to the file.
-    Test: tests/engines/test_deepspeed.py.
+    applied: bool
+    """Whether the weights were updated; they are not if the gradient was not finite."""
+    grad_norm: float | Tensor | None
+    """2-norm of the gradient of the model, [] or a number, before clipping; None if the step was skipped."""
+    loss_scale: float
+    skipped_iterations: int
+    """Iterations since the start of training whose gradients were not finite."""
+    loss_parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """The terms of the loss by name, [], averaged like the loss; none if the loss has a single one."""
+
+
+def train_batch(engine: Engine, batches: Iterator[Batch] | None, hooks: Sequence[InstructionHook] = ()) -> Tensor:
+    """Run one optimizer step over a global batch. Returns its loss, the same on every rank.
+
+    Raises NumericsError if gradients overflow at the smallest loss scale of fp16.
     """
-    for part, name, what in (
-        (getattr(engine, "flops_profiler", None), "print_model_profile", "the profile of flops_profiler"),
-        (engine.monitor, "write_events", "the files of DeepSpeed's monitors"),
-    ):
-        if part is not None:
-            setattr(part, name, _until_unwritable(getattr(part, name), what))
+    for router in engine.routers:
+        router.begin_step(_loss_scale(engine) / engine.gradient_accumulation_steps())
+    with loss_scale_limit_reported(), replaced(engine, hooks=hooks):
+        return engine.train_batch(batches)
 
 
-def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., None]:
-    """``write``, which does nothing any more after an OSError."""
-    works = True
+@torch.no_grad()
+def eval_batch(engine: Engine, batches: Iterator[Batch] | None, hooks: Sequence[InstructionHook] = ()) -> Tensor:
+    """The loss of a global batch, the same on every rank, without an optimizer step."""
+    with replaced(engine, hooks=hooks):
+        return engine.eval_batch(batches)
 
-    def guarded(*args: Any, **settings: Any) -> None:
-        nonlocal works
-        screen = sys.stdout
-        try:
-            if works:
-                write(*args, **settings)
-        except OSError as error:
-            works, sys.stdout = False, screen
-            print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", flush=True)
 
-    return guarded
+def step_status(engine: Engine) -> StepStatus:
+    """The status of the step that ``engine`` has just run."""
+    applied, norm = engine.was_step_applied(), engine.get_global_grad_norm()
+    return StepStatus(
+        applied=applied,
+        grad_norm=norm if applied else None,
+        loss_scale=_loss_scale(engine),
+        skipped_iterations=engine.skipped_steps,
+        loss_parts=engine.mean_loss_parts,
+    )
+
+
+def _loss_scale(engine: Engine) -> float:
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+@contextmanager
+def loss_scale_limit_reported() -> Iterator[None]:
+    """Raise NumericsError, the same on all ranks, if gradients overflow at the smallest loss scale of fp16.
+
+    DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, known only from its text.
+    Test: tests/training/test_loss_scale.py.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise NumericsError(
+            "gradients overflow even at the smallest loss scale, --min-scale: lower --lr, or use --bf16"
+        ) from error

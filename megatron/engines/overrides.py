@@ -7,10 +7,11 @@ signature that it has in ``TESTED_VERSION``, and ``check_overrides`` raises one 
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.comm.torch import TorchBackend
 
@@ -75,3 +76,47 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes.keys() - originals:
             del vars(owner)[name]
         vars(owner).update(originals)
+
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+"""Functions of torch.distributed that ``collectives_timed`` observes."""
+_BACKEND_REFERENCES = {
+    "all_gather_function": "all_gather_into_tensor",
+    "reduce_scatter_function": "reduce_scatter_tensor",
+}
+"""Functions to which DeepSpeed's backend holds a reference, by the name of its attribute."""
+
+
+@contextmanager
+def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
+    """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``.
+
+    torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced, and
+    DeepSpeed's references to them, in comm/torch.py, as well. Test: tests/tools/reporting/test_trace.py.
+    """
+
+    def timed(name: str, function: Callable) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            begin = now()
+            result = function(*arguments, **options)
+            record(name, begin, now())
+            return result
+
+        return call
+
+    backend = comm.comm.cdb
+    references = {
+        name: timed(function, getattr(backend, name))
+        for name, function in _BACKEND_REFERENCES.items()
+        if hasattr(backend, name)
+    }
+    collectives = {name: timed(name, getattr(dist, name)) for name in COLLECTIVES}
+    with replaced(dist, **collectives), nullcontext() if backend is None else replaced(backend, **references):
+        yield

@@ -6,16 +6,13 @@ asks mpi4py; a plain ``python`` is a world of one process, for which this module
 
 import ctypes
 import errno
-import gc
-import importlib
 import ipaddress
 import os
 import random
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from megatron.common.environment import (
@@ -93,30 +90,6 @@ def free_port() -> int:
                     raise
                 continue
             return port
-
-
-@contextmanager
-def never_collected() -> Iterator[None]:
-    """Python's garbage collector never looks at what is made in the block."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def import_backend(*modules: str) -> None:
-    """Import ``modules``, which import torch, and spare Python's garbage collector all that they have made.
-
-    While it runs, the collector looks through half a million objects that all stay, again and again: half a second of
-    the three that a rank takes to start. Where they have been imported, nothing happens.
-    """
-    if all(module in sys.modules for module in modules):
-        return
-    with never_collected():
-        for module in modules:
-            importlib.import_module(module)
 
 
 def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:

@@ -1,26 +1,24 @@
 """DeepSpeed's compiled extensions, for offload: built once, by one process of a host, with a line on the screen.
 
 Torch guards a build with a file that a killed build leaves behind, for which every later start then waits silently.
-Here a lock of the kernel's, which ends with its owner, goes around the build; under it such a file that no process has
-open can only be left by a dead build, and is removed. (A run that has everything built creates one for a moment, too,
-when DeepSpeed asks torch again.)
+Here a lock of the kernel's, which ends with its owner, goes around the build; under it such a file can only be left by
+a dead build, and is removed. (A run that has everything built creates one for a moment, too, when DeepSpeed asks torch
+again.)
 """
 
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
 from megatron.common.errors import ResourceError, first_line
 from megatron.config import RunConfig
-from megatron.engines import cpu_asked_once, deepspeed_silenced
+from megatron.engines import deepspeed_silenced
 
-_MOMENT = 0.5  # seconds
+_MOMENT = 3.0  # seconds
 
 
 def build_extensions(run: RunConfig) -> None:
@@ -37,7 +35,6 @@ def build_extensions(run: RunConfig) -> None:
     is_adam = run.ds_config["optimizer"]["type"] in ("Adam", "AdamW")
     if is_adam and run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
         names.append("CPUAdamBuilder")
-        cpu_asked_once()
     if run.zero.uses_nvme:
         names += ["PinMemoryBuilder", "AsyncIOBuilder"]
     for name in names:
@@ -77,18 +74,11 @@ def _build(builder) -> None:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether ``path`` exists and no process uses it, nor did a moment ago: torch closes it, then removes it."""
-    for _ in range(2):
-        if not path.exists() or any(str(path) in _open_files(process) for process in psutil.process_iter()):
-            return False
-        time.sleep(_MOMENT)
+    """Whether ``path`` exists, and not only for a moment."""
+    deadline = time.monotonic() + _MOMENT
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
     return path.exists()
-
-
-def _open_files(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return [file.path for file in process.open_files()]
-    return []
 
 
 def check_device(device: str, local_rank: int) -> None:

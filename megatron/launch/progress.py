@@ -1,4 +1,8 @@
-"""What this rank is doing: set by the training loop, read by the threads of watchdog and rank failure monitor."""
+"""What this rank is doing: set by the training loop, read by the threads of watchdog and rank failure monitor.
+
+torch's flight recorder has the last collectives of a rank (TORCH_FR_BUFFER_SIZE, 2000). torch writes it for
+``torchfrtrace`` when NCCL's timeout has passed, the hang watchdog before that.
+"""
 
 import linecache
 import re
@@ -6,15 +10,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from megatron.common.files import file_mode
 from megatron.parallel.pipeline.schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
@@ -23,6 +30,10 @@ _PACKAGES = (Path(deepspeed.__file__).parent, Path(__file__).parents[1])
 _SNAPSHOTS = Path(__file__).parents[1] / "checkpoint" / "snapshots.py"
 """Waits in a thread of its own, during training."""
 _POINT_TO_POINT = {"send": ("dst", "to"), "isend": ("dst", "to"), "recv": ("src", "from"), "irecv": ("src", "from")}
+
+RECORDER = "flight-recorder-rank"
+"""Name of the files of torch's flight recorder, before the number of the rank."""
+_RECORDER_PATH = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class Position(NamedTuple):
@@ -117,3 +128,31 @@ def _ranks(name: str, arguments: dict[str, Any], groups: dict[tuple[int, ...], s
 
 def _line(frame: FrameType) -> str:
     return f"at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def record_into(environ: MutableMapping[str, str], folder: Path) -> None:
+    """Have torch write its flight recorder into ``folder``, unless the user has named another place.
+
+    Before process groups are formed.
+    """
+    environ.setdefault(_RECORDER_PATH, str(folder / RECORDER))
+
+
+def recorded_file(environ: Mapping[str, str], rank: int) -> Path | None:
+    """The flight recorder's file of ``rank``; None if there is none."""
+    file = Path(f"{environ.get(_RECORDER_PATH, '')}{rank}")
+    return file if _RECORDER_PATH in environ and file.is_file() else None
+
+
+def write_recorded(environ: Mapping[str, str], rank: int) -> None:
+    """Write the last collectives of this rank in torch's own format. It waits for no device and no other rank.
+
+    Raises OSError if the file cannot be written.
+    """
+    module = torch._C._distributed_c10d
+    dump = getattr(module, "_dump_nccl_trace", None) if dist.get_backend() == "nccl" else None
+    dump = dump or getattr(module, "_dump_fr_trace", None)
+    if dump is not None and _RECORDER_PATH in environ:
+        file = Path(f"{environ[_RECORDER_PATH]}{rank}")
+        file.write_bytes(dump(includeCollectives=True, includeStackTraces=True, onlyActive=False))
+        file.chmod(file_mode())

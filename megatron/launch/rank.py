@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,12 +17,31 @@ from megatron.common.errors import ConfigError, LaunchError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.processes import exit_with_launcher
 from megatron.common.screen import ignore_lost_output
-from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Environment variable: a folder in which each rank leaves its exit code."""
 TRAINED = "trained"
 """File in that folder, which rank 0 leaves after the first iteration of a start."""
+
+_LOST = (
+    "Connection closed by peer",  # gloo
+    "Connection reset by peer",  # gloo, NCCL
+    "Connection closed by remote peer",  # NCCL
+    "Connection was likely closed",  # the store, by which NCCL's communicators are set up
+    "Broken pipe",
+    "remote process exited",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+)
+"""Texts of errors of gloo and NCCL about a rank that has ended."""
+_LATE = (
+    "Timed out waiting",  # gloo
+    "Timed out after",
+    "Watchdog caught collective operation timeout",  # NCCL
+    "milliseconds before timing out",
+    "wait timeout after",  # the store
+)
+"""Texts of errors about a collective that did not end within its timeout."""
 
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
@@ -130,3 +150,28 @@ def _finalize_mpi() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def is_connection_lost(error: Exception) -> bool:
+    """Whether ``error`` is the backend's about a rank that has ended, whose own message names the cause."""
+    return _says(error, _LOST) and not is_timeout(error)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether ``error`` is the backend's about a collective that did not end within its timeout."""
+    return _says(error, _LATE)
+
+
+def failure_of_nccl(error: Exception) -> str | None:
+    """The cause of any other error of NCCL, in a line; None if ``error`` is none of NCCL's."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "NCCL error" not in text:
+        return None
+    _, _, last = text.partition("Last error:")
+    named = re.search(r"nccl[A-Z]\w+: .*", text)
+    line = next((line.strip() for line in last.splitlines() if line.strip()), named[0].strip() if named else text)
+    return f"NCCL failed: {line}; NCCL_DEBUG=INFO shows what it did before"
+
+
+def _says(error: Exception, texts: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

@@ -1,19 +1,17 @@
 """Rank failure monitor: a rank that dies ends the run, and one of the others names it.
 
-The kernel reports the end of a rank to the ranks of its host, with the signal (before Linux 6.15 only if no process
-has reaped it yet); the rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is
-polled.
+The kernel reports the end of a rank to the ranks of its host, with the signal if no process has reaped it yet; the
+rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is polled.
 """
 
-import fcntl
+import ctypes
 import os
 import select
 import signal
-import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,11 +21,9 @@ import torch.distributed as dist
 
 from megatron.common.errors import LaunchError
 from megatron.common.processes import has_received, pid_namespace
-from megatron.launch.backend_errors import exit_when_watchdog_fails, failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.distributed import connect
-from megatron.launch.flight_recorder import recorded_file
-from megatron.launch.progress import ProgressState
-from megatron.launch.rank import print_error
+from megatron.launch.progress import ProgressState, recorded_file
+from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, print_error
 
 _FAILURE = "failure"
 """Key of the store: set when a rank has failed, or with ``_FINISHED`` when all have reached the end."""
@@ -138,7 +134,7 @@ class _RankFailureMonitor:
         if ranks:
             file, _ = poll.poll()[0]
             rank, pid = ranks[file]
-            self._handle_end(rank, _cause(pid, file))
+            self._handle_end(rank, _cause(pid))
 
     def _handle_end(self, rank: int, cause: str | None) -> None:
         """Report the end of a rank of this host, unless it prints its error itself, and exit."""
@@ -183,34 +179,48 @@ class _RankFailureMonitor:
 _UNKNOWN = ""
 
 
-def _cause(pid: int, file: int) -> str | None:
+def _cause(pid: int) -> str | None:
     """How a process of another parent ended: " by SIGKILL"; _UNKNOWN; None if it exited by itself.
 
-    /proc has the status until the parent has reaped the process. ``file``, its pidfd, has it afterwards, from Linux
-    6.15 on. psutil has no exit status of a process that is not a child.
+    /proc has the status until the parent has reaped the process. psutil has none of a process that is not a child.
     """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except OSError:
-        reaped = _reaped_status(file)
-        if reaped is None:
-            return _UNKNOWN
-        status = reaped
+        return _UNKNOWN
     return f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else None
 
 
-_PIDFD_INFO = "QQ11Ii"
-"""struct pidfd_info of linux/pidfd.h: the mask, the cgroup, eleven ids, and the exit status as of waitpid(2)."""
-_PIDFD_GET_INFO = 3 << 30 | struct.calcsize(_PIDFD_INFO) << 16 | 0xFF << 8 | 11
-_PIDFD_INFO_EXIT = 1 << 3
+_Terminate = ctypes.CFUNCTYPE(None)
+_kept: list[object] = []
+"""C++ has only the address of a handler."""
 
 
-def _reaped_status(file: int) -> int | None:
-    """Exit status of the reaped process of a pidfd; None if the kernel is too old to keep it."""
-    info = bytearray(struct.pack(_PIDFD_INFO, _PIDFD_INFO_EXIT, *[0] * 13))
+def exit_when_watchdog_fails(report: Callable[[], None]) -> None:
+    """When torch's NCCL watchdog ends this process, call ``report`` and exit with code 6 in place of SIGABRT.
+
+    The watchdog is a thread without Python. An exception about a lost rank or a timeout, of the class
+    c10::DistBackendError, which nothing catches, makes the C++ runtime call a terminate handler. Any other exception,
+    and abort(), end the process as before.
+    """
     try:
-        fcntl.ioctl(file, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    mask, *_, status = struct.unpack(_PIDFD_INFO, info)
-    return status if mask & _PIDFD_INFO_EXIT else None
+        runtime = ctypes.CDLL("libstdc++.so.6")
+        set_terminate = runtime["_ZSt13set_terminatePFvvE"]
+        exception_type = runtime["__cxa_current_exception_type"]
+    except (OSError, AttributeError):
+        return  # another C++ runtime
+    set_terminate.restype = exception_type.restype = ctypes.c_void_p
+
+    @_Terminate
+    def handle() -> None:
+        address = exception_type()
+        # A std::type_info: the address of its virtual functions, then that of the mangled name.
+        name = ctypes.c_char_p.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value if address else None
+        if b"DistBackendError" in (name or b""):
+            report()
+            os._exit(LaunchError.exit_code)
+        previous()
+
+    set_terminate.argtypes = [_Terminate]
+    previous = _Terminate(set_terminate(handle))
+    _kept.append(handle)

@@ -24,8 +24,7 @@ from megatron.common.errors import LaunchError
 from megatron.common.files import file_mode, folder_mode
 from megatron.config import RunConfig
 from megatron.launch.distributed import connect
-from megatron.launch.flight_recorder import PREFIX, recorded_file, write_recorded
-from megatron.launch.progress import ProgressState
+from megatron.launch.progress import RECORDER, ProgressState, recorded_file, write_recorded
 from megatron.launch.rank import print_error
 from megatron.parallel.layout import ParallelLayout
 
@@ -180,7 +179,7 @@ def describe_hang(reports: list[dict | None], flag: str, folder: Path, recorded:
     hung = silent or (last if len(last) < len(reports) and not busy else busy)
     limit = f"an iteration, a save or an evaluation takes longer than {flag}; stacks are in {folder}/hang-rank*.txt"
     if recorded is not None:
-        limit += f", and the last collectives in {recorded}: torchfrtrace --prefix {PREFIX} {recorded}"
+        limit += f", and the last collectives in {recorded}: torchfrtrace --prefix {RECORDER} {recorded}"
     others = [f"rank {rank}: {_position(report)}" for rank, report in enumerate(reports) if rank not in hung]
     others[_SHOWN:] = [f"and {len(others) - _SHOWN} more ranks"] if len(others) > _SHOWN else []
     causes = [

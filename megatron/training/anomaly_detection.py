@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.steps import StepStatus, eval_batch
+from megatron.engines.engine import StepStatus, eval_batch
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer, unpack
 
 SPIKE_WINDOW = 20

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
-from megatron.engines.steps import StepStatus
+from megatron.engines.engine import StepStatus
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import warn_if_unwritable
@@ -144,9 +145,12 @@ class MetricsLogger:
         """Start the clock of the first log interval."""
         self._since = time.monotonic()
 
-    def pause(self, seconds: float) -> None:
-        """Exclude ``seconds`` from the time of training iterations."""
-        self._since += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time spent inside from the time of training iterations."""
+        start = time.monotonic()
+        yield
+        self._since += time.monotonic() - start
 
     def close(self) -> None:
         """Flush and close the files."""

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,16 +15,20 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from megatron.checkpoint.load import Loaded
+from megatron.checkpoint.folder_lock import FolderLock
+from megatron.checkpoint.load import Loaded, load_checkpoint
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.save import Checkpointer
 from megatron.common.errors import counted
 from megatron.config import RunConfig
-from megatron.engines import warn_if_untested_version
+from megatron.engines import deepspeed_silenced
+from megatron.engines.build import build_engine
+from megatron.engines.engine import Engine
 from megatron.engines.state import optimizer_name
+from megatron.engines.zero import counted_once, sum_over_model
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
-from megatron.launch.flight_recorder import record_into
-from megatron.launch.progress import ProgressState
+from megatron.launch.progress import ProgressState, record_into
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
 from megatron.model.spec import architecture_of
@@ -33,6 +37,7 @@ from megatron.ops.cuda import device_facts
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback
+from megatron.training.learning_rates import annealing_lr
 from megatron.training.memory import out_of_memory_reported
 from megatron.training.metrics import MetricsLogger
 from megatron.training.summary import describe_config, describe_stages
@@ -54,7 +59,6 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
         hang_watchdog(run, layout, progress),
         out_of_memory_reported(run, layout, progress, callbacks),
     ):
-        warn_if_untested_version(is_main_rank=layout.rank == 0)
         model_parallel_manual_seed(run.train.seed, layout)
         yield layout, progress
 
@@ -95,7 +99,30 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
             callback.on_run_start(run, _device_name())
 
 
-def log_start(
+def start_engine(
+    run: RunConfig,
+    layout: ParallelLayout,
+    saved: SavedRun | None,
+    lock: FolderLock | None,
+    log: MetricsLogger,
+    *,
+    settings: str,
+    load_weights: Callable[[Engine], Loaded],
+) -> tuple[Engine, Checkpointer, Loaded]:
+    """Build the engine, load the checkpoint ``saved`` or, without one, what ``load_weights`` loads; and log all of it.
+
+    Every rank must call it. ``settings`` is saved beside each checkpoint.
+    """
+    with deepspeed_silenced(run.logging.verbose):
+        engine = build_engine(run, layout, annealing_lr(run))
+        history = saved.history if saved and not run.checkpoint.finetune else ()
+        checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings)
+        loaded = load_checkpoint(engine, run, layout, saved) if saved else load_weights(engine)
+    _log_start(run, layout, engine, saved, loaded, log)
+    return engine, checkpointer, loaded
+
+
+def _log_start(
     run: RunConfig,
     layout: ParallelLayout,
     engine: DeepSpeedEngine,
@@ -103,7 +130,7 @@ def log_start(
     loaded: Loaded,
     log: MetricsLogger,
 ) -> None:
-    """Log parameters, optimizer, the loaded checkpoint and the first iteration. Every rank must call it."""
+    """Log parameters, optimizer, the loaded checkpoint and the first iteration."""
     log.info(_describe_model(engine.module, layout))
     norm = "apex" if uses_apex(run.model.fused_kernels) else "torch"
     log.info(f"> optimizer {optimizer_name(engine.basic_optimizer)}; layer norm of {norm}")
@@ -131,26 +158,19 @@ def _device_name() -> str:
 
 def _describe_model(module: nn.Module, layout: ParallelLayout) -> str:
     """Number of parameters, in total and on each rank of the first data-parallel replica; and how many are trained."""
-    held = sum(_numel(p) for p in module.parameters())
-    unique = [
-        p
-        for p in module.parameters()
-        if not getattr(p, "ds_pipe_replicated", False)
-        and (getattr(p, "model_parallel", False) or layout.tensor_group.rank() == 0)
-        and (layout.sequence_group is None or layout.sequence_group.rank() == 0)
-    ]
-    experts = 1 if layout.expert_group is None else layout.expert_group.size()
-    numbers = [_numel(p) * (experts if is_moe_param(p) else 1) for p in unique]
-    trained = sum(number for number, p in zip(numbers, unique, strict=True) if p.requires_grad)
-    counts = torch.tensor([held, sum(numbers), trained], device=get_accelerator().current_device_name())
-    of_ranks = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, counts)
+    device = get_accelerator().current_device_name()
+    counts = torch.zeros(2, 2, dtype=torch.int64)  # frozen and trained, of all ranks and of experts
+    for parameter in counted_once(module.parameters(), layout):
+        counts[int(parameter.requires_grad), int(is_moe_param(parameter))] += _numel(parameter)
+    frozen, trained = (int(sum_over_model(row, layout)) for row in counts.to(device))
+    held = torch.tensor(sum(map(_numel, module.parameters())), device=device)
+    of_ranks = [torch.empty_like(held) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, held)
     replica = [rank for rank in range(len(of_ranks)) if layout.topology.get_coord(rank).data == 0]
-    total, trained = (sum(int(of_ranks[rank][column]) for rank in replica) for column in (1, 2))
-    ranks = ", ".join(f"rank {rank} {int(of_ranks[rank][0]):,}" for rank in replica[:8])
+    ranks = ", ".join(f"rank {rank} {int(of_ranks[rank]):,}" for rank in replica[:8])
     more = f", and {len(replica) - 8} more" if len(replica) > 8 else ""
-    some = f", {trained:,} of them trained" if trained < total else ""
-    return f"> parameters {total:,} in total, padding included{some}; {ranks}{more}"
+    some = f", {trained:,} of them trained" if frozen else ""
+    return f"> parameters {frozen + trained:,} in total, padding included{some}; {ranks}{more}"
 
 
 def _numel(parameter: nn.Parameter) -> int:

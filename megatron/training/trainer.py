@@ -1,12 +1,13 @@
 """The training loop: train, evaluate, save, react to bad steps, and exit early."""
 
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,18 +17,67 @@ from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshots import Snapshots
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import NumericsError
+from megatron.common.processes import ExitSignal
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.engine import Engine
-from megatron.engines.steps import StepStatus, eval_batch, step_status, train_batch
+from megatron.engines.engine import Engine, StepStatus, eval_batch, step_status, train_batch
 from megatron.launch.progress import ProgressState
+from megatron.launch.rank import exit_now
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
 from megatron.training.anomaly_detection import AnomalyDetector, StepResult, find_origin, max_across_ranks
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators
-from megatron.training.exit_conditions import Exit, ExitConditions, due
 from megatron.training.metrics import HostCopy, MetricsLogger
+
+PREEMPTED = 75
+"""Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
+
+
+class ExitConditions:
+    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts.
+
+    Until ``defer_signals()`` a signal ends the process at once: there is nothing to save.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._start = time.monotonic()
+        self.exit_code = 0  # for the reason that is due
+        self._signal = ExitSignal(self._exit_at_start)
+
+    def defer_signals(self) -> None:
+        """From here on, a signal ends the run after the iteration it arrives in."""
+        self._signal.defer()
+
+    def _exit_at_start(self, number: int) -> NoReturn:
+        name = signal.Signals(number).name
+        exit_now(f"received {name} before the first iteration; nothing was saved", self._exit_code(number))
+
+    def _exit_code(self, number: int) -> int:
+        return PREEMPTED if self._run.checkpoint.save else 128 + number
+
+    def local_request(self) -> tuple[int, bool]:
+        """The number of the signal that this rank has received (0 for none), and whether its time is over."""
+        minutes = self._run.train.exit_duration_in_mins
+        return self._signal.number, minutes is not None and time.monotonic() - self._start >= 60 * minutes
+
+    def due(self, iteration: int, signal_number: float, is_late: float) -> str | None:
+        """Why to exit after ``iteration``, if at all. The same on every rank if given the maximum of all requests."""
+        train, number = self._run.train, int(signal_number)
+        if number:
+            self.exit_code = self._exit_code(number)
+            return f"received {signal.Signals(number).name}"
+        if is_late:
+            return f"--exit-duration-in-mins {train.exit_duration_in_mins} have passed"
+        if due(iteration, train.exit_interval):
+            return f"--exit-interval {train.exit_interval}"
+        return None
+
+
+def due(iteration: int, interval: int | None) -> bool:
+    """Whether something that happens every ``interval`` iterations, if ever, happens after ``iteration``."""
+    return bool(interval and iteration % interval == 0)
 
 
 class Step(NamedTuple):
@@ -44,28 +94,26 @@ AGREED = ("largest loss", "signal", "is late")
 """Names of the maxima over all ranks."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
     """The training loop over an engine. Every rank must call every method."""
 
-    def __init__(
-        self,
-        *,
-        run: RunConfig,
-        layout: ParallelLayout,
-        engine: Engine,
-        data: DataIterators,
-        checkpointer: Checkpointer,
-        log: MetricsLogger,
-        exit_conditions: ExitConditions,
-        progress: ProgressState,
-        callbacks: Sequence[Callback] = (),
-        snapshots: Snapshots | None = None,
-    ):
-        self.run, self.layout, self.engine, self.data = run, layout, engine, data
-        self.checkpointer, self.log, self.exit_conditions = checkpointer, log, exit_conditions
-        self.progress, self.callbacks, self.snapshots = progress, callbacks, snapshots
-        self.anomalies = AnomalyDetector(run)
-        self.hooks: list[InstructionHook] = [] if run.logging.watchdog_minutes is None else [progress.instruct]
+    run: RunConfig
+    layout: ParallelLayout
+    engine: Engine
+    data: DataIterators
+    checkpointer: Checkpointer
+    log: MetricsLogger
+    exit_conditions: ExitConditions
+    progress: ProgressState
+    callbacks: Sequence[Callback] = ()
+    snapshots: Snapshots | None = None
+
+    def __post_init__(self) -> None:
+        self.anomalies = AnomalyDetector(self.run)
+        self.hooks: list[InstructionHook] = (
+            [] if self.run.logging.watchdog_minutes is None else [self.progress.instruct]
+        )
         self.rewinds: Counter[str] = Counter()
         """How often training has rewound to each checkpoint."""
         self.steps: deque[Step] = deque()
@@ -90,7 +138,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_run_end()
         self.log.close()
-        return early_exit.exit_code if early_exit else 0
+        return self.exit_conditions.exit_code
 
     def evaluates_after(self, iteration: int) -> bool:
         """Whether training is interrupted for an evaluation after ``iteration``."""
@@ -113,7 +161,7 @@ class Trainer:
             return
         self.progress.enter("evaluation", iteration)
         self.engine.set_train_batch_size(config.global_batch_size * self.run.parallel.samples_counted)
-        with self.paused():
+        with self.log.paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
             what = f"evaluating on the {split} split after iteration {iteration}"
@@ -124,7 +172,7 @@ class Trainer:
         """Save a checkpoint if there is a folder for it and the weights are good. Returns ``iteration``."""
         self.progress.enter("saving", iteration)
         if self.anomalies.weights_are_good:
-            with self.paused():
+            with self.log.paused():
                 self.checkpointer.save(iteration, self.data.skipped_samples)
         elif self.run.checkpoint.save:
             self.log.info(f"  no checkpoint saved after iteration {iteration}: it was bad, perhaps by a wrong weight")
@@ -134,10 +182,10 @@ class Trainer:
         """Keep the state in memory if the weights are good."""
         if self.snapshots is not None and self.anomalies.weights_are_good:
             self.progress.enter("saving", iteration)
-            with self.paused():
+            with self.log.paused():
                 self.snapshots.take(iteration, self.data.skipped_samples)
 
-    def _train_until_exit(self, finished: int) -> tuple[int, Exit | None]:
+    def _train_until_exit(self, finished: int) -> tuple[int, str | None]:
         """Iterate to the last iteration or to an exit condition, and save. Returns where and why it ended."""
         config = self.run.train
         iteration = last_saved = finished
@@ -154,7 +202,7 @@ class Trainer:
                 iteration = last_saved = restart
                 batches = self.data.training(restart)
                 continue
-            with self.paused():
+            with self.log.paused():
                 self.checkpointer.poll()
             if evaluates:
                 self.evaluate(iteration)
@@ -167,7 +215,7 @@ class Trainer:
             if iteration < config.train_iters:
                 early_exit = self.exit_conditions.due(iteration, *request)
         if early_exit:
-            self.log.info(f"exiting after iteration {iteration}: {early_exit.reason}")
+            self.log.info(f"exiting after iteration {iteration}: {early_exit}")
         if last_saved != iteration:
             self.save(iteration)
         self.checkpointer.finish()
@@ -198,7 +246,7 @@ class Trainer:
         if self.log.has_line(iteration):
             values |= self.log.means() | {"grad_norm": status.grad_norm}
         if self.run.is_logged(iteration):
-            with self.paused():
+            with self.log.paused():
                 for callback in self.callbacks:
                     values |= callback.metrics()
         # The only collective of most steps outside of the engine: all ranks agree on anomalies and on exiting.
@@ -233,12 +281,12 @@ class Trainer:
         """
         text = f"iteration {iteration}: {result.problem}"
         if result.first_iteration == iteration and not result.is_spike:
-            with self.paused():
+            with self.log.paused():
                 text += f"; {find_origin(self.engine, self.data.training(iteration - 1))}"
         self.log.info(f"  {text}")
         folder = self.run.checkpoint.save
         if folder and self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
-            with self.paused():
+            with self.log.paused():
                 self.checkpointer.finish()
                 if holds_checkpoint(Path(folder)):
                     return self._rewind(range(result.first_iteration, iteration + 1))
@@ -270,10 +318,3 @@ class Trainer:
         self.anomalies.reset()
         self.log.info(f"  rewinding to {saved.path}, skipping samples {skipped.start} to {skipped.stop - 1}")
         return saved.iteration
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside from the time of training iterations."""
-        start = time.monotonic()
-        yield
-        self.log.pause(time.monotonic() - start)

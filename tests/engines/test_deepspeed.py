@@ -1,65 +1,18 @@
-"""What this suite replaces of DeepSpeed is there in the tested version; another version is warned about once."""
+"""What this suite replaces of DeepSpeed is there in the tested version."""
 
 import os
-import types
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
-from megatron.engines import (
-    TESTED_VERSION,
-    discover_mpi_ranks,
-    warn_if_untested_version,
-)
-from megatron.engines.engine import _continue_without_reports
-from megatron.engines.steps import collectives_timed
+from megatron.engines import TESTED_VERSION, discover_mpi_ranks
+from megatron.engines.overrides import collectives_timed
 
 
-def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) -> None:
+def test_the_installed_version_is_the_tested_one() -> None:
     assert deepspeed.__version__ == TESTED_VERSION
-    warn_if_untested_version(is_main_rank=True)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_another_version_is_one_warning_on_the_main_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
-    warn_if_untested_version(is_main_rank=False)
-    assert capsys.readouterr().err == ""
-    warn_if_untested_version(is_main_rank=True)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: DeepSpeed 0.99.0 is installed") and TESTED_VERSION in line
-
-
-def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_path) -> None:
-    words = "--train-iters 1 --batch-size 1 --eval-iters 0".split()
-    outputs = run_ranks_once(2, _train_with_version, [*_tiny(programs), *words], "0.99.0")
-    assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
-
-
-def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:
-    """The disk is full, for the profile of a step and for the monitors."""
-    model = torch.nn.Linear(2, 2)
-    profiler = FlopsProfiler(model)
-
-    def write_events(events: list) -> None:
-        with open("/dev/full", "w", buffering=1) as file:
-            file.write("loss\n")
-
-    engine = types.SimpleNamespace(flops_profiler=profiler, monitor=types.SimpleNamespace(write_events=write_events))
-    _continue_without_reports(engine)
-    for _ in range(2):
-        profiler.start_profile()
-        model(torch.ones(1, 2))
-        profiler.print_model_profile(output_file="/dev/full")
-        profiler.end_profile()
-        engine.monitor.write_events([])
-    assert capsys.readouterr().out.splitlines() == [
-        f"  warning: {what} cannot be written (No space left on device); continuing without"
-        for what in ("the profile of flops_profiler", "the files of DeepSpeed's monitors")
-    ]
 
 
 def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
@@ -112,19 +65,6 @@ def _tiny(programs) -> list[str]:
     from support.programs import TINY_MODEL
 
     return [str(word) for word in (*TINY_MODEL, *programs.data_arguments)]
-
-
-def _train_with_version(words: list[str], version: str) -> str:
-    import contextlib
-    import io
-
-    from support.training import pretrain
-
-    deepspeed.__version__ = version
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        code, _ = pretrain(words)
-    assert code == 0
-    return errors.getvalue()
 
 
 def test_a_trace_shows_the_collectives_of_deepspeed(run_ranks) -> None:

@@ -18,10 +18,8 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from megatron.engines.transfers import Transfers, _Arriving
 from megatron.launch import progress as progress_module
-from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
-from megatron.launch.flight_recorder import record_into, recorded_file
-from megatron.launch.progress import Position, ProgressState
-from megatron.launch.rank import run_rank
+from megatron.launch.progress import Position, ProgressState, record_into, recorded_file
+from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, run_rank
 from megatron.parallel.sequence import ring
 from megatron.parallel.tensor import mappings
 
@@ -114,7 +112,7 @@ extern "C" void another() { std::thread([] { throw std::runtime_error("another")
 PROGRAM = """
 import ctypes, sys
 sys.path.insert(0, sys.argv[1])
-from megatron.launch.backend_errors import exit_when_watchdog_fails
+from megatron.launch.rank_failure import exit_when_watchdog_fails
 exit_when_watchdog_fails(lambda: print("the watchdog", flush=True))
 getattr(ctypes.CDLL(sys.argv[2]), sys.argv[3])()
 """
@@ -203,6 +201,6 @@ def test_torch_writes_its_flight_recorder_beside_the_checkpoints(tmp_path: Path)
     assert recorded_file(environ, 3) is None
     (tmp_path / "flight-recorder-rank3").touch()
     assert recorded_file(environ, 3) == tmp_path / "flight-recorder-rank3"
-    own = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/"}
+    own = {"TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/"}
     record_into(own, tmp_path)
-    assert own == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/"}
+    assert own == {"TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/"}

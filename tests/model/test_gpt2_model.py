@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, build_layers, sequential_model
 from megatron.engines.optimizers import weight_decay_groups
-from megatron.engines.pipeline_modules import PipelinedModel
+from megatron.engines.pipeline import PipelinedModel
 from megatron.model.architectures import GPT2
 from megatron.model.loss import lm_loss
 from megatron.model.partition import partition_boundaries

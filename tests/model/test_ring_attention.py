@@ -17,7 +17,7 @@ from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.data.loader import Batch
 from megatron.engines.build import build_engine
 from megatron.engines.containers import sequential_model
-from megatron.engines.steps import step_status, train_batch
+from megatron.engines.engine import step_status, train_batch
 from megatron.launch.distributed import distributed
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops import packed_attention

@@ -10,7 +10,6 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.parallel.pipeline.dualpipev import exchanging_steps
 from megatron.parallel.pipeline.in_flight import in_flight, micro_batches_in_flight, peaks, stages_that_keep_most
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
@@ -88,45 +87,6 @@ def test_the_order_is_deepspeeds(name: str, theirs: type) -> None:
                 assert buffers == max(2, sum(in_flight(schedule, stage)))
             own = schedule.chunks_of(stage)
             assert [(own.index(chunk), kind) for chunk, kind, _ in schedule.actions(stage)] == order
-
-
-def test_the_exchanges_are_deepspeeds() -> None:
-    """DualPipeV: what each stage starts together and waits for, between its passes."""
-    for schedule in every("dualpipev", 2, splits_backward=False):
-        for stage in range(schedule.stages):
-            assert list(exchanging_steps(schedule, stage)) == exchanges_of_deepspeed(schedule, stage), (schedule, stage)
-
-
-def exchanges_of_deepspeed(schedule: Schedule, stage: int) -> list[Action | frozenset]:
-    """The steps of DeepSpeed's own schedule. A buffer is a micro-batch of one of the two chunks."""
-    theirs = DualPipeVSchedule(micro_batches=schedule.micro_batches, stages=schedule.stages, stage_id=stage)
-    found: list[Action | frozenset] = []
-    collected: set[tuple[int, bool, int]] = set()
-    for command in (command for step in theirs.steps() for command in step):
-        name = type(command).__name__
-        if name == "CommitP2P" and collected:
-            found.append(frozenset(collected))
-            collected.clear()
-        if not hasattr(command, "phase"):
-            continue
-        phase, number = divmod(command.buffer_id, schedule.micro_batches)
-        assert phase == command.phase
-        chunk = schedule.chunks_of(stage)[phase]
-        before = {"RecvActivation": -1, "RecvGrad": 1}.get(name, 0)
-        if name.endswith("Pass"):
-            found.append(Action(chunk, name[0], number))
-        else:
-            collected.add((chunk + before, name.endswith("Activation"), number))
-    assert not collected
-    return found
-
-
-def test_dualpipev_waits_for_its_exchanges() -> None:
-    """More than its passes alone would: DeepSpeed's is between 1F1B and the same passes without waiting."""
-    for p, m in ((2, 4), (4, 8), (4, 32), (8, 16)):
-        waiting = idle_share(Schedule("dualpipev", p, m, 2, splits_backward=False), PassSeconds())
-        assert waiting < idle_share(Schedule("1f1b", p, m), PassSeconds(2, 2, 2))
-        assert waiting > idle_share(Schedule("dualpipev", p, m, 2), PassSeconds())
 
 
 @pytest.mark.parametrize("splits_backward", [True, False])

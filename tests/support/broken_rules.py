@@ -235,9 +235,6 @@ t5 --pipe-parallel-size 2 --pipeline-schedule zbv --pipeline-model-parallel-spli
     --pipeline-schedule zbh1
 t5 --model-parallel-size 2 --sequence-parallel
     --sequence-parallel cannot be combined with a model that has an encoder and a decoder: remove it
-t5 --pipe-parallel-size 2 --gas 4 --pipeline-schedule dualpipev
-    --pipeline-schedule dualpipev cannot be combined with a model that has an encoder and a decoder:
-    --pipeline-schedule 1f1b
 t5 --vocab-extra-ids 0
     --vocab-extra-ids 0 leaves no sentinel for a span: use 100, or more
     --vocab-extra-ids 100

@@ -51,9 +51,8 @@ def doubled_gradient():
 
 
 def wrong_norm():
-    from megatron.engines import gradient_norm, zero
+    from megatron.engines import zero
 
-    gradient_norm.is_model_parallel_parameter = lambda parameter: True
     zero.is_model_parallel_parameter = lambda parameter: True
 
 
@@ -92,10 +91,10 @@ def wrong_learning_rate():
 
 
 def wrong_norm_of_experts():
-    from megatron.engines import gradient_norm
+    from megatron.engines import zero
 
-    right = gradient_norm.sum_over_model
-    gradient_norm.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
+    right = zero.sum_over_model
+    zero.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
 
 
 def doubled_gradient_of_experts():

@@ -8,8 +8,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from support.programs import TINY_MODEL, Programs, read_metrics
 
 from megatron.engines import zero
-from megatron.engines.gradient_norm import block_norms
-from megatron.engines.zero import ZeroOptimizer
+from megatron.engines.zero import ZeroOptimizer, block_norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ def follow_scale(ds_config: dict, steps: str) -> list[float]:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    from megatron.engines.steps import loss_scale_limit_reported
+    from megatron.engines.engine import loss_scale_limit_reported
 
     fp16 = DeepSpeedConfig(ds_config).float16_config
     assert fp16.enabled

@@ -121,7 +121,7 @@ def nested_phases() -> tuple[dict[str, float], str]:
     import torch.distributed as dist
 
     from megatron.parallel.pipeline.schedule import Instruction
-    from megatron.training import timers as timing
+    from megatron.training import measurements as timing
 
     seconds, original = [0.0], timing.now
     timing.now = lambda: seconds[0]

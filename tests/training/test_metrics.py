@@ -13,7 +13,7 @@ from support.command_lines import parse
 from support.programs import TINY_MODEL, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.engines.steps import StepStatus
+from megatron.engines.engine import StepStatus
 from megatron.model.spec import hardware_flops
 from megatron.training.metrics import HostCopy, MetricsLogger
 

@@ -12,7 +12,7 @@ from support.programs import TINY_MODEL
 from megatron.cli import parse_run
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
-from megatron.training.timers import STRAGGLERS, RankTime, StragglerReport, slow_hosts
+from megatron.training.measurements import STRAGGLERS, RankTime, StragglerReport, slow_hosts
 
 
 def times(*rows: tuple[str, int, float, float]) -> list[RankTime]:

@@ -24,6 +24,7 @@ LAYOUTS = {
         " --checkpoint-activations",
     ),
     "pp2-interleaved": (2, "--pipe-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
     "dp2": (2, ""),
     "plain-dp2-zero2": (2, "--zero-stage 2"),
     "plain-dp2-zero3": (2, "--zero-stage 3 --checkpoint-activations --checkpoint-num-layers 3"),

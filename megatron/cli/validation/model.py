@@ -99,9 +99,8 @@ def _is_t5(run: RunConfig) -> bool:
 
 
 @rule(
-    "an encoder with a decoder excludes sequence parallelism and DualPipeV",
-    why="They are for hidden states of one sequence, and T5 has two of different lengths: DeepSpeed's DualPipeV would "
-    "run a backward pass for each of the tensors that a stage sends on.",
+    "an encoder with a decoder excludes sequence parallelism",
+    why="It is for hidden states of one sequence, and T5 has two of different lengths.",
 )
 def one_sequence(run: RunConfig) -> Messages:
     parallel = run.parallel
@@ -110,7 +109,6 @@ def one_sequence(run: RunConfig) -> Messages:
             "--sequence-parallel": parallel.sequence_parallel,
             f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
             f"--context-parallel-size {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
-            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.uses_dualpipev,
         }
     )
     if given and _is_t5(run):

@@ -153,7 +153,7 @@ def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
     needed = 2 * parallel.pipe_stages
     if parallel.world_size % max(parallel.replica_size, 1):
         return  # the batch sizes are unknown
-    if parallel.uses_dualpipev and parallel.uses_pipeline and 0 < gas < needed:
+    if parallel.pipeline_schedule == "dualpipev" and parallel.uses_pipeline and 0 < gas < needed:
         yield (
             f"--pipeline-schedule {parallel.pipeline_schedule} with --pipe-parallel-size {parallel.pipe_stages} needs "
             f"{needed} micro-batches or more, and there are {gas}: use --gas {needed}, with a smaller --batch-size "

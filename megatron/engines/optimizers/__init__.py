@@ -1,13 +1,14 @@
 """The parameter groups of each optimizer, and the optimizers that DeepSpeed does not make."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
 from torch import nn
+from torch.optim import Optimizer
 
 from megatron.config import ModelConfig, RunConfig
-from megatron.engines.optimizers.lion import Lion
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ArchitectureSpec
@@ -73,9 +74,7 @@ def _groups_by_shape(module: nn.Module) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def client_optimizer(
-    run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout
-) -> torch.optim.Optimizer | None:
+def client_optimizer(run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout) -> Optimizer | None:
     """The optimizer of ``run`` if DeepSpeed has none that fits: Muon, Lion that steps on the CPU, apex's fused Adam.
 
     None for the optimizer of the DeepSpeed config, which DeepSpeed makes.
@@ -91,9 +90,37 @@ def client_optimizer(
     return None
 
 
+class Lion(Optimizer):
+    """Lion (arXiv 2302.06675) on any device. DeepSpeed's is for CUDA; its offloaded one keeps a second moment unused.
+
+    Its state has the names of DeepSpeed's: ``exp_avg``, the momentum, and ``step``, which only counts.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update each parameter that has a gradient."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(parameter)}
+                state["step"] += 1
+                update = state["exp_avg"].lerp(gradient, 1 - beta1).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+                state["exp_avg"].lerp_(gradient, 1 - beta2)
+
+
 def _muon(
     run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout, params: dict[str, Any]
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     model, optim = run.model, run.optim
     names = block_matrices(architecture_of(model), model)
     rows = (model.query_groups, model.num_attention_heads // model.query_groups, model.head_size)
@@ -117,7 +144,7 @@ def _muon(
     )
 
 
-def _apex_adam(run: RunConfig, groups: Groups, kind: str, params: dict[str, Any]) -> torch.optim.Optimizer | None:
+def _apex_adam(run: RunConfig, groups: Groups, kind: str, params: dict[str, Any]) -> Optimizer | None:
     """apex's fused Adam if apex is requested, the state stays on the device, and apex has all settings."""
     if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer or params.get("amsgrad"):
         return None

@@ -73,7 +73,7 @@ class Schedule:
     chunks: int = 1
     """Model chunks of a stage."""
     splits_backward: bool = True
-    """False: the same order with B in place of I, and no W, as DeepSpeed runs DualPipeV."""
+    """False: the same order with B in place of I, and no W."""
 
     def __post_init__(self) -> None:
         assert has_order(self.name, self.stages, self.micro_batches, self.chunks), self
@@ -238,8 +238,9 @@ def schedule_of(run: RunConfig) -> Schedule:
 
 
 def schedule_with(parallel: ParallelConfig, micro_batches: int) -> Schedule:
-    """The schedule of ``parallel``; DeepSpeed's DualPipeV does not divide the backward pass."""
-    name, is_divided = parallel.pipeline_schedule, not parallel.uses_dualpipev
+    """The schedule of ``parallel``; as in DeepSpeed, DualPipeV does not divide the backward pass."""
+    name = parallel.pipeline_schedule
+    is_divided = name != "dualpipev"
     return _schedule(name, parallel.pipe_stages, micro_batches, parallel.chunks_per_stage, is_divided)
 
 

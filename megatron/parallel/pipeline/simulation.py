@@ -1,11 +1,7 @@
-"""A schedule in time, and its bubble: each pass as early as its stage and the passes before it allow. No torch here.
-
-DualPipeV, which DeepSpeed runs, is simulated with the transfers for which DeepSpeed waits.
-"""
+"""A schedule in time, and its bubble: each pass as early as its stage and the passes before it allow. No torch here."""
 
 from typing import NamedTuple
 
-from megatron.parallel.pipeline.dualpipev import Output, exchanging_steps
 from megatron.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
@@ -14,6 +10,9 @@ from megatron.parallel.pipeline.schedule import (
     Action,
     Schedule,
 )
+
+Output = tuple[int, bool, int]
+"""What a pass hands on: its model chunk, whether it is a forward pass, and the micro-batch."""
 
 
 class PassSeconds(NamedTuple):
@@ -59,8 +58,6 @@ def simulate(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
 
 
 def _timed(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
-    if schedule.name == "dualpipev" and not schedule.splits_backward:
-        return _simulate_exchanges(schedule, seconds)
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
     ends: dict[Output, float] = {}
@@ -84,33 +81,6 @@ def _timed(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
                 ends[output] = free[stage]
                 if output in waiting:
                     runnable.append(waiting.pop(output))
-    assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
-    return timed
-
-
-def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
-    """The same for stages that wait for all tensors of an exchange, each until its other end has begun it, too."""
-    orders = [exchanging_steps(schedule, stage) for stage in range(schedule.stages)]
-    position, free = [0] * schedule.stages, [0.0] * schedule.stages
-    begun: dict[Output, dict[int, float]] = {}
-    runnable = list(range(schedule.stages))
-    timed, durations = [], seconds.by_kind
-    while runnable:
-        stage = runnable.pop()
-        while position[stage] < len(orders[stage]):
-            step, now = orders[stage][position[stage]], free[stage]
-            if isinstance(step, Action):
-                free[stage] = now + durations[step.kind]
-                timed.append(TimedAction(stage, step, now, free[stage]))
-            else:
-                for ends in (begun.setdefault(output, {}) for output in step):
-                    if stage not in ends:
-                        runnable += ends  # the other stage may wait for this
-                        ends[stage] = now
-                if any(len(begun[output]) < 2 for output in step):
-                    break
-                free[stage] = max(max(begun[output].values()) for output in step)
-            position[stage] += 1
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
     return timed
 

@@ -20,7 +20,7 @@ from megatron.engines.containers import (
     run_in_order,
     sequential_model,
 )
-from megatron.engines.pipeline_modules import PipelinedModel
+from megatron.engines.pipeline import PipelinedModel
 from megatron.model.embedding import segment_ids_of
 from megatron.model.partition import partition_boundaries
 from megatron.model.spec import architecture_of

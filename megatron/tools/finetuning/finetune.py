@@ -5,26 +5,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.checkpoint.compatibility import at_saved_sample
-from megatron.checkpoint.load import FRESH, Loaded, load_checkpoint, load_pretrained, select_checkpoint
-from megatron.checkpoint.save import Checkpointer, lock_folder
+from megatron.checkpoint.load import FRESH, Loaded, load_pretrained, select_checkpoint
+from megatron.checkpoint.save import lock_folder
 from megatron.checkpoint.snapshot_recovery import select_newest
 from megatron.checkpoint.snapshots import requested_snapshots
 from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
-from megatron.engines import deepspeed_silenced
-from megatron.engines.build import build_engine
-from megatron.engines.steps import eval_batch
+from megatron.engines.engine import Engine, eval_batch
 from megatron.model.loss import correct_answers
 from megatron.tools.finetuning.request import TaskData, TaskRun
 from megatron.tools.finetuning.rows import RowIterators
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
-from megatron.training.exit_conditions import ExitConditions, due
-from megatron.training.learning_rates import annealing_lr
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
-from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
-from megatron.training.trainer import Trainer
+from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
+from megatron.training.trainer import ExitConditions, Trainer, due
 
 
 class EpochTrainer(Trainer):
@@ -56,7 +52,7 @@ class EpochTrainer(Trainer):
         self.progress.enter("evaluation", iteration)
         epoch = round(iteration / self.task.iterations_per_epoch, 4) if self.task.training else None
         place = f"iteration {iteration}" if epoch is None else f"epoch {epoch:g}"
-        with self.paused():
+        with self.log.paused():
             correct = [self._correct(number) for number in range(len(self.task.validation))]
         rows = [len(table.rows) for table in self.task.validation]
         for table, right, count in zip(self.task.validation, correct, rows, strict=True):
@@ -116,25 +112,20 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         log_configuration(run, log, callbacks)
         log.info(_describe(task.data, run.model.classes))
 
-        resumed = None if run.checkpoint.finetune else saved
-        with deepspeed_silenced(run.logging.verbose):
-            engine = build_engine(run, layout, annealing_lr(run))
-            history = resumed.history if resumed else ()
-            checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings_text(run))
-            loaded = FRESH
-            if saved:
-                loaded = load_checkpoint(engine, run, layout, saved)
-            elif pretrained:
-                loaded = Loaded(0, (load_pretrained(engine, run, layout, pretrained),))
-        log_start(run, layout, engine, saved, loaded, log)
+        def load_weights(engine: Engine) -> Loaded:
+            return Loaded(0, (load_pretrained(engine, run, layout, pretrained),)) if pretrained else FRESH
 
+        engine, checkpointer, loaded = start_engine(
+            run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
+        )
+        skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
         observed = run, layout, engine.module
         trainer = EpochTrainer(
             task=task.data,
             run=run,
             layout=layout,
             engine=engine,
-            data=RowIterators(run, layout, task.data, resumed.skipped_samples if resumed else ()),
+            data=RowIterators(run, layout, task.data, skipped),
             checkpointer=checkpointer,
             log=log,
             exit_conditions=exit_conditions,

@@ -192,7 +192,7 @@ def _pipeline_buffers(
     """Tensors between stages: received and sent ones, their gradients, and logits until they are replaced.
 
     DeepSpeed has buffers for at least two micro-batches. Logits stay in them until the next logits replace them, except
-    with DualPipeV and our engine for further schedules; at the loss, the current logits are counted as logits.
+    with our engine for further schedules; at the loss, the current logits are counted as logits.
     """
     if not run.parallel.uses_pipeline:
         return 0
@@ -202,8 +202,7 @@ def _pipeline_buffers(
         return _ON_THE_WAY * micro_batch.hidden + (has_back and not at_the_loss) * micro_batch.stored_logits
     if has_back:
         between = 0 if run.parallel.pipe_stages == 1 else (buffers + received) * micro_batch.hidden
-        kept = 1 if run.parallel.uses_dualpipev else buffers
-        return (kept - at_the_loss) * micro_batch.stored_logits + between
+        return (buffers - at_the_loss) * micro_batch.stored_logits + between
     return (received + 1 + in_flight) * micro_batch.hidden
 
 

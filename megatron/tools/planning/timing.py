@@ -102,7 +102,7 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
         return 0.0
     last = run.model.num_layers + 1
     borders = sum((chunk.start > 0) + (chunk.stop <= last) for chunk in stage.chunks)
-    sends_all = parallel.sequence_parallel or parallel.uses_dualpipev or run.model.encoder_num_layers > 0
+    sends_all = parallel.sequence_parallel or parallel.uses_scheduled_engine or run.model.encoder_num_layers > 0
     part = hidden / (1 if sends_all else parallel.model_parallel_size)
     return run.train.gradient_accumulation_steps * borders * part
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn, profiler
 
 from megatron.config import RunConfig
 from megatron.config.output import steps
-from megatron.engines.steps import collectives_timed
+from megatron.engines.overrides import collectives_timed
 from megatron.model.partition import TRACE
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout

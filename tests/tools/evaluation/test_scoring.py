@@ -12,7 +12,7 @@ def logits_of_stages() -> torch.Tensor | None:
     """Logits of TOKENS, whose documents restart rotary positions without being kept apart, with a stage a rank."""
 
     from megatron.engines.containers import build_layers, sequential_model
-    from megatron.engines.pipeline_modules import PipelinedModel
+    from megatron.engines.pipeline import PipelinedModel
     from megatron.model.architectures import GPT2
     from megatron.model.loss import lm_loss
     from megatron.model.partition import partition_boundaries

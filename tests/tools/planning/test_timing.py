@@ -193,10 +193,10 @@ def test_the_bubble_of_many_micro_batches_is_that_of_few(name: str, chunks: int,
 
 
 def test_the_bubble_of_an_iteration() -> None:
-    """1F1B's is (p - 1) / m of the useful time; DeepSpeed's DualPipeV leaves more than half of that."""
+    """1F1B's is (p - 1) / m of the useful time; DualPipeV leaves half of that or more."""
     words = f"{BASE} --model-parallel-size 1 --pipe-parallel-size 4 {SELECTIVE}"
     plain, folded = candidate(words, 4), candidate(f"{words} --pipeline-schedule dualpipev", 4)
     useful = plain.timing.compute + plain.timing.pipeline
     assert plain.timing.bubble == pytest.approx(3 / 16 * useful)
     assert plain.bubble == pytest.approx(3 / 19)
-    assert 0.5 < folded.timing.bubble / plain.timing.bubble < 0.8
+    assert 0.5 <= folded.timing.bubble / plain.timing.bubble < 0.8
