@@ -1,6 +1,5 @@
 """Data, vocabularies and outputs that are missing, damaged or not accessible: one line each before torch is used."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,37 +31,7 @@ def written(name: str, text: str) -> Damage:
     return lambda place: (place / name).write_text(text)
 
 
-def patched(name: str, offset: int, content: bytes) -> Damage:
-    def patch(place: Path) -> None:
-        with open(place / name, "r+b") as file:
-            file.seek(offset)
-            file.write(content)
-
-    return patch
-
-
 DATA: dict[str, tuple[Damage, str, list[str]]] = {
-    "no data set": (
-        whole,
-        "--data-path nowhere/text",
-        [
-            "no data set at nowhere/text: nowhere/text.bin and nowhere/text.idx missing "
-            "(tools/preprocess_data.py makes one)"
-        ],
-    ),
-    "half a data set": (
-        removed(BIN),
-        "",
-        ["no data set at tiny_text_document: tiny_text_document.bin missing (tools/preprocess_data.py makes one)"],
-    ),
-    "the name of a file for the prefix": (
-        whole,
-        "--data-path tiny_text_document.bin",
-        [
-            "no data set at tiny_text_document.bin: tiny_text_document.bin.bin and tiny_text_document.bin.idx missing "
-            "(give the prefix without the ending: tiny_text_document)"
-        ],
-    ),
     "the prefix that preprocessing was given": (
         whole,
         "--data-path tiny",
@@ -74,42 +43,6 @@ DATA: dict[str, tuple[Damage, str, list[str]]] = {
         [
             "tiny_text_document.idx is truncated: it ends at offset 500, its header promises 4042 bytes "
             "(200 sequences, 201 document bounds)"
-        ],
-    ),
-    "an empty index": (
-        cut(IDX, 0),
-        "",
-        ["tiny_text_document.idx is truncated: 0 bytes do not hold the header of 34"],
-    ),
-    "an index of another magic": (
-        patched(IDX, 0, b"SOMEINDEX"),
-        "",
-        [r"tiny_text_document.idx is not an index: offset 0 holds b'SOMEINDEX' instead of b'MMIDIDX\x00\x00'"],
-    ),
-    "an index of another version": (
-        patched(IDX, 9, b"\2"),
-        "",
-        ["tiny_text_document.idx has version 2 at offset 9; only version 1 can be read"],
-    ),
-    "an unknown dtype code": (
-        patched(IDX, 17, b"\11"),
-        "",
-        [
-            "tiny_text_document.idx has the unknown dtype code 9 at offset 17 "
-            "(known: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16)"
-        ],
-    ),
-    "a negative size": (
-        patched(IDX, 34, b"\xff\xff\xff\xff"),
-        "",
-        ["tiny_text_document.idx has the negative size -1 for sequence 0, at offset 34"],
-    ),
-    "more sequences than there are atoms": (
-        patched(IDX, 18, b"\xff" * 8),
-        "",
-        [
-            "tiny_text_document.idx is truncated: it ends at offset 4042, its header promises 221360928884514621022 "
-            "bytes (18446744073709551615 sequences, 201 document bounds)"
         ],
     ),
     "tokens shorter than their index": (
@@ -126,20 +59,7 @@ DATA: dict[str, tuple[Damage, str, list[str]]] = {
             "sample of 9000+1 tokens: use more text, a smaller --seq-length or another --split"
         ],
     ),
-    "no document for training": (
-        whole,
-        "--split 0,1,1",
-        [
-            'the training split of tiny_text_document by --split "0,1,1" (no document of 200: 0 tokens) holds no '
-            "sample of 32+1 tokens: use more text, a smaller --seq-length or another --split"
-        ],
-    ),
     "a name that is too long": (whole, f"--data-path {'x' * 300}", [f"{'x' * 300}.bin: File name too long"]),
-    "no vocabulary": (
-        removed(VOCAB),
-        "",
-        ["--vocab-file vocab.json: no such file (tools/train_tokenizer.py makes one)"],
-    ),
     "a folder for the vocabulary": (
         whole,
         "--vocab-file ck",
@@ -149,16 +69,6 @@ DATA: dict[str, tuple[Damage, str, list[str]]] = {
         locked(VOCAB),
         "",
         ["vocab.json: cannot be read (Permission denied)"],
-    ),
-    "a vocabulary that is no JSON": (
-        written(VOCAB, "a\nb\n"),
-        "",
-        ["vocab.json:1: not JSON (Expecting value); a vocabulary is one object of token: id"],
-    ),
-    "a vocabulary with a gap": (
-        written(VOCAB, json.dumps({"<unk>": 0, "<|endoftext|>": 2})),
-        "",
-        ["vocab.json: 2 tokens need the ids 0 to 1, each once; no token has 1"],
     ),
     "a tokens file for the vocabulary": (
         whole,
@@ -189,20 +99,10 @@ OUTPUTS: dict[str, tuple[Damage, str, list[str]]] = {
         "--save vocab.json",
         ["--save vocab.json: {place}/vocab.json is not a folder; name another folder, or move it away"],
     ),
-    "a file on the way": (
-        whole,
-        "--save vocab.json/a/b",
-        ["--save vocab.json/a/b: {place}/vocab.json is not a folder; name another folder, or move it away"],
-    ),
     "a folder that may not be written to": (
         locked("ck", 0o555),
         "--save ck",
         ["--save ck: no permission to write in {place}/ck; name another folder, or change its permissions"],
-    ),
-    "a place in a folder that may not be written to": (
-        locked("ck", 0o555),
-        "--save ck/new/deep",
-        ["--save ck/new/deep: no permission to write in {place}/ck; name another folder, or change its permissions"],
     ),
     "a name that is too long": (
         whole,
@@ -214,11 +114,6 @@ OUTPUTS: dict[str, tuple[Damage, str, list[str]]] = {
         locked("ck/latest", 0o444),
         "--metrics-file ck/latest",
         ["--metrics-file ck/latest: no permission to write it; name another file, or change its permissions"],
-    ),
-    "a file for TensorBoard": (
-        whole,
-        "--tensorboard-dir vocab.json",
-        ["--tensorboard-dir vocab.json: {place}/vocab.json is not a folder; name another folder, or move it away"],
     ),
 }
 

@@ -11,97 +11,7 @@ TWO = launched(0, 2)
 
 # Problem: flags, environment, and the expected lines.
 SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
-    "heads do not divide the hidden size": (
-        "--hidden-size 33",
-        {},
-        ["--hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36"],
-    ),
-    "tensor-parallel ranks do not divide the heads": (
-        "--model-parallel-size 2 --num-attention-heads 1",
-        TWO,
-        ["--num-attention-heads 1 is not a multiple of --model-parallel-size 2: use 2"],
-    ),
-    "fewer layers than stages": (
-        "--pipe-parallel-size 2 --num-layers 1",
-        TWO,
-        ["--num-layers 1 is less than --pipe-parallel-size 2: use at most 1 stage"],
-    ),
-    "processes do not make a grid": (
-        "--model-parallel-size 2 --pipe-parallel-size 2",
-        launched(0, 6),
-        [
-            "6 processes cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: use 4 or 8 processes, "
-            "or --model-parallel-size 1, or --pipe-parallel-size 1 or 3"
-        ],
-    ),
-    "one process for two tensor-parallel ranks": (
-        "--model-parallel-size 2",
-        {},
-        ["1 process cannot be split into --model-parallel-size 2: use 2 processes, or --model-parallel-size 1"],
-    ),
-    "batch sizes that contradict each other": (
-        "--global-batch-size 16 --gas 3",
-        TWO,
-        [
-            "--global-batch-size 16 is not --batch-size 2 x --gas 3 x data-parallel size 2 = 12: "
-            "set a global batch of 12 or an accumulation of 4"
-        ],
-    ),
-    "a batch that the replicas cannot share": (
-        "--global-batch-size 6",
-        TWO,
-        [
-            "--global-batch-size 6 is not a multiple of --batch-size 2 x data-parallel size 2 = 4: "
-            "set a global batch of 4 or 8"
-        ],
-    ),
-    "activations in CPU memory that are not partitioned": (
-        "--checkpoint-activations --checkpoint-in-cpu",
-        {},
-        ["--checkpoint-in-cpu needs --partition-activations: add it, or remove --checkpoint-in-cpu"],
-    ),
-    "ZeRO 2 under a pipeline": (
-        "--pipe-parallel-size 1 --zero-stage 2",
-        {},
-        [
-            "--zero-stage 2 cannot be combined with --pipe-parallel-size 1: the pipeline accumulates gradients over "
-            "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
-            "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)"
-        ],
-    ),
-    "fp16 on the CPU": ("--fp16", {}, ["--fp16 does not work on the CPU: use --bf16, or neither for fp32"]),
-    "fp16 and bf16": (
-        "--fp16 --bf16",
-        {"DS_ACCELERATOR": "cuda"},
-        ["--fp16 and --bf16 exclude each other: weights have one type; remove one"],
-    ),
-    "apex on the CPU": (
-        "--fused-kernels apex",
-        {},
-        ["--fused-kernels apex needs CUDA, and this run is on cpu: remove it"],
-    ),
-    "more tokens than positions": (
-        "--seq-length 1024",
-        {},
-        [
-            "--seq-length 1024 is more than --max-position-embeddings 32: raise --max-position-embeddings, "
-            "or lower --seq-length"
-        ],
-    ),
-    "a misspelt flag": ("--hiden-size 32", {}, ["unknown flag --hiden-size: did you mean --hidden-size?"]),
-    "an argument of another program": (
-        "--top-k 5",
-        {},
-        ["--top-k: it is for text generation: use tools/generate.py"],
-    ),
-    "a value after a switch": ("--bf16 true", {}, ["unexpected argument 'true': every value follows its flag"]),
     "a value tied to a switch": ("--bf16=true", {}, ["unexpected argument 'true': every value follows its flag"]),
-    "a flag without its value": ("--lr", {}, ["--lr: needs a value"]),
-    "a word for a number": ("--batch-size two", {}, ["--batch-size two: must be a number"]),
-    "half an iteration": ("--train-iters 1.5", {}, ["--train-iters 1.5: must be a whole number"]),
-    "no number": ("--lr nan", {}, ["--lr nan: must be a finite number"]),
-    "negative": ("--batch-size -1", {}, ["--batch-size -1 must be 1 or more"]),
-    "zero": ("--exit-interval 0", {}, ["--exit-interval 0 must be 1 or more"]),
     "huge": ("--hidden-size 1e300", {}, ["--hidden-size 1e300: must be 9007199254740992 at most"]),
     "four parts of the data": (
         "--split 1,1,1,1",
@@ -110,16 +20,6 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     ),
     "an empty name": ("--save ''", {}, ["--save '': must not be empty"]),
     "an empty name of the config": ("--deepspeed_config ''", {}, ["--deepspeed-config '': must not be empty"]),
-    "two units": (
-        "--train-samples 8",
-        {},
-        ["--train-iters 4 and --train-samples 8 exclude each other: give one"],
-    ),
-    "two names that differ": (
-        "--micro-batch-size 4",
-        {},
-        ["--batch-size 2 and --micro-batch-size 4 set the same thing: remove one"],
-    ),
     "a rank that is no number": (
         "",
         {**TWO, "RANK": "abc"},
@@ -196,6 +96,19 @@ if find_spec("apex") is None:
 def test_a_setting_is_refused(place: Path, case: str) -> None:
     words, environ, lines = SETTINGS[case]
     assert refusal(place, words, environ) == (2, lines)
+
+
+def test_a_config_file_is_refused(place: Path) -> None:
+    (place / "ds.json").write_text('{"zero_optimisation": {"stage": 1}}')
+    line = "ds.json, line 1: zero_optimisation: unknown key, did you mean zero_optimization?"
+    assert refusal(place, "--deepspeed_config ds.json") == (2, [line])
+    (place / "ds.json").write_text('{"train_batch_size": 7, "fp16": {"enabled": true}}')
+    code, lines = refusal(place, "--deepspeed_config ds.json")
+    assert code == 2 and lines == [
+        "train_batch_size 7 in ds.json is not a multiple of --batch-size 2 x data-parallel size 1 = 2: "
+        "set a global batch of 6 or 8",
+        "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
+    ]
 
 
 def test_first_rank_of_each_host_reports_errors(place: Path) -> None:
