@@ -4,26 +4,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from support.pages import PAGES, ROOT, commands_in_blocks, help_of, words_of
+from support.pages import PAGES, ROOT, help_of
 
 from megatron.cli.classic_flags import OUTCOMES
 
-PYTHON = ("python", "python3")
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 TRAINING = "pretrain_gpt2.py"
-PASSES_ON = (
-    *("tools/verify_layout.py", "tools/plan.py", "tools/doctor.py", "tools/launch.py", "tools/audit_data.py"),
-    "tasks/main.py",
-)
-"""Tools that also take the flags of ``pretrain_gpt2.py``."""
 OF_OTHER_PROGRAMS = {
     *("--build-arg", "--file", "--tag", "--detach", "--wait", "--build"),  # docker
     *("--rank", "--launcher_args", "--nodes", "--hostfile", "--mca", "--strict"),  # Slurm, mpirun, mkdocs
-    *("--json-out", "--rounds", "--kills"),  # benchmarks and the torture test, checked below as commands
+    *("--json-out", "--rounds", "--kills"),  # benchmarks and the torture test, which tests/test_docs_commands.py reads
 }
 CLASSIC_FLAGS = {f"--{name.partition('=')[0].rstrip('*')}" for name in OUTCOMES}
 """Flags of other suites that the training programs accept, or refuse with a reason."""
@@ -46,16 +39,11 @@ def test_the_readme_is_short_and_has_the_two_commands() -> None:
 
 
 def test_paths_in_pages_exist() -> None:
-    """Every path of this repository that a page names in code style, such as `megatron/mpu/`."""
+    """Every path of this repository that a page names in code style, such as `megatron/mpu/`, also in a command."""
     folders = r"(?:megatron|tools|examples|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*"
-    paths = [(page.name, span) for page in PAGES for span in code_spans(page) if re.fullmatch(folders, span)]
+    words = [(page.name, word) for page in PAGES for span in code_spans(page) for word in span.split()]
+    paths = [(page, word) for page, word in words if re.fullmatch(folders, word)]
     assert [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
-
-
-def test_commands_in_pages_exist() -> None:
-    """Scripts of commands exist, and each flag is known to the script's parser."""
-    problems = [(page.name, problem) for page in PAGES for words in commands_of(page) for problem in check(words)]
-    assert problems == []
 
 
 def test_flags_in_pages_exist() -> None:
@@ -67,46 +55,6 @@ def test_flags_in_pages_exist() -> None:
 def code_spans(page: Path) -> list[str]:
     """What the text of a page says in code style."""
     return re.findall(r"`([^`\n]+)`", _without_fences(page.read_text()))
-
-
-def commands_of(page: Path) -> Iterator[list[str]]:
-    """The words of each command in the ```bash blocks of a page and, in code style, in its text."""
-    for command in commands_in_blocks(page):
-        yield [*(f"{name}={value}" for name, value in command.variables.items()), *command.words]
-    text = _without_fences(page.read_text())
-    for span in re.findall(r"`((?:python|bash|deepspeed|torchrun|accelerate|sbatch) [^`\n]+)`", text):
-        yield from words_of(span)
-
-
-def check(words: list[str]) -> Iterator[str]:
-    """What is wrong with a command: a script that does not exist, or flags and variables it does not know."""
-    assigned = []
-    while words and (setting := re.fullmatch(r"([A-Z_]+)=.*", words[0])):
-        assigned.append(setting[1])
-        words = words[1:]
-    if not words:
-        return
-    script = next((place for place, word in enumerate(words) if re.fullmatch(r"[\w./-]+\.(py|sh|sbatch)", word)), None)
-    if words[0] not in (*PYTHON, *LAUNCHERS, "bash", "sbatch") or script is None or "/run.sh" in words[script]:
-        return
-    name = words[script]
-    if not (ROOT / name).exists():
-        yield f"{name} does not exist"
-        return
-    if name.endswith((".sh", ".sbatch")):
-        source = (ROOT / name).read_text()
-        yield from (f"{name} has no variable {variable}" for variable in assigned if variable not in source)
-        passes_on = "pretrain_" in source
-        known = flags_of(TRAINING) | set(re.findall(r"--[\w-]+", source)) if passes_on else None
-    else:
-        trains = name in PASSES_ON or "pretrain" in name
-        known = flags_of(name) | (flags_of(TRAINING) | CLASSIC_FLAGS if trains else set())
-        known |= launcher_flags("deepspeed") if name == "tools/launch.py" else set()
-    if known is not None:
-        yield from (f"{name} has no flag {flag}" for flag in _flags(words[script + 1 :]) if flag not in known)
-    if words[0] in LAUNCHERS:
-        known = launcher_flags(words[0])
-        yield from (f"{words[0]} has no flag {flag}" for flag in _flags(words[1:script]) if flag not in known)
 
 
 def _flags(words: list[str]) -> set[str]:

@@ -1,4 +1,7 @@
-"""The program starts alike under every launcher, with the same output."""
+"""The program starts alike under every launcher on a host, with the same output.
+
+That of deepspeed and torchrun is shown by the scripts in tests/test_shipped_files.py, over hosts by test_multihost.py.
+"""
 
 import pytest
 from support.command_lines import latest
@@ -17,26 +20,25 @@ def arguments(programs: Programs) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def under_torchrun(programs: Programs, arguments, tmp_path_factory):
-    metrics = tmp_path_factory.mktemp("torchrun") / "metrics"
-    programs.torchrun(2, *arguments, "--metrics-file", metrics).ok()
-    return read_metrics(metrics)
+def losses(train_in_ranks, tmp_path_factory) -> list[float]:
+    """Of two ranks that were started by none."""
+    metrics = tmp_path_factory.mktemp("ranks") / "metrics"
+    train_in_ranks(2, *SETTINGS, "--metrics-file", metrics)
+    return [line["lm_loss"] for line in read_metrics(metrics)]
 
 
 COMMANDS = {
-    "deepspeed": ["deepspeed", "--log_level", "warning", "--master_port", str(free_port()), "--num_gpus", "2"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python"],
     "accelerate": ["accelerate", "launch", "--use_deepspeed", "--num_processes", "2", "--main_process_port", "0"],
 }
 
 
 @pytest.mark.parametrize("launcher", COMMANDS)
-def test_losses_are_equal_under_every_launcher(programs, arguments, under_torchrun, tmp_path, launcher):
+def test_losses_are_equal_under_every_launcher(programs, arguments, losses, tmp_path, launcher):
     metrics = ("--metrics-file", tmp_path / "metrics")
     finished = programs.run(*COMMANDS[launcher], *arguments, *metrics, MASTER_PORT=str(free_port())).ok()
     found = read_metrics(tmp_path / "metrics")
-    assert [line["lm_loss"] for line in found] == [line["lm_loss"] for line in under_torchrun]
-    assert len(found) == 2
+    assert [line["lm_loss"] for line in found] == losses and len(losses) == 2
     assert finished.output.count("> layout") == 1, "one rank prints"
 
 

@@ -95,14 +95,13 @@ def test_mpirun_ends_a_run_that_lost_a_rank(programs, tmp_path: Path) -> None:
     assert "Traceback" not in ended.output and "signal 9" in ended.output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "tools/launch.py", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "tools/launch.py"])
 def test_ranks_exit_with_their_launcher(programs, tmp_path: Path, launcher: str) -> None:
     words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
     command = {
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node", "2"],
         "deepspeed": ["deepspeed", "--master_port", str(free_port()), "--num_gpus", "2"],
         "tools/launch.py": [sys.executable, "tools/launch.py", "--master_port", str(free_port()), "--num_gpus", "2"],
-        "mpirun": MPIRUN,
     }[launcher]
     log, environ = tmp_path / "log", {"FAULT": "sleep 1 2", "MASTER_PORT": str(free_port())}
     with programs.started(log, *command, *words, "--save", tmp_path / "ck", **environ) as started:
