@@ -13,11 +13,12 @@ weights        the outputs of a token's experts are weighted in the wrong order
 experts        ranks hold one another's experts
 none           nothing is wrong
 
-With several faults, separated by commas, each layout has one of them: the number ZeRO stage + 2 x stages.
+FAULT is JSON: the fault of each layout, by the layout's name without its expert-parallel size.
 """
 
 import dataclasses
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -144,14 +145,15 @@ FAULTS = {
 }
 
 
-def fault_of_layout() -> str:
-    """That of FAULT that this run has."""
-    faults = os.environ["FAULT"].split(",")
-    zero, stages = (int(sys.argv[sys.argv.index(flag) + 1]) for flag in ("--zero-stage", "--pipe-parallel-size"))
-    return faults[zero + 2 * stages] if len(faults) > 1 else faults[0]
+def name_of_layout() -> str:
+    """The name of the layout that this run has, as ``tools/verify_layout.py`` writes it."""
+    flags = ("--model-parallel-size", "--pipe-parallel-size", "--zero-stage")
+    tensor, pipe, zero = (int(sys.argv[sys.argv.index(flag) + 1]) for flag in flags)
+    data = int(os.environ["WORLD_SIZE"]) // (tensor * max(pipe, 1))
+    return f"tp{tensor}-pp{pipe}-dp{data}" + (f"-zero{zero}" if zero else "")
 
 
 if __name__ == "__main__":
     if int(os.environ["WORLD_SIZE"]) > 1:
-        FAULTS[fault_of_layout()]()
+        FAULTS[json.loads(os.environ["FAULT"])[name_of_layout()]]()
     run_rank(pretrain_gpt2.main)

@@ -27,17 +27,11 @@ LAYOUTS = {
     "fp16, TP 2, sequence parallel": (2, "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "bf16, DualPipeV": (2, "--bf16 --pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
     "bf16, Ulysses, ZeRO 3": (2, "--bf16 --ds-sequence-parallel-size 2 --zero-stage 3"),
-    "fp16, TP 2 x PP 2, ZeRO 1": (
-        4,
-        "--fp16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --sequence-parallel --batch-size 1",
-    ),
-    "fp16, TP 2 x DP 2, ZeRO 3": (4, "--fp16 --model-parallel-size 2 --zero-stage 3"),
     "fp16, ZeRO 3, offloaded": (2, "--fp16 --zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
 }
 RESUMED = {
     "on the same layout": ("fp16, TP 2, sequence parallel", "fp16, TP 2, sequence parallel"),
     "with ZeRO 3": ("fp16, TP 2, sequence parallel", "fp16, ZeRO 3"),
-    "on a pipeline": ("one process", "bf16, PP 2, ZeRO 1"),
 }
 SPIKE = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --save-interval 3 --rewind-on-spike"
 SPIKE += " --use-cpu-initialization"
@@ -117,14 +111,6 @@ def test_resuming_on_the_other_kind_of_device(
     line = "> saved on another kind of device: random streams restart from --seed and the iteration"
     assert line in finished.output.splitlines()
     assert losses(tmp_path / "metrics") == pytest.approx(runs.losses("cpu")[SAVED:], rel=BOUNDS["fp32"])
-
-
-def test_bert_on_a_pipeline(programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
-    words = ("pretrain_bert.py", *TINY_MODEL, *programs.sentence_arguments, *SETTINGS, *NO_DROPOUT, "--save", tmp_path)
-    gpu, cpu = tmp_path / "gpu", tmp_path / "cpu"
-    emulated_cuda.run(2, *words, *"--fp16 --pipe-parallel-size 2".split(), "--metrics-file", gpu).ok()
-    programs.warm(1, *words, "--metrics-file", cpu).ok()
-    assert losses(gpu) == pytest.approx(losses(cpu), rel=BOUNDS["fp16"])
 
 
 def test_apex_trains(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
