@@ -25,12 +25,11 @@ from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of
-from megatron.parallel.pipeline.simulation import PassSeconds
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import Memory, stage_memory
-from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
+from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, draw_memory, files
 from megatron.tools.planning.request import Request, bytes_of_text, fraction, make_request, positive, positive_integer
 from megatron.tools.planning.search import search
 
@@ -78,7 +77,7 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
 
 def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
     """The pictures of a layout: memory, and for a pipeline its schedule."""
-    from megatron.tools.planning.pictures import draw_memory, schedules_as_svg
+    from megatron.tools.reporting.pictures import draw_schedules
 
     memory, schedule = folder / "memory.png", folder / "schedule.svg"
     with atomic_file(memory, "--plot", binary=True) as file:
@@ -86,7 +85,7 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
     if chosen.run.parallel.pipe_stages == 1:
         return [memory]
     with atomic_file(schedule, "--plot") as file:
-        file.write(schedules_as_svg([schedule_of(chosen.run)], PassSeconds()))
+        file.write(draw_schedules([schedule_of(chosen.run)]))
     return [memory, schedule]
 
 

@@ -24,7 +24,7 @@ from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
-from megatron.tools.planning.pictures import schedules_as_svg
+from megatron.tools.reporting.pictures import draw_schedules
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -158,7 +158,7 @@ def main() -> None:
         "classic-flags.md": classic_flags(),
         "models.md": with_table("models.md", "presets", PRESETS_COLUMNS, map(preset_row, PRESETS)),
         "parallelism.md": with_table("parallelism.md", "schedules", SCHEDULES_COLUMNS, map(schedule_row, EXAMPLES)),
-        "images/schedules.svg": schedules_as_svg(EXAMPLES, PassSeconds()),
+        "images/schedules.svg": draw_schedules(EXAMPLES),
     }
     (args.output / "images").mkdir(exist_ok=True)
     for name, text in pages.items():

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 from megatron.checkpoint.snapshot_files import describe_snapshots
@@ -14,12 +14,12 @@ from megatron.config import RunConfig
 from megatron.model.spec import architecture_of
 from megatron.parallel import groups, ring_groups, ulysses_groups
 from megatron.parallel.pipeline.in_flight import in_flight
-from megatron.parallel.pipeline.schedule import schedule_of
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
-from megatron.tools.planning.pictures import schedule_text
+from megatron.parallel.pipeline.schedule import Schedule, schedule_of
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
 from megatron.training.preflight import check
 from megatron.training.summary import describe_config, describe_stages
 
+_MOST_STAGES = 16
 _SHOWN = 8
 """Groups of one axis, and ranks of a group, that are printed."""
 
@@ -70,6 +70,29 @@ def _schedule(run: RunConfig) -> Iterator[str]:
         f"activations of at most {counted(max(kept), 'micro-batch')} kept on a stage"
     )
     yield from (f">   {line}" for line in schedule_text(schedule))
+
+
+def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
+    """The start of a schedule, a line for each stage, as far as ``width`` columns show it.
+
+    A cell is a forward pass, I or W; a full backward pass takes two. ``F3b`` is the forward pass of micro-batch 3
+    through the second chunk of the stage.
+    """
+    shown, cells = schedule.shortened, dict[int, dict[int, str]]()
+    for stage, action, begin, _ in simulate(shown, PassSeconds()):
+        turn = "abcdefghijklmnopqrstuvwxyz"[action.chunk // schedule.stages % 26] if schedule.chunks > 1 else ""
+        cells.setdefault(stage, {})[int(begin)] = f"{action.kind}{action.micro_batch + 1}{turn}"
+    size = 1 + max(len(text) for row in cells.values() for text in row.values())
+    label = len(f"stage {schedule.stages - 1}") + 1
+    columns = min((width - label) // size, 1 + max(max(row) for row in cells.values()))
+    for stage, row in sorted(cells.items())[:_MOST_STAGES]:
+        line = "".join(f"{row.get(column, '.' if _is_idle(row, column) else ''):{size}}" for column in range(columns))
+        yield f"{f'stage {stage}':{label}}{line.rstrip()}"
+
+
+def _is_idle(row: Mapping[int, str], column: int) -> bool:
+    """Whether a cell without a pass is not the second one of a backward pass."""
+    return not row.get(column - 1, "").startswith("B")
 
 
 def _levels(run: RunConfig) -> dict[str, list[list[int]]]:

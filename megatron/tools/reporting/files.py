@@ -115,7 +115,7 @@ def _row(rank: int, event: Event) -> dict[str, Any]:
     details = {name: value for name in EVENT_DETAILS if (value := getattr(event, name)) is not None}
     return {
         "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
-        "cat": "all-to-all" if event.is_all_to_all else "collective" if event.collective else event.kind,
+        "cat": event.category,
         "ph": "X",
         "pid": rank,
         "tid": 0,

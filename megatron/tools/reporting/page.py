@@ -1,6 +1,5 @@
 """The report: one HTML page that contains everything it shows and opens without a network."""
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -11,7 +10,7 @@ from jinja2 import Environment
 from megatron.common.units import duration, with_prefix
 from megatron.tools.reporting.curves import CURVE_KEYS, draw_curves
 from megatron.tools.reporting.files import Points, Record
-from megatron.tools.reporting.pictures import draw, draw_expert_loads
+from megatron.tools.reporting.pictures import as_svg, draw, draw_expert_loads
 from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
 
 KEYS = (*CURVE_KEYS, "seconds_per_iteration", "loss_scale", "skipped_iterations", "consumed_tokens")
@@ -111,7 +110,7 @@ def sections(
     measures = measure(timeline) if timeline else None
     return _SECTIONS.render(
         results=_results(series),
-        curves=_curves(series),
+        curves=as_svg(draw_curves({"": series})),
         experts=draw_expert_loads(loads) if loads else "",
         record=record,
         plan=_plan(record, series, timeline, measures) if record else [],
@@ -139,17 +138,6 @@ def _results(series: Mapping[str, Points]) -> dict[str, str]:
         if series[key]:
             rows[label] = text(statistic(series[key].values()))
     return rows
-
-
-def _curves(series: Mapping[str, Points]) -> str:
-    """The curves as one SVG element."""
-    from matplotlib import rc_context
-
-    file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        draw_curves({"": series}).savefig(file, format="svg", metadata=nothing)
-    return file.getvalue()[file.getvalue().index("<svg") :]  # without the XML declaration
 
 
 def _flops(tera: float) -> str:

@@ -46,6 +46,11 @@ class Event(NamedTuple):
         return _KINDS.get(self.name, "other")
 
     @property
+    def category(self) -> str:
+        """The ``kind`` of an instruction; collective or all-to-all."""
+        return self.kind if not self.collective else "all-to-all" if self.is_all_to_all else "collective"
+
+    @property
     def is_whole(self) -> bool:
         """Whether this is an instruction, not a layer or collective inside one."""
         return self.layer is None and self.collective is None
