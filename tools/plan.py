@@ -6,7 +6,7 @@
 
 Sizes that no --model gives, and everything else that the layouts share, are arguments of the entry script --program.
 One that belongs to a layout, such as --model-parallel-size or --zero-stage, fixes that part of the search. Nothing is
-started, and no GPU and no torch are needed; --exact builds the chosen layout's stages on the meta device, with torch.
+started, and no GPU and no torch are needed.
 
 Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 """
@@ -14,7 +14,6 @@ Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 import argparse
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -26,12 +25,11 @@ from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
-from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, draw_memory, files
 from megatron.tools.planning.request import Request, bytes_of_text, fraction, make_request, positive, positive_integer
-from megatron.tools.planning.search import search
+from megatron.tools.planning.search import Candidate, search
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """Default precision by device; bf16 on the others."""
@@ -59,7 +57,7 @@ def main() -> None:
 
 def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
     """Print and write what is requested for one layout."""
-    memories = _exact_memory(chosen) if args.exact else stage_memory(chosen.run)
+    memories = stage_memory(chosen.run)
     print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, memories)))
     if args.emit:
         _make_folder(args.emit, "--emit")
@@ -87,14 +85,6 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
     with atomic_file(schedule, "--plot") as file:
         file.write(draw_schedules([schedule_of(chosen.run)]))
     return [memory, schedule]
-
-
-def _exact_memory(chosen: Candidate) -> list[Memory]:
-    """Peak memory with the parameters of the built layers."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # regardless of the planned device
-    from megatron.tools.planning.dry_run import first_rank_of_each_stage, rank_memory
-
-    return [rank_memory(chosen.run, rank).memory for rank in first_rank_of_each_stage(chosen.run.parallel)]
 
 
 def _make_folder(folder: Path, flag: str) -> None:
@@ -176,7 +166,6 @@ def _parser() -> ToolParser:
     result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
     result.add_argument("--plot", type=Path, metavar="DIR", help="folder for plots of memory and schedule")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    result.add_argument("--exact", action="store_true", help="count parameters on the built layers")
     return parser
 
 

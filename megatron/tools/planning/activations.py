@@ -100,9 +100,8 @@ def activations(run: RunConfig) -> Activations:
         scores = max(scores, of_block)
         again = run.model.recomputes_attention
         of_layers[block.class_name] += _shared_keys(run, z) + (_kept_bias(run, z, block) if again else of_block)
-    read, predicted = _sequences(run, z)
-    hidden = z.stream * read // z.s * z.h * z.residual
-    logits = z.b * predicted * (z.v // z.t)
+    hidden = hidden_bytes(run, z)
+    logits = (z.b * run.data.decoder_seq_length if run.model.encoder_num_layers else z.tokens) * (z.v // z.t)
     full = z.tokens * z.h * z.element
     # Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where it cuts the
     # sequence, parts of them, too.
@@ -183,11 +182,10 @@ def _columns(run: RunConfig) -> int:
     return run.model.num_attention_heads * run.model.head_size
 
 
-def _sequences(run: RunConfig, z: Sizes) -> tuple[int, int]:
-    """Tokens of a sample that layers pass on at most, and tokens with logits."""
-    if not run.model.encoder_num_layers:
-        return z.s, z.tokens // z.b
-    return z.s + run.data.decoder_seq_length, run.data.decoder_seq_length
+def hidden_bytes(run: RunConfig, z: Sizes) -> int:
+    """Hidden states between two stages; of T5 with the output of the encoder."""
+    length = z.s + (run.data.decoder_seq_length if run.model.encoder_num_layers else 0)
+    return z.stream * length // z.s * z.h * z.residual
 
 
 def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:

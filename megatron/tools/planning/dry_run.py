@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,20 +11,14 @@ from megatron.common.units import with_prefix
 from megatron.config import ParallelConfig, RunConfig
 from megatron.engines import deepspeed_silenced
 from megatron.engines.containers import SequentialModel, build_layers
-from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.architectures import architecture_of
 from megatron.model.embedding import without_segment_ids
-from megatron.model.partition import layers_per_chunk, partition_boundaries, plan
-from megatron.parallel.expert import expert_group_of
+from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import chunks_of
 from megatron.parallel.tensor.lora import train_adapters_only
-from megatron.tools.planning.activations import activations
 from megatron.tools.planning.explain import ranks_as_text
-from megatron.tools.planning.memory import Memory
-from megatron.tools.planning.memory import rank_memory as memory_of_rank
-from megatron.tools.planning.states import states
-from megatron.tools.planning.weights import Weight, Weights
+from megatron.tools.planning.memory import stage_memory
 from megatron.training.summary import describe_config, describe_stages
 
 
@@ -39,27 +32,8 @@ def dry_run(run: RunConfig) -> None:
     if run.parallel.uses_pipeline:
         print(describe_stages(run))
     for rank in run.logging.ranks or first_rank_of_each_stage(run.parallel):
-        print("\n".join(_describe(rank_memory(run, rank))), flush=True)
-
-
-def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
-    """The parameters of a rank's built layers, in order."""
-    layers = built_stage(run, layout)
-    if run.model.lora_rank:
-        train_adapters_only(layers)
-    groups = weight_decay_groups(layers, run.model)
-    decaying = {id(parameter) for group in groups if "weight_decay" not in group for parameter in group["params"]}
-    return [
-        Weight(
-            name,
-            parameter.numel(),
-            id(parameter) in decaying,
-            tuple(parameter.shape),
-            is_trained=parameter.requires_grad,
-            is_divided=expert_group_of(parameter) is not None,
-        )
-        for name, parameter in layers.named_parameters()
-    ]
+        with fake_layout(run.parallel, rank) as layout:
+            print("\n".join(_describe(run, rank, layout)), flush=True)
 
 
 @contextmanager
@@ -83,17 +57,10 @@ def built_stage(run: RunConfig, layout: ParallelLayout) -> SequentialModel:
     layers = build_layers(architecture.layers(run.model), run.model, layout)
     of_stage = [layer if number in own else without_segment_ids for number, layer in enumerate(layers)]
     with torch.device("meta"):
-        return SequentialModel(of_stage, architecture.build_loss(run.model, layout), run.activation)
-
-
-class Rank(NamedTuple):
-    """Groups and memory of one rank."""
-
-    number: int
-    stage: int
-    groups: dict[str, list[int]]
-    """The ranks of its groups, itself among them."""
-    memory: Memory
+        model = SequentialModel(of_stage, architecture.build_loss(run.model, layout), run.activation)
+    if run.model.lora_rank:
+        train_adapters_only(model)
+    return model
 
 
 def first_rank_of_each_stage(parallel: ParallelConfig) -> range:
@@ -101,29 +68,22 @@ def first_rank_of_each_stage(parallel: ParallelConfig) -> range:
     return range(0, parallel.world_size, parallel.world_size // parallel.pipe_stages)
 
 
-def rank_memory(run: RunConfig, rank: int) -> Rank:
-    """``rank`` of ``run``, with the parameters of its built layers."""
-    with fake_layout(run.parallel, rank) as layout:
-        weights = Weights([built_weights(run, layout)])
-        stage, owner = layout.pipe_group.rank(), layout.get_sequence_data_parallel_rank()
-        groups = {
-            "tensor": layout.tensor_group,
-            "sequence": layout.sequence_group,
-            "data": layout.data_group,
-            "pipe": layout.pipe_group,
-        }
-        members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-    of_states = states(run, weights, owner)
-    memory = memory_of_rank(run, plan(run)[stage], stage, activations(run), weights, of_states)
-    return Rank(rank, stage, members, memory)
-
-
-def _describe(rank: Rank) -> Iterator[str]:
-    memory = rank.memory
-    some = f", {memory.trained:,} of them trained" if memory.trained < memory.parameters else ""
-    stage = f"stage {rank.stage} of {len(rank.groups['pipe'])}"
-    yield f"rank {rank.number}: {stage}, {memory.parameters:,} parameters{some}"
-    for name, ranks in rank.groups.items():
-        yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{ranks_as_text(ranks)}]"
+def _describe(run: RunConfig, rank: int, layout: ParallelLayout) -> Iterator[str]:
+    sizes = [(one.numel(), one.requires_grad) for one in built_stage(run, layout).parameters()]
+    parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    stage = layout.pipe_group.rank()
+    some = f", {trained:,} of them trained" if trained < parameters else ""
+    yield f"rank {rank}: stage {stage} of {layout.pipe_group.size()}, {parameters:,} parameters{some}"
+    groups = {
+        "tensor": layout.tensor_group,
+        "sequence": layout.sequence_group,
+        "data": layout.data_group,
+        "pipe": layout.pipe_group,
+    }
+    for name, group in groups.items():
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+            yield f"  {name:8} {ranks.index(rank)} of {len(ranks)}: [{ranks_as_text(ranks)}]"
+    memory = stage_memory(run, layout.get_sequence_data_parallel_rank())[stage]
     parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in memory.parts().items())
     yield f"  memory   {with_prefix(memory.total, 'B')}: {parts}"

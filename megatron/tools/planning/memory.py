@@ -1,8 +1,9 @@
 """Peak memory of a rank of each pipeline stage, in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from math import ceil
 from operator import mul
 from typing import NamedTuple
@@ -10,11 +11,10 @@ from typing import NamedTuple
 from megatron.config import RunConfig
 from megatron.model.partition import LayerCounts, Stage, counts, plan
 from megatron.model.spec import LayerSpec
-from megatron.parallel.pipeline.in_flight import Moment, micro_batches_in_flight, peaks
+from megatron.parallel.pipeline.in_flight import Moment, micro_batches_in_flight, peaks, stages_that_keep_most
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
 from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
-from megatron.tools.planning.states import States, states
-from megatron.tools.planning.weights import Weights, stage_weights
+from megatron.tools.planning.states import States, stage_weights, states
 
 
 class Working(NamedTuple):
@@ -63,19 +63,26 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
 
     ``run`` has its batch and vocabulary settled.
     """
-    found, micro_batch = [], activations(run)
-    for number, stage in enumerate(plan(run)):
+    return [memory for _, memory in _of_stages(run, owner, lambda first, last: range(first, last + 1))]
+
+
+def distinct_stage_memory(run: RunConfig) -> Iterator[tuple[Stage, Memory]]:
+    """Of equal neighboring stages, only the memory of those some of which one needs most."""
+    return _of_stages(run, None, partial(stages_that_keep_most, schedule_of(run)))
+
+
+def _of_stages(
+    run: RunConfig, owner: int | None, choose: Callable[[int, int], Iterable[int]]
+) -> Iterator[tuple[Stage, Memory]]:
+    """The stages that ``choose`` returns of the first and the last of equal ones."""
+    micro_batch = activations(run)
+    for _, equal in groupby(enumerate(plan(run)), key=lambda one: one[1].layers_of_chunks):
+        (first, stage), *others = equal
         weights = stage_weights(run, stage)
-        found.append(rank_memory(run, stage, number, micro_batch, weights, states(run, weights, owner)))
-    return found
-
-
-def rank_memory(
-    run: RunConfig, stage: Stage, number: int, micro_batch: Activations, weights: Weights, states: States
-) -> Memory:
-    """Peak memory of a rank of pipeline stage ``number``, from the bytes of a micro-batch and of its model states."""
-    working = _working(run, stage, number, micro_batch, states.new_gradients)
-    return Memory(weights.numel, weights.trained.numel, states, working)
+        of_states = states(run, weights, owner)
+        for number in choose(first, first + len(others)):
+            working = _working(run, stage, number, micro_batch, of_states.new_gradients)
+            yield stage, Memory(weights.numel, weights.trained.numel, of_states, working)
 
 
 def _working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations, new_gradients: int) -> Working:

@@ -10,11 +10,10 @@ from megatron.cli import parse_run
 from megatron.common.errors import counted
 from megatron.common.units import duration, prefix_of, with_prefix
 from megatron.model.spec import hardware_flops
-from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.machine import GB, TERA
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
-from megatron.tools.planning.search import Plan
+from megatron.tools.planning.search import Candidate, Plan
 from megatron.tools.planning.timing import spans
 from megatron.training.summary import describe_config
 

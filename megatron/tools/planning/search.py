@@ -7,8 +7,8 @@ which layouts are valid.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from operator import itemgetter
+from functools import cached_property, lru_cache
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from megatron.cli.provided import Provided
@@ -16,15 +16,80 @@ from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
 from megatron.config import ParallelConfig, RunConfig
 from megatron.config.model import padded_vocabulary
-from megatron.model.partition import explicit
+from megatron.model.partition import Stage, explicit
+from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.schedule import has_order, schedule_with
-from megatron.tools.planning.candidates import Candidate, Candidates
-from megatron.tools.planning.request import Request, as_flag
-from megatron.tools.planning.timing import idle_ratio
+from megatron.tools.planning.memory import Memory, distinct_stage_memory
+from megatron.tools.planning.request import Request, as_flag, words
+from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
 
 RECOMPUTE = (None, "selective", "full")
 LONG = 8192
 """Tokens: context parallelism is searched of sequences of which each rank has as many or more."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A valid layout with its memory, traffic and time."""
+
+    request: Request
+    run: RunConfig
+    given: Mapping[str, Provided]
+    """All of its flags."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the rank that needs most."""
+        return max((memory for _, memory in self._stages), key=attrgetter("total"))
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Of the rank that sends most."""
+        return max((sent for _, sent in self._sent), key=attrgetter("total"))
+
+    @cached_property
+    def timing(self) -> Timing:
+        """Of the slowest stage."""
+        return timing(self.run, self.request.machine, self._sent)
+
+    @cached_property
+    def _stages(self) -> list[tuple[Stage, Memory]]:
+        return list(distinct_stage_memory(self.run))
+
+    @cached_property
+    def _sent(self) -> list[tuple[Stage, Traffic]]:
+        return [(stage, traffic(self.run, stage, memory)) for stage, memory in self._stages]
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits in memory."""
+        return self.memory.total <= self.request.room
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time that a stage waits for others."""
+        return self.timing.bubble / (self.timing.total - self.timing.data)
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOP/s of each device, without recomputation."""
+        return model_flops(self.run) / self.timing.total / self.request.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the same over the device's peak."""
+        return self.flops_per_device / self.request.machine.device.flops(self.run.precision.dtype)
+
+    @property
+    def days(self) -> float:
+        """Days for the request's tokens."""
+        tokens = self.run.train.global_batch_size * self.run.data.seq_length
+        return self.request.tokens / tokens * self.timing.total / 86400
+
+    @cached_property
+    def command(self) -> list[str]:
+        """Arguments of the entry script."""
+        return words(self.given)
 
 
 @dataclass(frozen=True)
@@ -60,19 +125,12 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
     A schedule that is given stays.
     """
     rejected: dict[str, Rejection] = {}
-    candidates = Candidates(request)
-    found = [
-        candidates.make(run, given)
-        for flags in _layouts(request)
-        for run, given in _with_micro_batches(request, flags, rejected)
-    ]
+    found = [one for flags in _layouts(request) for one in _with_micro_batches(request, flags, rejected)]
     if any_schedule and "pipeline_schedule" not in request.given:
-        found = [with_schedule(candidate, candidates) for candidate in found]
-    fitting = [candidate for candidate in found if candidate.fits]
-    too_large = [candidate for candidate in found if not candidate.fits]
+        found = list(map(with_schedule, found))
     return Plan(
-        sorted(fitting, key=lambda candidate: (candidate.timing.total, candidate.memory.total)),
-        sorted(too_large, key=lambda candidate: candidate.memory.total),
+        sorted((one for one in found if one.fits), key=lambda one: (one.timing.total, one.memory.total)),
+        sorted((one for one in found if not one.fits), key=lambda one: one.memory.total),
         sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
     )
 
@@ -83,21 +141,21 @@ def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
     One pipeline stage runs on either engine. Context parallelism is searched for long sequences, and expert parallelism
     for models with experts.
     """
-    seq_length = request.given["seq_length"].value if "seq_length" in request.given else 0
-    contexts = [size for size in _divisors(request.devices) if size <= seq_length // LONG]
-    num_experts = request.given["num_experts"].value if "num_experts" in request.given else 1
-    experts = [size for size in _divisors(request.devices) if num_experts % size == 0]
-    half_precision = any(request.given[name].value for name in ("fp16", "bf16") if name in request.given)
+    given = {name: value.value for name, value in request.given.items()}
+    sizes = _divisors(request.devices)
+    contexts = [size for size in sizes[1:] if size <= given.get("seq_length", 0) // LONG]
+    experts = [size for size in sizes[1:] if given.get("num_experts", 1) % size == 0]
+    is_half = given.get("fp16") or given.get("bf16")
     axes = {
-        "context_parallel_size": _axis(request, "context_parallel_size", [None, *contexts[1:]]),
-        "expert_model_parallel_size": _axis(request, "expert_model_parallel_size", [None, *experts[1:]]),
-        "zero_stage": _axis(request, "zero_stage", range(1 if half_precision else 0, 4)),  # with half precision 0 is 1
+        "context_parallel_size": _axis(request, "context_parallel_size", [None, *contexts]),
+        "expert_model_parallel_size": _axis(request, "expert_model_parallel_size", [None, *experts]),
+        "zero_stage": _axis(request, "zero_stage", range(1 if is_half else 0, 4)),  # with half precision 0 is 1
         "sequence_parallel": _axis(request, "sequence_parallel", (None, True)),
         "recompute_granularity": _axis(
-            request, "recompute_granularity", (None,) if "checkpoint_activations" in request.given else RECOMPUTE
+            request, "recompute_granularity", (None,) if "checkpoint_activations" in given else RECOMPUTE
         ),
     }
-    for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
+    for t in _axis(request, "model_parallel_size", sizes):
         stages = _axis(request, "pipe_parallel_size", (0, *_divisors(request.devices // t.value or 1)))
         for p, *values in itertools.product(stages, *axes.values()):
             chosen = {"model_parallel_size": t, "pipe_parallel_size": p, **dict(zip(axes, values, strict=True))}
@@ -113,37 +171,34 @@ def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
 
 def _with_micro_batches(
     request: Request, flags: Mapping[str, Provided], rejected: dict[str, Rejection]
-) -> Iterator[tuple[RunConfig, dict[str, Provided]]]:
-    """The valid layouts with these ``flags``, a run for each micro-batch; the others are counted in ``rejected``."""
-    if {"micro_batch_size", "gradient_accumulation_steps"} & flags.keys():
-        if run := _resolved(request, flags, rejected):
-            yield run, {**flags, "micro_batch_size": as_flag("micro_batch_size", run.train.micro_batch_size)}
-        return
+) -> Iterator[Candidate]:
+    """The valid layouts with these ``flags``, one for each micro-batch; the others are counted in ``rejected``."""
 
-    def of_size(size: int) -> dict[str, Provided]:
-        return {**flags, "micro_batch_size": as_flag("micro_batch_size", size)}
-
-    smallest = _resolved(request, of_size(1), rejected)  # which breaks the fewest rules
-    if smallest is None:
-        return
-    yield smallest, of_size(1)
-    for size in _divisors(smallest.train.global_batch_size // smallest.parallel.data_parallel_size)[1:]:
-        if run := _resolved(request, of_size(size), rejected):
-            yield run, of_size(size)
-
-
-def _resolved(request: Request, given: Mapping[str, Provided], rejected: dict[str, Rejection]) -> RunConfig | None:
-    """The run of a command line, with its vocabulary; None if it breaks a rule, which is counted in ``rejected``."""
-    run, problems = resolve_run(given, request.environ, request.architecture)
-    broken = ("the global batch falls into equal parts", problems[0]) if problems else broken_rule(run)
-    if broken:
-        reason, example = broken
+    def reject(reason: str, example: str) -> None:
         earlier = rejected.get(reason, Rejection(reason, 0, example))
         rejected[reason] = replace(earlier, layouts=earlier.layouts + 1)
-        return None
-    model, size = run.model, request.vocab_size
-    padded = padded_vocabulary(size, run.parallel.model_parallel_size, model.make_vocab_size_divisible_by)
-    return replace(run, model=replace(model, vocab_size=size, padded_vocab_size=padded))
+
+    is_given = bool({"micro_batch_size", "gradient_accumulation_steps"} & flags.keys())
+    smallest = {} if is_given else {"micro_batch_size": as_flag("micro_batch_size", 1)}
+    run, problems = resolve_run({**flags, **smallest}, request.environ, request.architecture)
+    if problems:
+        reject("the global batch falls into equal parts", problems[0])
+        return
+    padded = padded_vocabulary(
+        request.vocab_size, run.parallel.model_parallel_size, run.model.make_vocab_size_divisible_by
+    )
+    model = replace(run.model, vocab_size=request.vocab_size, padded_vocab_size=padded)
+    samples = run.train.micro_batch_size * run.train.gradient_accumulation_steps
+    for size in [run.train.micro_batch_size] if is_given else _divisors(samples):
+        train = replace(run.train, micro_batch_size=size, gradient_accumulation_steps=samples // size)
+        sized = replace(run, train=train)
+        if broken := broken_rule(sized):
+            reject(*broken)
+            if size == 1:  # which breaks the fewest rules
+                return
+        else:
+            given = {**flags, "micro_batch_size": as_flag("micro_batch_size", size)}
+            yield Candidate(request, replace(sized, model=model), given)
 
 
 @lru_cache(maxsize=1024)
@@ -156,7 +211,7 @@ _GAIN = 0.01
 """Share of the time of an iteration for which the planner leaves 1F1B."""
 
 
-def with_schedule(plain: Candidate, candidates: Candidates) -> Candidate:
+def with_schedule(plain: Candidate) -> Candidate:
     """``plain`` with the pipeline schedule that makes it fastest and lets it fit in memory; 1F1B if none does."""
     if not plain.fits or plain.timing.bubble < _GAIN * plain.timing.total or plain.run.model.encoder_num_layers:
         return plain
@@ -164,11 +219,10 @@ def with_schedule(plain: Candidate, candidates: Candidates) -> Candidate:
     for estimate, parallel in sorted(_other_schedules(plain), key=itemgetter(0)):
         if estimate >= enough:
             break
-        run = replace(plain.run, parallel=parallel)
         flags = {name: value for name in _SCHEDULE_FLAGS if (value := getattr(parallel, name)) is not None}
-        given = {name: as_flag(name, value) for name, value in flags.items()}
-        found = candidates.make(run, {**plain.given, **given})
-        if found.fits and found.timing.total < enough and broken_rule(run) is None:
+        given = {**plain.given, **{name: as_flag(name, value) for name, value in flags.items()}}
+        found = replace(plain, run=replace(plain.run, parallel=parallel), given=given)
+        if found.fits and found.timing.total < enough and broken_rule(found.run) is None:
             return found
     return plain
 

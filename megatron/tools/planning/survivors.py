@@ -13,10 +13,9 @@ from megatron.common.errors import ConfigError, counted
 from megatron.config import RunConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.machine import DEVICES, Device, Machine, device_of_name
 from megatron.tools.planning.request import make_request, words
-from megatron.tools.planning.search import Plan, search
+from megatron.tools.planning.search import Candidate, Plan, search
 
 _CHOSEN = (
     "model_parallel_size",

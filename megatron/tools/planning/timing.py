@@ -12,7 +12,7 @@ from megatron.model.spec import architecture_of
 from megatron.parallel import steps_within
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
-from megatron.tools.planning.activations import heads, sizes
+from megatron.tools.planning.activations import heads, hidden_bytes, sizes
 from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.states import FP32, bytes_of, owners
@@ -33,13 +33,10 @@ class Traffic:
         return self.tensor + self.pipeline + self.data + self.experts
 
 
-def traffic(run: RunConfig, stage: Stage, memory: Memory, hidden: int) -> Traffic:
-    """What a rank of ``stage`` with the parameters of ``memory`` sends in one iteration.
-
-    ``hidden`` are the bytes of hidden states between two stages.
-    """
+def traffic(run: RunConfig, stage: Stage, memory: Memory) -> Traffic:
+    """What a rank of ``stage`` with the parameters of ``memory`` sends in one iteration."""
     reduced = data(run, memory.parameters, memory.trained)
-    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), reduced, dispatched(run, stage))
+    return Traffic(tensor(run, stage), pipeline(run, stage), reduced, dispatched(run, stage))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
@@ -95,7 +92,7 @@ def _hidden_bytes(run: RunConfig) -> int:
     return tokens * run.model.hidden_size * bytes_of(run)
 
 
-def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
+def pipeline(run: RunConfig, stage: Stage) -> float:
     """Hidden states forward and their gradients backward, at each boundary; tensor-parallel ranks send a part each."""
     parallel = run.parallel
     if parallel.pipe_stages == 1:
@@ -103,7 +100,7 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
     last = run.model.num_layers + 1
     borders = sum((chunk.start > 0) + (chunk.stop <= last) for chunk in stage.chunks)
     sends_all = parallel.sequence_parallel or parallel.uses_scheduled_engine or run.model.encoder_num_layers > 0
-    part = hidden / (1 if sends_all else parallel.model_parallel_size)
+    part = hidden_bytes(run, sizes(run)) / (1 if sends_all else parallel.model_parallel_size)
     return run.train.gradient_accumulation_steps * borders * part
 
 

@@ -19,7 +19,6 @@ from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_json, regular
 from megatron.config import RunConfig
 from megatron.model.partition import TRACE, plan
-from megatron.tools.planning.activations import activations
 from megatron.tools.planning.machine import Machine, device_of_name
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.timing import timing, traffic
@@ -244,8 +243,7 @@ def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) ->
     known = device_of_name(device)
     if known is None:
         return None
-    hidden = activations(run).hidden
-    stages = [(s, traffic(run, s, memory, hidden)) for s, memory in zip(plan(run), memories, strict=True)]
+    stages = [(s, traffic(run, s, memory)) for s, memory in zip(plan(run), memories, strict=True)]
     return timing(run, Machine(known, known.per_node), stages).total
 
 

@@ -48,33 +48,33 @@ def settled_bert(words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_built_layers_have_the_planned_memory(words, programs):
+def test_built_layers_have_the_planned_parameters(words, programs):
     check_ranks(settled(words, programs, 48))
 
 
 @pytest.mark.parametrize("words", ["--model-parallel-size 2", "--pipe-parallel-size 2 --bf16"])
-def test_built_layers_of_bert_have_the_planned_memory(words):
+def test_built_layers_of_bert_have_the_planned_parameters(words):
     check_ranks(settled_bert(words))
 
 
 def check_ranks(run: RunConfig) -> None:
     """Tensor by tensor, on the first rank of each stage and on the very last rank."""
+    from megatron.engines.optimizers import weight_decay_groups
     from megatron.model.partition import plan
-    from megatron.tools.planning.dry_run import built_weights, fake_layout, first_rank_of_each_stage, rank_memory
-    from megatron.tools.planning.weights import stage_weights
+    from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
+    from megatron.tools.planning.states import stage_weights
 
     stages = plan(run)
     for rank in (*first_rank_of_each_stage(run.parallel), 47):
         with fake_layout(run.parallel, rank) as layout:
-            built, number = built_weights(run, layout), layout.pipe_group.rank()
-            owner = layout.get_sequence_data_parallel_rank()
+            built, number = built_stage(run, layout), layout.pipe_group.rank()
+        groups = [group for group in weight_decay_groups(built, run.model) if "weight_decay" not in group]
+        decaying = {id(parameter) for group in groups for parameter in group["params"]}
         counted = [weight for layer in stage_weights(run, stages[number]).layers for weight in layer]
-        assert sorted((one.numel, one.decays) for one in built) == sorted((one.numel, one.decays) for one in counted)
-        exact = rank_memory(run, rank)
-        assert exact.stage == number
-        assert exact.memory.parameters == stage_memory(run)[number].parameters
-        if run.zero.zero_stage != 2:  # there it depends on the order of tensors, which is the engine's
-            assert exact.memory == stage_memory(run, owner)[number]
+        assert sorted((one.numel(), id(one) in decaying, one.requires_grad) for one in built.parameters()) == sorted(
+            (one.numel, one.decays, one.is_trained) for one in counted
+        )
+        assert stage_memory(run)[number].parameters == sum(weight.numel for weight in counted)
 
 
 def test_dry_run_of_some_ranks_of_a_thousand(programs):

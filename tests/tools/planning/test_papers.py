@@ -11,9 +11,8 @@ from megatron.model.partition import plan
 from megatron.model.spec import hardware_flops, model_flops
 from megatron.tools.planning.activations import activations
 from megatron.tools.planning.memory import deferred_bytes, stage_memory
-from megatron.tools.planning.states import states
+from megatron.tools.planning.states import Weight, Weights, states
 from megatron.tools.planning.timing import traffic
-from megatron.tools.planning.weights import Weight, Weights
 
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --batch-size 1 --bf16"
 
@@ -28,7 +27,7 @@ def run_of(words: str, ranks: int = 8, vocabulary: int = 51200) -> RunConfig:
 def test_model_states_are_those_of_zero(stage, owners):
     """7.5 billion parameters in tensors of which each owner has whole ones."""
     run = run_of(f"--bf16 --zero-stage {stage}", ranks=owners)
-    weights = Weights([[Weight(str(number), 7_500_000_000 // 640, True) for number in range(640)]])
+    weights = Weights([[Weight(7_500_000_000 // 640, True)] * 640])
     held = states(run, weights)
     total = held.weights + held.gradients + held.optimizer
     assert total == pytest.approx(formulas.model_state_bytes(7.5e9, owners, stage), rel=1e-5)
@@ -67,7 +66,7 @@ def test_context_parallelism_shards_all_activations(words):
     assert activations(split).layer * ranks == activations(whole).layer
     assert activations(split).hidden * ranks == activations(whole).hidden
     assert activations(split).logits * ranks <= 1.1 * activations(whole).logits
-    sent = traffic(split, plan(split)[0], stage_memory(split)[0], activations(split).hidden)
+    sent = traffic(split, plan(split)[0], stage_memory(split)[0])
     keys = 96 * 2 * 12288 * 2048 // ranks * 2  # bytes of all layers' keys and values in bf16, of a rank's tokens
     ring = split.parallel.ring_size
     of_ulysses = 4 * keys * (1 - 1 / split.parallel.ulysses_size)  # query, key, value, context; forward and backward

@@ -15,10 +15,9 @@ from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
 from megatron.parallel.sequence import ring
 from megatron.parallel.sequence.ring_attention import RingAttention
-from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.machine import DEVICES, TERA, Machine
 from megatron.tools.planning.request import make_request
-from megatron.tools.planning.search import search
+from megatron.tools.planning.search import Candidate, search
 from megatron.tools.planning.timing import pipeline, tensor
 
 # arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
@@ -149,7 +148,7 @@ def test_traffic_of_experts():
 def test_traffic_between_stages(t, sent):
     """A middle stage sends each micro-batch forward and its gradient backward; a tensor-parallel rank its part."""
     one = candidate(f"{BASE} --pipe-parallel-size 4 --model-parallel-size {t} {SELECTIVE}", 4 * t)
-    first, middle, *_ = (pipeline(one.run, stage, LAYER) for stage in plan(one.run))
+    first, middle, *_ = (pipeline(one.run, stage) for stage in plan(one.run))
     assert (first, middle) == pytest.approx((16 * sent * LAYER, 2 * 16 * sent * LAYER))
 
 
