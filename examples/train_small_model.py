@@ -37,8 +37,8 @@ def main() -> None:
     from megatron.engines.build import build_engine
     from megatron.engines.engine import train_batch
     from megatron.parallel.layout import ParallelLayout
+    from megatron.tools.inference.model import load_model
     from megatron.tools.inference.source import open_source
-    from megatron.tools.inference.weights import load_model
     from megatron.training.data_iterators import DataIterators
     from megatron.training.learning_rates import annealing_lr
     from megatron.training.preflight import check

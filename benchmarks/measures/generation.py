@@ -23,10 +23,9 @@ from megatron.tokenizer.base import EOD
 from megatron.tools.convert.huggingface_files import BPE, write_tokenizer
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
-from megatron.tools.inference.model import LanguageModel
+from megatron.tools.inference.model import LanguageModel, load_model
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import open_source
-from megatron.tools.inference.weights import load_model
 
 Tokens = list[list[int]]
 Way = Callable[[Tokens], Tokens]

@@ -31,42 +31,27 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-_NOT_GIVEN = object()
-
-
 class _StoreOnce(argparse.Action):
-    """Stores the values of a flag; where argparse would silently keep the last of several, nothing is lost.
+    """Stores the values of a flag: a list that is given again gets longer, anything else stays the same.
 
-    Values of a flag with ``nargs`` ``+`` or ``*`` are joined. Any other flag may be repeated with the same value only.
     Raises ConfigError, which names both values.
     """
 
-    def __init__(self, *names: Any, **settings: Any) -> None:
-        super().__init__(*names, **settings)
-        self.given: Any = _NOT_GIVEN
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        before = self.given
+        before = getattr(namespace, self.dest, self.default)
         if values == [] and self.nargs in (None, "+"):  # argparse removes the value of --flag=--
             parser.error(f"{option_string} needs a value")
-        if option_string is not None and before is not _NOT_GIVEN:
+        if option_string is not None and before is not self.default:
             if self.nargs in ("+", "*"):
                 values = [*before, *values]
             elif before != values:
-                first, second = (_spelled(option_string, given) for given in (before, values))
-                raise ConfigError(f"{first} and {second} exclude each other: give one")
-        self.given = values
+                raise ConfigError(f"{option_string} {before} and {option_string} {values} exclude each other: give one")
         setattr(namespace, self.dest, values)
 
 
 def _hyphened(name: str) -> str:
     """A flag's name with hyphens for underscores."""
     return name.replace("_", "-")
-
-
-def _spelled(flag: str, value: Any) -> str:
-    """A flag with its value, or its values, as on the command line."""
-    return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -82,12 +67,9 @@ class ToolParser(argparse.ArgumentParser):
             self.register("action", name, _StoreOnce)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, with nothing left of an earlier command line."""
+        """As argparse's, of arguments in UTF-8 only."""
         if unreadable := unreadable_words(sys.argv[1:] if args is None else args):
             raise ConfigError(unreadable)
-        for action in self._actions:
-            if isinstance(action, _StoreOnce):
-                action.given = _NOT_GIVEN
         return super().parse_known_args(args, namespace)
 
     def _parse_optional(self, arg_string: str) -> Any:

@@ -23,9 +23,9 @@ from megatron.tools.convert.inspection import find
 from megatron.tools.convert.inspection import read_config as read_checkpoint_config
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.whole_model import WholeModel
-from megatron.tools.inference.model import DecodingBatch, LanguageModel
+from megatron.tools.inference.batches import DecodingBatch
+from megatron.tools.inference.model import LanguageModel, load_model
 from megatron.tools.inference.source import Source
-from megatron.tools.inference.weights import load_model
 
 SIZES = {
     "hidden_size": 32,

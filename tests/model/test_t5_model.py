@@ -15,8 +15,8 @@ from megatron.model.architectures import T5
 from megatron.mpu import ParallelLayout
 from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
+from megatron.tools.inference.batches import TextToTextBatch
 from megatron.tools.inference.model import LanguageModel
-from megatron.tools.inference.text_to_text import TextToTextBatch
 
 CONFIG = ModelConfig(
     architecture=T5.name,

@@ -29,8 +29,8 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.balance import balanced
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.tools.evaluation.tasks import Sample, Scores
+from megatron.tools.inference.model import DTYPES, load_weights
 from megatron.tools.inference.source import Source, config_on
-from megatron.tools.inference.weights import DTYPES, load_weights
 
 
 @dataclass(frozen=True)

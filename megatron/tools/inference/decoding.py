@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.tools.inference.model import NOT_FINITE, LanguageModel
-from megatron.tools.inference.text_to_text import decoding_batch
+from megatron.tools.inference.batches import decoding_batch
+from megatron.tools.inference.model import LanguageModel
 
+NOT_FINITE = -1
+"""In place of the next token where logits are not finite."""
 _LEAST_TEMPERATURE = 1e-30
 """Divided by less, logits are infinite; by this, all but the most likely token have the probability 0 already."""
 

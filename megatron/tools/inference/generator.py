@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 from megatron.common.errors import NumericsError
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining, Piece, Writer
+from megatron.tools.inference.batches import continues, new_tokens_after
+from megatron.tools.inference.continuous_batch import ContinuousBatch, Detokenizer, Joining, Piece, Writer
 from megatron.tools.inference.decoding import BeamSearch, Sampling, search_beams
-from megatron.tools.inference.detokenizer import Detokenizer
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
-from megatron.tools.inference.text_to_text import continues, new_tokens_after
 
 
 @dataclass

@@ -10,25 +10,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines import deepspeed_silenced, silence_known_warnings
-from megatron.engines.containers import SequentialModel, run_in_order
+from megatron.engines.containers import SequentialModel, run_in_order, sequential_model
 from megatron.launch.distributed import distributed
+from megatron.model.architectures import architecture_of
 from megatron.model.embedding import without_segment_ids
+from megatron.model.spec import ParameterSpec
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
+from megatron.tools.convert.load_and_save import read_model
 from megatron.tools.inference.cache import CachedDecoding, KeyValueCache, cached_decoding
-from megatron.tools.inference.source import Source
-from megatron.tools.inference.weights import load_model
+from megatron.tools.inference.source import Source, config_on
 
-NOT_FINITE = -1
-"""In place of the next token where logits are not finite."""
+Module = TypeVar("Module", bound=nn.Module)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -96,75 +100,30 @@ def opened_model(source: Source, ranks: int, dtype: str) -> Iterator[LanguageMod
         yield LanguageModel(module, source.config, layout.tensor_group)
 
 
-class DecodingBatch:
-    """A batch of growing sequences, with the logits of the next token of each, equal on every tensor-parallel rank.
+def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> SequentialModel:
+    """This rank's shard of the model, in eval mode and in a type of ``DTYPES``, on the rank's device.
 
-    Keys and values are cached until a sequence is longer than ``context``; then each token is recomputed from the last
-    ``context`` ones. With ``use_cache=False`` it is so from the beginning.
+    Logits are [b, s, v/t]; columns from ``source.config.vocab_size`` on are padding.
+    Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
     """
-
-    def __init__(
-        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, context: int, use_cache: bool = True
-    ):
-        self._model, self._context = model, context
-        self.sequences = [list(sequence) for sequence in sequences]
-        can_cache = self._longest() <= context and not is_reset_within(model.config, self.sequences)
-        self._cache = model.empty_cache(len(sequences)) if use_cache and can_cache else None
-        self.logits = self._next_logits(self.sequences)
-        """Of the next tokens, fp32 on the CPU, [b, v]."""
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Append a token to each sequence."""
-        for sequence, token in zip(self.sequences, tokens, strict=True):
-            sequence.append(token)
-        if self._longest() > self._context:
-            self._cache = None
-        self.logits = self._next_logits([[token] for token in tokens])
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Continue with these sequences, which may be fewer, and repeated."""
-        self.sequences = [list(self.sequences[row]) for row in rows]
-        self.logits = self.logits[torch.tensor(rows)]
-        if self._cache is not None:
-            self._cache.select(rows)
-
-    def can_join(self, other: "DecodingBatch") -> bool:
-        """Whether ``other`` can join: both cache keys and values, up to the same context."""
-        return self._cache is not None and other._cache is not None and self._context == other._context
-
-    def join(self, other: "DecodingBatch") -> None:
-        """Append the sequences of ``other``, which is no longer used afterwards."""
-        assert self._cache is not None and other._cache is not None, "can_join"
-        self._cache.join(other._cache)
-        self.sequences += other.sequences
-        self.logits = torch.cat([self.logits, other.logits])
-
-    def _longest(self) -> int:
-        return max(map(len, self.sequences))
-
-    @torch.inference_mode()
-    def _next_logits(self, new: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [b, v] after the ``new`` tokens of each sequence."""
-        if self._cache is not None:
-            counts = [len(tokens) for tokens in new]
-            return self._model.gathered(self._model.next_logits(self._padded(new), self._cache, counts))
-        windows = [sequence[-self._context :] for sequence in self.sequences]
-        logits: dict[int, Tensor] = {}
-        in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
-        for _, group in groupby(in_order, key=lambda row: len(windows[row])):
-            rows = list(group)
-            tokens = self._padded([windows[row] for row in rows])
-            logits |= zip(rows, self._model.gathered(self._model.next_logits(tokens)), strict=True)
-        return torch.stack([logits[row] for row in range(len(windows))])
-
-    def _padded(self, sequences: Sequence[Sequence[int]], padding: int = 0) -> Tensor:
-        """[b, q] with ``padding`` after the shorter ones."""
-        longest = max(map(len, sequences))
-        rows = [[*sequence, *[padding] * (longest - len(sequence))] for sequence in sequences]
-        return torch.tensor(rows, device=self._model.device)
+    config = config_on(source.config, layout.tensor_group.size(), dtype)
+    return load_weights(sequential_model(config, ActivationConfig(), layout), source, config, layout)
 
 
-def is_reset_within(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> bool:
-    """Whether a document ends in a sequence at which the model resets attention or positions: it cannot be cached."""
-    resets = config.reset_attention_mask or config.reset_position_ids
-    return resets and any(config.eod_token in sequence for sequence in sequences)
+def load_weights(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
+    """Load the weights of ``model``, which has some or all layers of ``config``, as ``load_model`` does.
+
+    Raises CheckpointError if weights are incomplete.
+    """
+    weights, specs = read_model(source.found).weights, architecture_of(config).named_parameters(config)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(_local_shard(weights[name], specs[name], config, layout))
+    return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
+
+
+def _local_shard(weight: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:
+    if spec.is_vocabulary:
+        weight = F.pad(weight[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+    dim = spec.shard_dim
+    return weight if dim is None else weight.chunk(layout.tensor_group.size(), dim)[layout.tensor_group.rank()]

@@ -73,15 +73,15 @@ def draw(timeline: Timeline, measures: Measures) -> str:
 
 def _measured(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[list[_Bar]]:
     """The bars of each rank."""
-    zero, bars = min(event.begin for rank in ranks for event in timeline.instructions(rank, iteration)), []
-    for rank in ranks:
-        bars.append([])
+    zero = min(event.begin for rank in ranks for event in timeline.instructions(rank, iteration))
+    found: list[list[_Bar]] = [[] for _ in ranks]
+    for bars, rank in zip(found, ranks, strict=True):
         for event in timeline.events[rank]:
             if event.iteration == iteration and event.layer is None:
                 number = event.micro_batch if event.category in _PASSES.values() else None
                 times = (1000 * (event.begin - zero), 1000 * (event.end - zero))
-                bars[-1].append(_Bar(*times, event.category, number))
-    return bars
+                bars.append(_Bar(*times, event.category, number))
+    return found
 
 
 def _theory(schedule: Schedule, seconds: PassSeconds) -> _Rows:
@@ -115,8 +115,8 @@ def _draw_rows(
         axes.set(title=title, xlim=(0, length), ylim=(len(rows) - 0.5, -0.5), facecolor="#f4f4f4")
     words = {**_WORDS, "backward": "input gradients"} if is_divided else _WORDS
     kinds = dict.fromkeys(bar.kind for _, rows in charts for _, bars in rows for bar in bars)
-    shown = {words.get(kind, kind): _COLORS[kind] for kind in kinds}
-    handles = [Patch(color=color, label=label) for label, color in shown.items()]
+    labels = {words.get(kind, kind): _COLORS[kind] for kind in kinds}
+    handles = [Patch(color=color, label=label) for label, color in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
 
 
@@ -155,7 +155,7 @@ def draw_schedules(schedules: Sequence[Schedule]) -> str:
         charts.append((title, _theory(schedule.shortened, seconds)))
     heights = [len(rows) + 2 for _, rows in charts]
     figure = Figure(figsize=(12, 0.28 * sum(heights) + 0.5), layout="constrained")
-    all_axes = figure.subplots(len(charts), height_ratios=heights, squeeze=False)[:, 0]
+    all_axes = list(figure.subplots(len(charts), height_ratios=heights, squeeze=False)[:, 0])
     _draw_rows(figure, all_axes, charts, is_divided=any(schedule.divides_backward for schedule in schedules))
     for axes in all_axes:
         axes.set_xticks([])

@@ -15,9 +15,10 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
 from megatron.tokenizer import Tokenizer
+from megatron.tools.inference.batches import is_reset_within
 from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining
 from megatron.tools.inference.decoding import Sampling
-from megatron.tools.inference.model import LanguageModel, is_reset_within
+from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.protocol import CompletionRequest, RequestError
 from megatron.tools.serving.request_queue import Job, RequestQueue, put_all

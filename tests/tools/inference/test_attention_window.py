@@ -26,8 +26,8 @@ def greedy_steps(path: Path, words: list[str], use_cache: bool) -> list[tuple[li
     """Tokens so far, and the logits [b, v] of the next one, at each step of generation; on the ranks that call it."""
     from megatron.config import ParallelConfig
     from megatron.launch.distributed import distributed
-    from megatron.tools.inference.model import DecodingBatch, LanguageModel
-    from megatron.tools.inference.weights import load_model
+    from megatron.tools.inference.batches import DecodingBatch
+    from megatron.tools.inference.model import LanguageModel, load_model
 
     source = chosen_source(path, *words)
     with distributed(ParallelConfig()) as layout:

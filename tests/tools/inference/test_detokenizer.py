@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.inference.detokenizer import Detokenizer
+from megatron.tools.inference.continuous_batch import Detokenizer
 
 SAID = "naïve 日本語 🙂🙂 und so weiter\n\nEnde"
 

@@ -142,9 +142,8 @@ def _generator(path: Path, *, use_cache: bool = True):
     from megatron.config import ParallelConfig
     from megatron.launch.distributed import distributed
     from megatron.tools.inference.generator import TextGenerator
-    from megatron.tools.inference.model import LanguageModel
+    from megatron.tools.inference.model import LanguageModel, load_model
     from megatron.tools.inference.source import open_source
-    from megatron.tools.inference.weights import load_model
 
     size, source = int(os.environ["WORLD_SIZE"]), open_source(path)
     with distributed(ParallelConfig(model_parallel_size=size, world_size=size)) as layout:

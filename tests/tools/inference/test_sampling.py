@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.tools.inference.decoding import Row, Sampling, choose, nucleus, sample_generator
-from megatron.tools.inference.model import NOT_FINITE
+from megatron.tools.inference.decoding import NOT_FINITE, Row, Sampling, choose, nucleus, sample_generator
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 

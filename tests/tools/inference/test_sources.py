@@ -45,7 +45,7 @@ def weights_agree(paths: dict[str, Path]) -> list[str]:
 
     from megatron.config import ParallelConfig
     from megatron.parallel.layout import ParallelLayout
-    from megatron.tools.inference.weights import load_model
+    from megatron.tools.inference.model import load_model
 
     layout = ParallelLayout.create(ParallelConfig())
     tokens = torch.tensor([[3, 1, 4, 1, 5]])

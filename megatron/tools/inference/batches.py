@@ -1,4 +1,4 @@
-"""Decoding with T5: texts are encoded once, and their targets grow token by token.
+"""Batches of sequences that grow token by token: texts that are continued, and T5's targets of encoded texts.
 
 b batch, s sequence of the encoder, q new tokens of the decoder, h hidden, v vocabulary
 """
@@ -10,11 +10,81 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron.config import ModelConfig
 from megatron.engines.containers import run_in_order
 from megatron.model.embedding import WordEmbedding, without_segment_ids
 from megatron.model.t5 import parts_of
-from megatron.tools.inference.model import DecodingBatch, LanguageModel
+from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import NEW_TOKENS, StoppingCriteria, checked_length
+
+
+class DecodingBatch:
+    """A batch of growing sequences, with the logits of the next token of each, equal on every tensor-parallel rank.
+
+    Keys and values are cached until a sequence is longer than ``context``; then each token is recomputed from the last
+    ``context`` ones. With ``use_cache=False`` it is so from the beginning.
+    """
+
+    def __init__(
+        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, context: int, use_cache: bool = True
+    ):
+        self._model, self._context = model, context
+        self.sequences = [list(sequence) for sequence in sequences]
+        can_cache = self._longest() <= context and not is_reset_within(model.config, self.sequences)
+        self._cache = model.empty_cache(len(sequences)) if use_cache and can_cache else None
+        self.logits = self._next_logits(self.sequences)
+        """Of the next tokens, fp32 on the CPU, [b, v]."""
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append a token to each sequence."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.append(token)
+        if self._longest() > self._context:
+            self._cache = None
+        self.logits = self._next_logits([[token] for token in tokens])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Continue with these sequences, which may be fewer, and repeated."""
+        self.sequences = [list(self.sequences[row]) for row in rows]
+        self.logits = self.logits[torch.tensor(rows)]
+        if self._cache is not None:
+            self._cache.select(rows)
+
+    def can_join(self, other: "DecodingBatch") -> bool:
+        """Whether ``other`` can join: both cache keys and values, up to the same context."""
+        return self._cache is not None and other._cache is not None and self._context == other._context
+
+    def join(self, other: "DecodingBatch") -> None:
+        """Append the sequences of ``other``, which is no longer used afterwards."""
+        assert self._cache is not None and other._cache is not None, "can_join"
+        self._cache.join(other._cache)
+        self.sequences += other.sequences
+        self.logits = torch.cat([self.logits, other.logits])
+
+    def _longest(self) -> int:
+        return max(map(len, self.sequences))
+
+    @torch.inference_mode()
+    def _next_logits(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [b, v] after the ``new`` tokens of each sequence."""
+        if self._cache is not None:
+            counts = [len(tokens) for tokens in new]
+            return self._model.gathered(self._model.next_logits(self._padded(new), self._cache, counts))
+        windows = [sequence[-self._context :] for sequence in self.sequences]
+        counts = [len(tokens) for tokens in windows]
+        return self._model.gathered(self._model.next_logits(self._padded(windows), counts=counts))
+
+    def _padded(self, sequences: Sequence[Sequence[int]], padding: int = 0) -> Tensor:
+        """[b, q] with ``padding`` after the shorter ones."""
+        longest = max(map(len, sequences))
+        rows = [[*sequence, *[padding] * (longest - len(sequence))] for sequence in sequences]
+        return torch.tensor(rows, device=self._model.device)
+
+
+def is_reset_within(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> bool:
+    """Whether a document ends in a sequence at which the model resets attention or positions: it cannot be cached."""
+    resets = config.reset_attention_mask or config.reset_position_ids
+    return resets and any(config.eod_token in sequence for sequence in sequences)
 
 
 class TextToTextBatch(DecodingBatch):
