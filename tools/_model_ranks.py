@@ -15,8 +15,8 @@ from megatron.common.errors import ConfigError, counted
 from megatron.config import ParallelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.model_flags import add_model_flags, check_values, context_length, source_of
+from megatron.tools.command_line import ToolParser, check_values
+from megatron.tools.inference.model_flags import add_model_flags, context_length, source_of
 from megatron.tools.inference.source import Source, config_on
 
 if TYPE_CHECKING:

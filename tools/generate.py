@@ -25,8 +25,8 @@ from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5
-from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.model_flags import add_model_flags, check_values, context_length, shared_source
+from megatron.tools.command_line import ToolParser, check_values
+from megatron.tools.inference.model_flags import add_model_flags, context_length, shared_source
 from megatron.tools.inference.prompts import (
     NEW_TOKENS,
     Prompt,

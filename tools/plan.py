@@ -24,23 +24,36 @@ from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of
-from megatron.tools.command_line import ToolParser, read_architecture, run_tool
+from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, draw_memory, files
-from megatron.tools.planning.request import Request, bytes_of_text, fraction, make_request, positive, positive_integer
+from megatron.tools.planning.request import Request, bytes_of_text, make_request
 from megatron.tools.planning.search import Candidate, search
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """Default precision by device; bf16 on the others."""
 
 
+INTERVALS = {
+    "vocab_size": "[1, inf)",
+    "tokens": "(0, inf)",
+    "devices": "[1, inf)",
+    "devices_per_node": "[1, inf)",
+    "headroom": "[0, 1)",
+    "peak_tflops": "(0, inf)",
+    "intra_bandwidth": "(0, inf)",
+    "inter_bandwidth": "(0, inf)",
+    "top": "[1, inf)",
+    "choose": "[1, inf)",
+}
 _BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT, T5)}
 
 
 def main() -> None:
     """Read the request, search, and print the plan."""
     args, words = _parser().parse_known_args()
+    check_values(args, INTERVALS)
     request = _request(args, words)
     gc.disable()  # no layout is part of a cycle, and walking over all of them takes long
     plan = search(request, any_schedule=True)
@@ -133,36 +146,34 @@ def _parser() -> ToolParser:
     )
     model.add_argument(
         "--vocab-size",
-        type=positive_integer,
+        type=int,
         metavar="N",
         help="tokens, without a --vocab-file that exists (default: 50257, or BERT's 30522)",
     )
     model.add_argument(
         "--tokens",
-        type=positive,
+        type=float,
         default=300e9,
         metavar="N",
         help="tokens to train on, for the days (default: %(default)g)",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=DEVICES, default="a100", help="sets the defaults of the following")
-    machine.add_argument("--devices", type=positive_integer, required=True, metavar="N", help="devices")
-    machine.add_argument("--devices-per-node", type=positive_integer, metavar="N", help="devices per host")
+    machine.add_argument("--devices", type=int, required=True, metavar="N", help="devices")
+    machine.add_argument("--devices-per-node", type=int, metavar="N", help="devices per host")
     machine.add_argument("--memory", type=bytes_of_text, metavar="SIZE", help="memory of a device, such as 80GB")
-    machine.add_argument("--headroom", type=fraction, default=0.06, metavar="X", help="share of it that stays free")
-    machine.add_argument("--peak-tflops", type=positive, metavar="X", help="dense 16-bit TFLOP/s of a device")
-    machine.add_argument("--intra-bandwidth", type=positive, metavar="X", help="GB/s, one way, within a host")
-    machine.add_argument("--inter-bandwidth", type=positive, metavar="X", help="GB/s, one way, between hosts")
+    machine.add_argument("--headroom", type=float, default=0.06, metavar="X", help="share of it that stays free")
+    machine.add_argument("--peak-tflops", type=float, metavar="X", help="dense 16-bit TFLOP/s of a device")
+    machine.add_argument("--intra-bandwidth", type=float, metavar="X", help="GB/s, one way, within a host")
+    machine.add_argument("--inter-bandwidth", type=float, metavar="X", help="GB/s, one way, between hosts")
     machine.add_argument(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
         help="type of weights, as with --bf16 and --fp16 (default: bf16; fp16 on v100, fp32 on cpu)",
     )
     result = parser.add_argument_group("result")
-    result.add_argument("--top", type=positive_integer, default=10, metavar="N", help="rows of the table")
-    result.add_argument(
-        "--choose", type=positive_integer, default=1, metavar="N", help="row of the table for the following"
-    )
+    result.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table")
+    result.add_argument("--choose", type=int, default=1, metavar="N", help="row of the table for the following")
     result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
     result.add_argument("--plot", type=Path, metavar="DIR", help="folder for plots of memory and schedule")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")

@@ -21,8 +21,8 @@ from megatron.common.environment import rank
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.model_flags import add_model_flags, check_values, shared_source
+from megatron.tools.command_line import ToolParser, check_values
+from megatron.tools.inference.model_flags import add_model_flags, shared_source
 from megatron.tools.inference.source import Source
 
 if TYPE_CHECKING:

@@ -4,10 +4,11 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.cli.provided import inside, interval_as_text
 from megatron.common.errors import ConfigError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
@@ -81,6 +82,22 @@ class ToolParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
         raise ConfigError(f"{message} (see --help)")
+
+
+def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
+    """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
+    problems = [
+        f"--{name.replace('_', '-')} {_shown(value)} must be {interval_as_text(interval, value)}"
+        for name, interval in intervals.items()
+        if (value := getattr(args, name)) is not None and not inside(value, interval)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _shown(value: float) -> str:
+    """A number for messages; a whole one may be too large for a float."""
+    return f"{value:g}" if isinstance(value, float) or abs(value) < 10**15 else f"of {len(str(abs(value)))} digits"
 
 
 def run_tool(main: Callable[[], None]) -> NoReturn:

@@ -16,7 +16,7 @@ from megatron.cli.parser import names_of, value_type
 from megatron.config import sections
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
-from megatron.tools.inference.model_flags import check_values
+from megatron.tools.command_line import check_values
 from megatron.training.summary import describe_config, describe_stages
 
 FLAGS = {

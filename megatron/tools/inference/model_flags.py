@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.cli.provided import inside, interval_as_text
 from megatron.common.environment import check_place, rank, world_size
 from megatron.common.errors import ConfigError
 from megatron.config.tokenizer_files import TOKENIZER_TYPES, tokenizer_kind, unused_merges
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import TOKENIZERS
+from megatron.tools.command_line import check_values
 from megatron.tools.inference.source import Source, TokenizerFiles, config_on, open_source
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -72,22 +72,6 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
         "--shape-order", choices=("BSH", "SBH"), help="dimension order of hidden states (default: the model's)"
     )
     group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's
-
-
-def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
-    """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
-    problems = [
-        f"--{name.replace('_', '-')} {_shown(value)} must be {interval_as_text(interval, value)}"
-        for name, interval in intervals.items()
-        if (value := getattr(args, name)) is not None and not inside(value, interval)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _shown(value: float) -> str:
-    """A number for messages; a whole one may be too large for a float."""
-    return f"{value:g}" if isinstance(value, float) or abs(value) < 10**15 else f"of {len(str(abs(value)))} digits"
 
 
 def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:

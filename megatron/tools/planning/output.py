@@ -37,21 +37,20 @@ def accelerate_config(one: Candidate) -> str:
     All other settings come from the JSON, which an ``Accelerator`` reads too.
     """
     hosts = -(-one.request.devices // one.request.machine.per_node)
-    lines = [
-        f"# LAUNCHER=accelerate ./{SCRIPT}, or in this folder: accelerate launch --config_file {ACCELERATE_FILE} ...",
-        "compute_environment: LOCAL_MACHINE",
-        "distributed_type: DEEPSPEED",
-        "deepspeed_config:",
-        f"  deepspeed_config_file: {JSON_FILE}",
-        *([f"  deepspeed_hostfile: {HOSTFILE}", "  deepspeed_multinode_launcher: pdsh"] if hosts > 1 else []),
-        f"  zero3_init_flag: {'true' if one.run.zero.zero_stage == 3 else 'false'}",
-        f"num_machines: {hosts}",
-        f"num_processes: {one.request.devices}",
-        "machine_rank: 0",
-        "main_process_port: 29500",
-        f"use_cpu: {'true' if one.request.machine.device.accelerator == 'cpu' else 'false'}",
-    ]
-    return "\n".join(lines) + "\n"
+    of_hosts = f"  deepspeed_hostfile: {HOSTFILE}\n  deepspeed_multinode_launcher: pdsh\n" if hosts > 1 else ""
+    return f"""\
+# LAUNCHER=accelerate ./{SCRIPT}, or in this folder: accelerate launch --config_file {ACCELERATE_FILE} ...
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: {JSON_FILE}
+{of_hosts}  zero3_init_flag: {str(one.run.zero.zero_stage == 3).lower()}
+num_machines: {hosts}
+num_processes: {one.request.devices}
+machine_rank: 0
+main_process_port: 29500
+use_cpu: {str(one.request.machine.device.accelerator == "cpu").lower()}
+"""
 
 
 def hostfile(one: Candidate) -> str:
@@ -66,48 +65,33 @@ def script(one: Candidate) -> str:
 
     With an argument that starts no training, it needs neither a launcher nor the hosts and their devices.
     """
-    program, accelerator = one.request.program, one.request.machine.device.accelerator
-    lines = [
-        "#!/usr/bin/env bash",
-        f"# Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.",
-        "# With --explain or --dry-run, neither the hosts nor their devices are needed.",
-        "set -euo pipefail",
-        'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-    ]
-    if accelerator == "cpu":
-        lines.append("export DS_ACCELERATOR=cpu")
-    several = one.request.devices > one.request.machine.per_node
-    hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {one.request.devices}"
+    program, devices, accelerator = one.request.program, one.request.devices, one.request.machine.device.accelerator
+    several = devices > one.request.machine.per_node
+    hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
-    flags = [f"    {line} \\" for line in _flags(one.command)]
-    lines += [
-        f"start=(deepspeed --log_level {'warning' if several else 'error'} {hosts})",
-        'if [ "${LAUNCHER:-deepspeed}" = accelerate ]; then',
-        f'    start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})',
-        f'    start+=(--deepspeed_config_file "$here/{JSON_FILE}")',
-        "fi",
-        'for argument in "$@"; do',
-        "    if [[ $argument = --explain || $argument = --dry[-_]run ]]; then",
-        f"        start=(env DS_ACCELERATOR={accelerator} python)",
-        f'        set -- --world-size {one.request.devices} "$@"',
-        "        break",
-        "    fi",
-        "done",
-        f'"${{start[@]}}" {program} \\',
-        *flags,
-        f'    --deepspeed_config "$here/{JSON_FILE}" "$@"',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _flags(words: list[str]) -> list[str]:
-    """Each flag with its value, quoted for a shell."""
-    found: list[list[str]] = []
-    for word in words:
-        if word.startswith("--"):
-            found.append([])
-        found[-1].append(word)
-    return [shlex.join(flag) for flag in found]
+    flags = "".join(f" \\\n    {shlex.join(value.words)}" for value in one.given.values())
+    return f"""\
+#!/usr/bin/env bash
+# Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.
+# With --explain or --dry-run, neither the hosts nor their devices are needed.
+set -euo pipefail
+here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+{"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
+start=(deepspeed --log_level {"warning" if several else "error"} {hosts})
+if [ "${{LAUNCHER:-deepspeed}}" = accelerate ]; then
+    start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})
+    start+=(--deepspeed_config_file "$here/{JSON_FILE}")
+fi
+for argument in "$@"; do
+    if [[ $argument = --explain || $argument = --dry[-_]run ]]; then
+        start=(env DS_ACCELERATOR={accelerator} python)
+        set -- --world-size {devices} "$@"
+        break
+    fi
+done
+"${{start[@]}}" {program}{flags} \\
+    --deepspeed_config "$here/{JSON_FILE}" "$@"
+"""
 
 
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
@@ -227,25 +211,21 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     sent, sent_prefix = prefix_of(min(max(one.traffic.total for one in shown), GB))
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
     step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
-    splits = any(one.run.parallel.sequence_ranks > 1 for one in shown)
-    divides = any(one.run.parallel.expert_model_parallel_size > 1 for one in shown)
-    rows: list[tuple[str, ...]] = [(
-        "", "TP", "PP", *(["CP"] if splits else []), *(["EP"] if divides else []), "DP", "ZeRO", "SP",
-        "recompute", "micro", "gas", "schedule",
-        f"memory {memory_prefix}B", "bubble", f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s",
-        "MFU", "days",
-    )]  # fmt: skip
+    rows = []
     for number, one in enumerate(shown, 1):
         t, p, c, e, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
-        order = f"{schedule}{chunks}" if schedule == "interleaved" else schedule or "-"
-        grid = (number, t, p, *([c] if splits else []), *([e] if divides else []), d)
-        rows.append((
-            *map(str, (*grid, zero, "yes" if cut else "no", recompute or "none", micro, gas, order)),
-            f"{one.memory.total / memory:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / sent:.3g}",
-            f"{one.timing.total / step:.3g}", f"{one.flops_per_device / speed:.3g}", f"{one.mfu:.1%}",
-            f"{one.days:.3g}",
-        ))  # fmt: skip
-    return _table(rows)
+        rows.append({
+            "": number, "TP": t, "PP": p, "CP": c, "EP": e, "DP": d, "ZeRO": zero, "SP": "yes" if cut else "no",
+            "recompute": recompute or "none", "micro": micro, "gas": gas,
+            "schedule": f"{schedule}{chunks if schedule == 'interleaved' else ''}" if schedule else "-",
+            f"memory {memory_prefix}B": f"{one.memory.total / memory:.1f}", "bubble": f"{one.bubble:.1%}",
+            f"sent {sent_prefix}B": f"{one.traffic.total / sent:.3g}",
+            f"step {seconds}": f"{one.timing.total / step:.3g}",
+            f"{speed_prefix}FLOP/s": f"{one.flops_per_device / speed:.3g}", "MFU": f"{one.mfu:.1%}",
+            "days": f"{one.days:.3g}",
+        })  # fmt: skip
+    used = [name for name in rows[0] if name not in ("CP", "EP") or any(row[name] > 1 for row in rows)]
+    return _table([used, *([str(row[name]) for name in used] for row in rows)])
 
 
 def _progress_line(one: Candidate) -> str:

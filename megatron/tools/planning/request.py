@@ -1,7 +1,6 @@
 """A planning request: arguments of an entry script, completed with defaults, and the machine."""
 
 import argparse
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,42 +182,12 @@ def words(given: Mapping[str, Provided]) -> list[str]:
 
 
 _UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_BYTES = re.compile(r"([0-9.eE+]+?) *([KMGT]I?B)?", re.IGNORECASE)
+_BYTES = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?) *([KMGT]I?B)?", re.IGNORECASE)
 
 
 def bytes_of_text(text: str) -> float:
     """A number of bytes with its unit, such as 80GB or 141 GiB."""
     match = _BYTES.fullmatch(text.strip())
-    if match is None:
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 80GB or 75GiB")
-    return positive(match[1]) * _UNITS[(match[2] or "").upper()]
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
-    return value
-
-
-def positive_integer(text: str) -> int:
-    """A whole number, at least 1."""
-    value = positive(text)
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number")
-    return int(value)
-
-
-def fraction(text: str) -> float:
-    """A number, at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1, 1 excluded")
-    return value
+    return float(match[1]) * _UNITS[(match[2] or "").upper()]
