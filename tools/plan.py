@@ -23,11 +23,10 @@ from _atomic_file import atomic_file
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2, T5
-from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
-from megatron.tools.planning.memory import Memory, stage_memory
-from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, draw_memory, files
+from megatron.tools.planning.memory import stage_memory
+from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
 from megatron.tools.planning.request import Request, bytes_of_text, make_request
 from megatron.tools.planning.search import Candidate, search
 
@@ -70,10 +69,12 @@ def main() -> None:
 
 def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
     """Print and write what is requested for one layout."""
-    memories = stage_memory(chosen.run)
-    print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, memories)))
+    print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, stage_memory(chosen.run))))
     if args.emit:
-        _make_folder(args.emit, "--emit")
+        try:
+            args.emit.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--emit {args.emit}: {error.strerror}; name another folder") from None
         for name, text in files(chosen).items():
             with atomic_file(args.emit / name, "--emit") as file:
                 file.write(text)
@@ -81,30 +82,6 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
         mode = script.stat().st_mode
         script.chmod(mode | mode >> 2 & 0o111)  # whoever may read it may run it
         print(f"\nwrote {args.emit}/: {', '.join(files(chosen))}")
-    if args.plot:
-        _make_folder(args.plot, "--plot")
-        print(f"\ndrew {' and '.join(map(str, _draw(args.plot, chosen, memories)))}")
-
-
-def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
-    """The pictures of a layout: memory, and for a pipeline its schedule."""
-    from megatron.tools.reporting.pictures import draw_schedules
-
-    memory, schedule = folder / "memory.png", folder / "schedule.svg"
-    with atomic_file(memory, "--plot", binary=True) as file:
-        draw_memory(memories, chosen.request.room, file)
-    if chosen.run.parallel.pipe_stages == 1:
-        return [memory]
-    with atomic_file(schedule, "--plot") as file:
-        file.write(draw_schedules([schedule_of(chosen.run)]))
-    return [memory, schedule]
-
-
-def _make_folder(folder: Path, flag: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag} {folder}: {error.strerror}; name another folder") from None
 
 
 def _request(args: argparse.Namespace, words: list[str]) -> Request:
@@ -175,7 +152,6 @@ def _parser() -> ToolParser:
     result.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table")
     result.add_argument("--choose", type=int, default=1, metavar="N", help="row of the table for the following")
     result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
-    result.add_argument("--plot", type=Path, metavar="DIR", help="folder for plots of memory and schedule")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser
 

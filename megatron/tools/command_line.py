@@ -149,19 +149,12 @@ _LINE = "> {desc}{n_fmt} of {total_fmt}{unit} in {elapsed}, {rate_fmt}{postfix}"
 
 
 class _Lines:
-    """Writes what tqdm draws over its last state as a line of its own, if there was progress."""
-
-    def __init__(self, *, draws_start: bool) -> None:
-        self._last: str | None = None if draws_start else ""
+    """Writes each state that tqdm draws as a line on stderr."""
 
     def write(self, text: str) -> None:
         """Write the line in ``text``, if there is one."""
-        line = text.strip("\r\n ")
-        state, _, _ = line.partition(" in ")
-        if state and state != self._last:
-            if self._last is not None:
-                sys.stderr.write(f"{line}\n")
-            self._last = state
+        if line := text.strip("\r\n "):
+            sys.stderr.write(f"{line}\n")
 
     def flush(self) -> None:
         """Flush stderr."""
@@ -183,4 +176,4 @@ def progress_bar(
     options["desc"] = f"{options['desc']}: " if "desc" in options else ""
     options |= {"unit": options.get("unit", "")}
     options |= {"mininterval": _SECONDS, "maxinterval": _SECONDS, "miniters": 1, "delay": after}
-    return tqdm(iterable, disable=not shown, file=_Lines(draws_start=after == 0), bar_format=_LINE, **options)
+    return tqdm(iterable, disable=not shown, file=_Lines(), bar_format=_LINE, **options)

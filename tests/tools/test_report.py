@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = parse(f"--pipe-parallel-size 2 --run-dir {tmp_path} --data-path <b>corpus</b>", ranks=2)
     write_record(replace(run, model=replace(run.model, vocab_size=90, padded_vocab_size=128)), "cpu")
-    (tmp_path / "trace.json").write_text(to_json(by_theory(), range(2)))
+    (tmp_path / "trace.json").write_text(to_json(by_theory()))
     return tmp_path
 
 

@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import IO, Any
+from typing import Any
 
 from megatron.cli import parse_run
 from megatron.common.errors import counted
@@ -132,7 +132,7 @@ def describe_request(request: Request) -> str:
     )
 
 
-_MOST_ROWS, _MOST_BARS = 12, 64
+_MOST_ROWS = 12
 
 
 def stage_table(memories: Sequence[Memory]) -> list[str]:
@@ -272,24 +272,3 @@ def _against(plan: Plan, request: Request) -> Iterator[str]:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
-    """A bar of each stage's memory by purpose, and a line for the available memory; PNG into ``file``."""
-    from matplotlib.figure import Figure
-
-    step = -(-len(memories) // _MOST_BARS)
-    shown = list(enumerate(memories))[::step]
-    figure = Figure(figsize=(max(5.0, 0.22 * len(shown) + 3), 4), layout="constrained")
-    axes = figure.subplots()
-    names = [str(number) for number, _ in shown]
-    bottom = [0.0] * len(shown)
-    for part in memories[0].parts():
-        amounts = [memory.parts()[part] / GB for _, memory in shown]
-        axes.bar(names, amounts, bottom=bottom, label=part, width=0.8)
-        bottom = [low + amount for low, amount in zip(bottom, amounts, strict=True)]
-    axes.axhline(room / GB, color="black", linestyle="--", linewidth=1, label="room")
-    axes.set(xlabel="pipeline stage", ylabel="GB of a rank", title="Memory at its peak")
-    axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(file, format="png")

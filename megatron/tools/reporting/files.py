@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -86,10 +86,8 @@ def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _record_of(where: str, line: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); fix or remove the line") from error
     except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}); fix or remove the line") from error
+        raise DataError(f"{where}: not JSON ({getattr(error, 'msg', error)}); fix or remove the line") from error
     if not isinstance(record, dict) or type(record.get("iteration")) is not int:
         raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
     return record
@@ -98,14 +96,14 @@ def _record_of(where: str, line: str) -> dict[str, Any]:
 TRACE_FORMAT = 1
 
 
-def to_json(timeline: Timeline, ranks: Iterable[int], **metadata: Any) -> str:
-    """The file of ``ranks`` in Chrome's trace format, for Perfetto and chrome://tracing, with further ``metadata``."""
+def to_json(timeline: Timeline, **metadata: Any) -> str:
+    """All events in Chrome's trace format, for Perfetto and chrome://tracing, with further ``metadata``."""
     rows: list[dict[str, Any]] = []
-    for rank in ranks:
+    for rank, events in enumerate(timeline.events):
         coordinates = ", ".join(f"{axis} {number}" for axis, number in timeline.coordinates[rank].items())
         rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}: {coordinates}"}})
         rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
-        rows += [_row(rank, event) for event in timeline.events[rank]]
+        rows += [_row(rank, event) for event in events]
     other_data = {"format": TRACE_FORMAT, **asdict(timeline.shape), "places": list(timeline.coordinates), **metadata}
     return json.dumps({"displayTimeUnit": "ms", "otherData": other_data, "traceEvents": rows})
 

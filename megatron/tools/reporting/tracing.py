@@ -128,21 +128,18 @@ class Tracer(Callback):
             run.model.num_layers,
             run.parallel.model_chunks // run.parallel.pipe_stages,
         )
-        with warn_if_unwritable("the trace"):
-            self._write(Timeline(shape, coordinates, events), self._layout.rank)
+        if self._layout.rank == 0:
+            with warn_if_unwritable("the trace"):
+                self._write(Timeline(shape, coordinates, events))
 
-    def _write(self, timeline: Timeline, rank: int) -> None:
-        """Each rank writes its own file; rank 0 also writes the file of all ranks and its picture."""
+    def _write(self, timeline: Timeline) -> None:
+        """Write the trace of all ranks, and its picture."""
+        from megatron.tools.reporting.pictures import draw
+
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / f"rank{rank}.json").write_text(to_json(timeline, [rank]))
-        if rank == 0:
-            ranks = range(len(timeline.coordinates))
-            (self._folder / TRACE).write_text(to_json(timeline, ranks, unit_seconds=unit_seconds(timeline)))
-            # Imported here, as it takes a second to import matplotlib.
-            from megatron.tools.reporting.pictures import draw
-
-            (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
-            print(f"  wrote the trace to {self._folder}: {TRACE}, {PICTURE}", flush=True)
+        (self._folder / TRACE).write_text(to_json(timeline, unit_seconds=unit_seconds(timeline)))
+        (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
+        print(f"  wrote the trace to {self._folder}: {TRACE}, {PICTURE}", flush=True)
 
     @contextmanager
     def _record_instruction(self, instruction: Instruction) -> Iterator[None]:

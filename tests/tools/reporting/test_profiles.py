@@ -11,7 +11,7 @@ def test_both_profilers_beside_a_trace(train_in_ranks, tmp_path: Path) -> None:
     assert f"  wrote the trace to {tmp_path}: trace.json, schedule.svg" in output.splitlines()
     assert f"  wrote the profile to {tmp_path}: profile-rank*.txt and .json" in output.splitlines()
     assert {path.name for path in tmp_path.iterdir()} == {
-        "flops-profile.txt", "profile-rank0.json", "profile-rank0.txt", "rank0.json", "schedule.svg", "trace.json"
+        "flops-profile.txt", "profile-rank0.json", "profile-rank0.txt", "schedule.svg", "trace.json"
     }  # fmt: skip
     names = [event["name"] for event in json.loads((tmp_path / "profile-rank0.json").read_text())["traceEvents"]]
     assert [names.count(f"iteration {n}") for n in (1, 2, 3, 4)] == [0, 1, 1, 0]
