@@ -9,8 +9,8 @@ from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.reporting.curves import CURVE_KEYS, draw_curves
 from megatron.tools.reporting.files import Points, read_series
+from megatron.tools.reporting.pictures import CURVE_KEYS, draw_curves
 
 FORMATS = ("png", "svg", "pdf")
 

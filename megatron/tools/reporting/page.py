@@ -8,9 +8,8 @@ from types import MappingProxyType
 from jinja2 import Environment
 
 from megatron.common.units import duration, with_prefix
-from megatron.tools.reporting.curves import CURVE_KEYS, draw_curves
 from megatron.tools.reporting.files import Points, Record
-from megatron.tools.reporting.pictures import as_svg, draw, draw_expert_loads
+from megatron.tools.reporting.pictures import CURVE_KEYS, as_svg, draw, draw_curves, draw_expert_loads
 from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
 
 KEYS = (*CURVE_KEYS, "seconds_per_iteration", "loss_scale", "skipped_iterations", "consumed_tokens")
