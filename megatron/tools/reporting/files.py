@@ -8,11 +8,11 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.files import replace_file
@@ -22,7 +22,7 @@ from megatron.model.partition import TRACE, plan
 from megatron.tools.planning.machine import Machine, device_of_name
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.timing import timing, traffic
-from megatron.tools.reporting.timeline import EVENT_DETAILS, Event, Shape, Timeline
+from megatron.tools.reporting.timeline import Event, Shape, Timeline
 from megatron.training.summary import describe_config
 
 Points = Mapping[int, float]
@@ -109,7 +109,7 @@ def to_json(timeline: Timeline, **metadata: Any) -> str:
 
 
 def _row(rank: int, event: Event) -> dict[str, Any]:
-    details = {name: value for name in EVENT_DETAILS if (value := getattr(event, name)) is not None}
+    details = {name: value for name in Event._fields[3:] if (value := getattr(event, name)) is not None}
     return {
         "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
         "cat": event.category,
@@ -118,7 +118,7 @@ def _row(rank: int, event: Event) -> dict[str, Any]:
         "tid": 0,
         "ts": round(event.begin * 1e6, 3),
         "dur": round(event.seconds * 1e6, 3),
-        "args": {"instruction": event.name, "iteration": event.iteration, **details},
+        "args": {"instruction": event.name, **details},
     }
 
 
@@ -145,37 +145,19 @@ def _timeline(content: Any) -> Timeline:
     metadata = content["otherData"]
     if metadata["format"] != TRACE_FORMAT:
         raise ValueError
-    stages, micro_batches = (_positive(metadata[name]) for name in ("stages", "micro_batches"))
-    schedule = str(metadata["schedule"])
-    chunks = _positive(metadata.get("chunks", 2 if schedule == "dualpipev" else 1))  # earlier files do not have it
-    shape = Shape(stages, micro_batches, schedule, metadata["layers"], chunks)
-    coordinates = [{str(axis): int(number) for axis, number in of_rank.items()} for of_rank in metadata["places"]]
-    events: list[list[Event]] = [[] for _ in coordinates]
+    shape = Shape(**{field.name: metadata[field.name] for field in fields(Shape)})
+    events: list[list[Event]] = [[] for _ in metadata["places"]]
     for row in content["traceEvents"]:
         if row["ph"] == "X":
-            arguments, begin = row["args"], _seconds(row["ts"])
-            details = {name: arguments[name] for name in EVENT_DETAILS if name in arguments}
-            end, iteration = begin + _seconds(row["dur"]), _positive(arguments["iteration"])
-            events[row["pid"]].append(Event(str(arguments["instruction"]), begin, end, iteration, **details))
-    if not any(events) or any("pipe" not in of_rank for of_rank in coordinates):
+            arguments, begin = dict(row["args"]), row["ts"] / 1e6
+            name = arguments.pop("instruction")
+            events[row["pid"]].append(Event(name, begin, begin + row["dur"] / 1e6, **arguments))
+    if not any(events) or any("pipe" not in of_rank for of_rank in metadata["places"]):
         raise ValueError
-    return Timeline(shape, coordinates, events)
-
-
-def _seconds(microseconds: Any) -> float:
-    if not math.isfinite(microseconds):
-        raise ValueError
-    return microseconds / 1e6
-
-
-def _positive(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError
-    return value
+    return Timeline(shape, metadata["places"], events)
 
 
 RECORD = "run.json"
-_RECORD_FORMAT = 1
 _PACKAGES = ("torch", "deepspeed", "numpy")
 
 
@@ -199,6 +181,7 @@ class Record:
     """Planned seconds of an iteration; None for a device that the planner does not know."""
     environment: Mapping[str, str]
     config: Mapping[str, Any]
+    format: Literal[1] = 1
 
 
 def write_record(run: RunConfig, device: str) -> None:
@@ -215,25 +198,18 @@ def write_record(run: RunConfig, device: str) -> None:
     folder = Path(str(run.observe.run_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with replace_file(folder / RECORD, text=True) as file:
-        file.write(json.dumps({"format": _RECORD_FORMAT, **asdict(record)}, indent=1))
+        file.write(json.dumps(asdict(record), indent=1))
 
 
 def read_record(path: Path) -> Record:
     """The content of the run.json ``path``. Raises ConfigError if it is not one."""
+    from pydantic import TypeAdapter
+
     try:
-        content = read_json(path)
-        if content["format"] != _RECORD_FORMAT:
-            raise ValueError
-        return Record(
-            description={str(key): str(text) for key, text in content["description"].items()},
-            stages=[PlannedStage(float(share), float(memory)) for share, memory in content["stages"]],
-            seconds=None if content["seconds"] is None else float(content["seconds"]),
-            environment={str(key): str(text) for key, text in content["environment"].items()},
-            config=content["config"],
-        )
+        return TypeAdapter(Record).validate_python(read_json(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --run-dir") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not a record of a run; name a folder that --run-dir wrote") from error
 
 

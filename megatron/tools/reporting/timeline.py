@@ -12,8 +12,6 @@ from typing import NamedTuple
 from megatron.parallel.pipeline.schedule import KINDS, Schedule, has_order
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble, idle_share
 
-EVENT_DETAILS = ("micro_batch", "phase", "layer", "collective")
-"""Optional fields of an event, besides its name, its times and its iteration."""
 _KINDS = {
     "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInputPass": "backward",
     "BackwardWeightPass": "weights", "SendActivation": "send",
@@ -47,18 +45,15 @@ class Event(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The ``kind`` of an instruction; collective or all-to-all."""
-        return self.kind if not self.collective else "all-to-all" if self.is_all_to_all else "collective"
+        """The ``kind`` of an instruction or layer, collective, or all-to-all, as of tokens to the ranks of experts."""
+        if self.collective is None:
+            return self.kind
+        return "all-to-all" if self.collective.startswith("all_to_all") else "collective"
 
     @property
     def is_whole(self) -> bool:
         """Whether this is an instruction, not a layer or collective inside one."""
         return self.layer is None and self.collective is None
-
-    @property
-    def is_all_to_all(self) -> bool:
-        """Whether this is an exchange between all ranks of a group, as of tokens between the ranks of their experts."""
-        return self.collective is not None and self.collective.startswith("all_to_all")
 
     @property
     def seconds(self) -> float:
@@ -115,17 +110,7 @@ class Timeline:
 
     def instructions(self, rank: int, iteration: int) -> list[Event]:
         """The instructions that ``rank`` ran in ``iteration``, without the layers and collectives inside them."""
-        return self._instructions[rank].get(iteration, [])
-
-    @cached_property
-    def _instructions(self) -> list[dict[int, list[Event]]]:
-        """Of each rank: its instructions by iteration."""
-        by_iteration: list[dict[int, list[Event]]] = [{} for _ in self.events]
-        for of_rank, events in zip(by_iteration, self.events, strict=True):
-            for event in events:
-                if event.is_whole:
-                    of_rank.setdefault(event.iteration, []).append(event)
-        return by_iteration
+        return [event for event in self.events[rank] if event.iteration == iteration and event.is_whole]
 
 
 def span(events: Sequence[Event]) -> float:
@@ -276,7 +261,7 @@ def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
                     spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
             for event in timeline.events[rank]:
                 if event.iteration == iteration and event.collective and event.kind in _COMPUTING:
-                    spent["all-to-all" if event.is_all_to_all else "collectives"] += event.seconds
+                    spent["collectives" if event.category == "collective" else "all-to-all"] += event.seconds
                     spent[_share(event)] -= event.seconds
             spent["waiting"] = max(span - sum(spent.values()), 0.0)
             of_ranks[rank] = spent
