@@ -257,7 +257,7 @@ EXAMPLES = (
     Schedule("interleaved", 4, 8, 2),
     Schedule("zbh1", 4, 8),
     Schedule("zbv", 4, 8, 2),
-    Schedule("dualpipev", 4, 8, 2, splits_backward=False),
+    Schedule("dualpipev", 4, 8, 2),
 )
 SCHEDULES_COLUMNS = (
     "schedule",

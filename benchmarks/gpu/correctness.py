@@ -20,7 +20,6 @@ FAMILIES = {
     "Llama": ("pretrain_gpt2.py", _LLAMA),
     "packed documents": ("pretrain_gpt2.py", "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
     "Llama with windows": ("pretrain_gpt2.py", f"{_LLAMA} --pre-tokens 100"),
-    "FlexAttention": ("pretrain_gpt2.py", f"{_LLAMA} --reset-attention-mask --flex-attention"),
     "experts": ("pretrain_gpt2.py", f"{_LLAMA} --num-experts 4 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm"),
     "BERT": ("pretrain_bert.py", ""),
     "T5": ("pretrain_t5.py", "--decoder-seq-length 64"),
@@ -86,9 +85,7 @@ def _train(plan: Plan, name: str, dtype: str, threads: int) -> list[Mapping[str,
     metrics = plan.folder / "logs" / f"{title}.jsonl"
     metrics.unlink(missing_ok=True)
     program, flags = FAMILIES[name]
-    if dtype == "cpu":
-        flags = flags.replace("--flex-attention", "")
-    elif dtype != "fp32":
+    if dtype not in ("cpu", "fp32"):
         flags += f" --{dtype} --zero-stage 1"
         flags += " --initial-loss-scale 4096" * (dtype == "fp16")  # that no iteration is skipped
     iterations = ["--train-iters", str(plan.iterations), "--metrics-file", str(metrics)]

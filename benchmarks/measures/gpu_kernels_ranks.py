@@ -28,10 +28,9 @@ from megatron.model.moe import MoEParallelTransformerLayer
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.ops import stacked_linear
 from megatron.ops.activation import bias_gelu, dropout_add, lean_swiglu
-from megatron.ops.attention_kernel import attention_kernel
+from megatron.ops.attention import device_facts
+from megatron.ops.choices import attention_kernel
 from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
-from megatron.ops.cuda import device_facts
-from megatron.ops.flex_attention import attend_flex
 from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, dense_mask
 from megatron.ops.partial_attention import PartialAttention, merge
 from megatron.parallel.layout import ParallelLayout
@@ -134,11 +133,9 @@ def _attention(dtype: str) -> Iterator[Case]:
         )
         inputs, plain = _heads(dtype, groups), partial(_plain, ids=ids, window=window)
         if dtype != "fp32":
-            varlen = partial(attend_varlen, segment_ids=ids, causal=True, pre_tokens=window)
+            varlen = partial(attend_varlen, segment_ids=ids, window=window)
             yield Case(f"varlen_attn: {kind}", dtype, inputs, varlen, plain)
-        flex = partial(attend_flex, segment_ids=ids, causal=True, pre_tokens=window)
-        yield Case(f"FlexAttention: {kind}", dtype, inputs, flex, plain)
-        blocks = partial(attend_in_blocks, segment_ids=ids, causal=True, pre_tokens=window, core=_core)
+        blocks = partial(attend_in_blocks, segment_ids=ids, window=window, core=_core)
         yield Case(f"attention by blocks: {kind}", dtype, inputs, blocks, plain)
     for fused, groups in product((True, False), (N, 2)):
         if not (fused and dtype == "fp32"):
@@ -240,7 +237,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, ids: Tensor | None = None,
     repeats = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.size(-1))
-    seen = dense_mask(query.size(2), query.device, ids, True, window)
+    seen = dense_mask(query.size(2), query.device, ids, window)
     if seen is None:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value

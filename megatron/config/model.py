@@ -137,14 +137,6 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         masked_lm=False,
         excludes=("attention_softmax_in_fp32", "apply_query_key_layer_scaling", "reset_attention_mask", "sft"),
     )
-    flex_attention: bool = flag(
-        False,
-        "On GPUs, keep documents and windows apart by torch's FlexAttention, which compiles a kernel that skips blocks "
-        "of keys: for fp32, where varlen_attn does not work.",
-        encoder_decoder="not",
-        needs="attention_dropout=0",
-        excludes=("attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
-    )
     fused_kernels: str = flag(
         "auto",
         "Implementation of layer norm and Adam; auto uses apex if CUDA and apex are available, and torch otherwise.",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
-from megatron.model.relative_positions import RelativePositions, with_bias_apart, without_bias
 from megatron.model.spec import LayerSpec
+from megatron.model.t5 import RelativePositions, with_bias_apart, without_bias
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 

@@ -25,8 +25,7 @@ from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
 from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, gradient_norm, takes_scale
-from megatron.model.moe import ParallelMoE
-from megatron.model.router import routers
+from megatron.model.moe import ParallelMoE, routers
 from megatron.parallel.expert import group_name
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook

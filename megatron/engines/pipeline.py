@@ -26,7 +26,7 @@ from megatron.engines.containers import Layers, loss_parts, run_layers
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import expect, overrides, replaced
 from megatron.model.loss import LossFn
-from megatron.model.relative_positions import without_bias
+from megatron.model.t5 import without_bias
 from megatron.model.transformer import HiddenStates
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, Schedule

@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline engine with further schedules: interleaved 1F1B, zero bubble and DualPipeV.
 
-A subclass of DeepSpeed's engine that runs the steps of ``megatron.parallel.pipeline.program``, and not
+A subclass of DeepSpeed's engine that runs the steps of ``megatron.parallel.pipeline.simulation``, and not
 torch.distributed.pipelining under DeepSpeed's optimizer: the subclass keeps DeepSpeed's loss scale, ZeRO, bf16 sums in
 fp32, tied weights, evaluation and checkpoints as they are, and replaces only which tensors go where and when. torch's
 stages would need a second path for each of these, and divide a backward pass by walking through its graph, which fails
@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron.engines.overrides import overrides
 from megatron.engines.pipeline import PipelinedEngine
 from megatron.engines.transfers import Transfers, as_list
-from megatron.parallel.pipeline.program import Step, Transfer, program
 from megatron.parallel.pipeline.schedule import (
     FORWARD,
     INPUT_GRADIENTS,
@@ -32,6 +31,7 @@ from megatron.parallel.pipeline.schedule import (
     Instruction,
     Schedule,
 )
+from megatron.parallel.pipeline.simulation import Step, Transfer, program
 from megatron.parallel.tensor.deferred import Collected, DeferredWeightGradients, compute_weight_gradients
 
 

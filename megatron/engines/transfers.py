@@ -1,7 +1,7 @@
-"""Tensors on their way between pipeline stages that run a schedule of ``megatron.parallel.pipeline.program``.
+"""Tensors on their way between pipeline stages that run a schedule of ``megatron.parallel.pipeline.simulation``.
 
-DeepSpeed 0.19.8: runtime/pipe/p2p.py sends and receives blocking, and dualpipev.py waits for all transfers that were
-started together before it computes on, so that a stage waits for neighbors whose tensors it does not need yet.
+DeepSpeed 0.19.8: runtime/pipe/p2p.py sends and receives blocking, so that a stage waits for neighbors whose tensors it
+does not need yet.
 Test: tests/training/test_schedules_agree.py. Remove together with ``megatron.engines.schedules``.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from megatron.parallel.pipeline.program import Transfer
+from megatron.parallel.pipeline.simulation import Transfer
 
 
 class _Arriving(NamedTuple):

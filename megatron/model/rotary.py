@@ -4,7 +4,6 @@ b batch, n heads, s sequence, d size of a head, r rotated dimensions of a head
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,126 +25,60 @@ class RotaryPositions(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
-        self.embedding, self.layout, self.resets = RotaryEmbedding.of(config), layout, config.reset_position_ids
+        self.config, self.layout = config, layout
 
     def forward(self, query: Tensor, key: Tensor, segment_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.resets and segment_ids is not None:
-            tables = self.embedding.tables(positions_in_segment(segment_ids), query.dtype)
+        if self.config.reset_position_ids and segment_ids is not None:
+            tables = rotation_tables(self.config, positions_in_segment(segment_ids), query.dtype)
         else:
             s = query.size(2) * (self.layout.sequence_group.size() if self.layout.sequence_group else 1)
-            tables = self.embedding.first_positions(s, query.dtype, query.device)
+            tables = _first_positions(self.config, s, query.dtype, query.device)
         cosines, sines = (sequence_shard(table, self.layout, 2) for table in tables)
         return rotate(query, (cosines, sines)), rotate(key, (cosines, sines))
 
 
-@dataclass(frozen=True)
-class RotaryEmbedding:
-    """How a model rotates its queries and keys. Dimension i turns together with dimension i + r/2."""
-
-    dimensions: int
-    """Rotated dimensions of a head, r; those after them stay as they are."""
-    base: float
-    scaling_factor: float | None = None
-    """Factor of Llama 3.1's longer wavelengths; None without it."""
-    interpolation: float = 1.0
-    """Factor by which all positions are divided."""
-    yarn: "Yarn | None" = None
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "RotaryEmbedding":
-        """The rotation of a model's queries and keys."""
-        return cls(
-            int(config.head_size * config.rotary_percent),
-            config.rotary_base,
-            config.rope_scaling_factor if config.use_rope_scaling else None,
-            config.rotary_seq_len_interpolation_factor,
-            Yarn.of(config) if config.position_embedding_type == "yarn" else None,
-        )
-
-    def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per position of each pair of dimensions, fp32 [r/2]."""
-        exponents = torch.arange(0, self.dimensions, 2, dtype=torch.float32, device=device) / self.dimensions
-        frequencies = 1.0 / self.base**exponents
-        if self.yarn is not None:
-            return self.yarn.scaled(frequencies, self.base)
-        if self.scaling_factor is not None:
-            return _scaled(frequencies, self.scaling_factor)
-        return frequencies / self.interpolation
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each; YaRN's are longer than 1."""
-        angles = positions.unsqueeze(1).unsqueeze(-1).float() * self.frequencies(positions.device)
-        length = 1.0 if self.yarn is None else self.yarn.length
-        return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
-
-    def first_positions(self, s: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tables of positions 0 to s - 1, [1, 1, s, r/2]; made once."""
-        return _first_positions(self, s, dtype, device)
+def rotation_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each; YaRN's are longer than 1 (its section 3.4)."""
+    angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies(config, positions.device)
+    length = 1.0
+    if config.yarn_rotary_scaling_factor is not None:
+        growth = 0.1 * math.log(config.yarn_rotary_scaling_factor)
+        length = (growth * config.yarn_mscale + 1) / (growth * config.yarn_mscale_all_dim + 1)
+    return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
 
 
 @lru_cache(maxsize=4)
-def _first_positions(
-    rotary: RotaryEmbedding, s: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    return rotary.tables(torch.arange(s, device=device).unsqueeze(0), dtype)
+def _first_positions(config: ModelConfig, s: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tables of positions 0 to s - 1, [1, 1, s, r/2]; made once."""
+    return rotation_tables(config, torch.arange(s, device=device).unsqueeze(0), dtype)
 
 
-def _scaled(frequencies: Tensor, factor: float) -> Tensor:
-    """Llama 3.1's rule: long waves become ``factor`` times as long, short ones stay, and those between are mixed."""
-    wavelengths = 2 * math.pi / frequencies
-    weight = (ORIGINAL_LENGTH / wavelengths - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
-    weight = weight.clamp(0.0, 1.0)
-    return (1 - weight) * frequencies / factor + weight * frequencies
+def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians per position of each pair of dimensions, fp32 [r/2]: dimension i turns together with i + r/2."""
+    r = int(config.head_size * config.rotary_percent)
+    plain = 1.0 / config.rotary_base ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
+    if config.yarn_rotary_scaling_factor is not None:
+        ramp = _yarn_ramp(config, r).to(device)
+        return plain * (1 - ramp) + plain / config.yarn_rotary_scaling_factor * ramp
+    if config.use_rope_scaling:  # Llama 3.1: long waves become longer, short ones stay, those between are mixed
+        turns = ORIGINAL_LENGTH * plain / (2 * math.pi)
+        weight = (turns - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+        weight = weight.clamp(0.0, 1.0)
+        return (1 - weight) * plain / config.rope_scaling_factor + weight * plain
+    return plain / config.rotary_seq_len_interpolation_factor
 
 
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN (arXiv 2309.00071): short waves stay, long ones become ``factor`` times as long, with a ramp between."""
-
-    factor: float
-    original_length: int
-    """Tokens of a sequence before the extension."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    """Turns within the original length at which the ramp begins and ends."""
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    rounds: bool = True
-    """Whether the ramp begins and ends at integral dimensions."""
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Yarn":
-        """That of a model whose positions are YaRN's."""
-        assert config.yarn_rotary_scaling_factor is not None, "a rule requires it"
-        return cls(
-            config.yarn_rotary_scaling_factor,
-            config.yarn_original_max_position_embeddings,
-            config.yarn_beta_fast,
-            config.yarn_beta_slow,
-            config.yarn_mscale,
-            config.yarn_mscale_all_dim,
-            config.yarn_correction_range_round_to_int,
-        )
-
-    @property
-    def length(self) -> float:
-        """What rotated queries and keys are multiplied by, so that attention stays as sharp (section 3.4)."""
-        of_scale, of_all = (0.1 * scale * math.log(self.factor) + 1 for scale in (self.mscale, self.mscale_all_dim))
-        return of_scale / of_all
-
-    def scaled(self, frequencies: Tensor, base: float) -> Tensor:
-        """The frequencies [r/2] of rotation with ``base``, extended."""
-        r = 2 * len(frequencies)
-        begin, end = (
-            r * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
-            for turns in (self.beta_fast, self.beta_slow)
-        )
-        if self.rounds:
-            begin, end = math.floor(begin), math.ceil(end)
-        begin, end = max(begin, 0), min(end, r - 1)
-        index = torch.arange(r // 2, dtype=torch.float32, device=frequencies.device)
-        ramp = ((index - begin) / (end - begin or 0.001)).clamp(0, 1)
-        return frequencies * (1 - ramp) + frequencies / self.factor * ramp
+def _yarn_ramp(config: ModelConfig, r: int) -> Tensor:
+    """How much YaRN (arXiv 2309.00071) extends each wave [r/2]: 0 for short waves, 1 for long ones, a ramp between."""
+    length = config.yarn_original_max_position_embeddings
+    begin, end = (
+        r * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+        for turns in (config.yarn_beta_fast, config.yarn_beta_slow)
+    )
+    if config.yarn_correction_range_round_to_int:
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, r - 1)
+    return ((torch.arange(r // 2, dtype=torch.float32) - begin) / (end - begin or 0.001)).clamp(0, 1)
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -4,15 +4,17 @@ Between layers of the encoder travel (hidden [b, s, h], segment ids, int32 [b, s
 between layers of the decoder (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a stage the bias
 of the stack, [1, n, q, k], is a last one.
 
-b batch, s sequence of the encoder, r of the decoder, h hidden, n heads of this rank, d size of a head
+b batch, s sequence of the encoder, r of the decoder, h hidden, n heads of this rank, q queries, k keys
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.attention import CrossAttention
@@ -22,10 +24,10 @@ from megatron.model.embedding import (
     WordEmbedding,
     without_segment_ids,
 )
-from megatron.model.relative_positions import RelativePositions
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.model.weights import norm_class
+from megatron.model.weights import norm_class, weight
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import sharded_parameter
 
 State = tuple[Tensor, ...]
 """What layers pass on, see the top of the file."""
@@ -124,29 +126,75 @@ def without_encoder_output(state: State) -> Tensor:
     return state[0]
 
 
-class Parts(NamedTuple):
-    """The built layers of a model, as generation calls them."""
+class RelativePositions(nn.Module):
+    """T5's positions: a bias of the scores by the distance of two tokens (arXiv 1910.10683, section 2.1).
 
-    front: Sequence[Any]
-    """From the embedding to the norm of the encoder."""
-    positions: EmbeddingDropout
-    """What is added to embedded tokens of the decoder."""
-    bias: RelativePositions | None
-    decoder: Sequence[Any]
-    back: Sequence[Any]
-    """The last norm, and the head."""
+    It adds the bias of each head, [1, n, s, s], to what layers pass on. One table is for all layers of a stack. With
+    ``causal`` distances are to earlier tokens only.
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str, causal: bool):
+        super().__init__()
+        self.causal, self.max_distance = causal, config.relative_attention_max_distance
+        shape = (config.relative_attention_num_buckets, config.num_attention_heads)
+        table = weight(config, f"{name}_relative_positions").draw(shape)
+        self.weight = sharded_parameter(table, dim=1, group=layout.tensor_group)
+
+    def forward(self, state: State) -> State:
+        if len(state) > 3:
+            return state
+        length = state[0].size(1)
+        return (*state, self.bias(length, length))
+
+    def bias(self, queries: int, keys: int) -> Tensor:
+        """[1, n, q, k] for queries that are the last ones of the keys."""
+        buckets = _buckets(queries, keys, self.causal, self.weight.size(0), self.max_distance, self.weight.device)
+        return F.embedding(buckets, self.weight).permute(2, 0, 1).unsqueeze(0)
 
 
-def parts_of(layers: Sequence[Any], config: ModelConfig) -> Parts:
-    """The parts of a model's built layers."""
-    each = 2 if config.has_relative_positions else 1
-    after = 2 + each * config.encoder_num_layers + 1
-    _, *rest = layers[after:]
-    positions, decoder = rest[0], rest[1 : 1 + each * config.decoder_num_layers]
-    return Parts(
-        layers[:after],
-        positions.args[0] if isinstance(positions, partial) else positions,
-        decoder[0] if each == 2 else None,
-        decoder[each - 1 :: each],
-        layers[-2:],
-    )
+def without_bias(state: State) -> State:
+    """What a stage sends on: the next stage has its own table."""
+    return state[:3]
+
+
+def with_bias_apart(positions: Callable[[State], State], state: State) -> tuple[State, Tensor]:
+    """A state, and the bias of ``positions`` for layers that are recomputed, which is no argument of theirs.
+
+    The backward pass of a layer ends before the backward pass of the previous one begins. Their gradients of the bias
+    are added up in a separate tensor, and handed over at the end: the table gets its gradient once, as ZeRO needs it.
+    """
+    hidden, *others, bias = positions(state)
+    collecting = bias.detach().requires_grad_(bias.requires_grad)
+    if bias.requires_grad and torch.is_grad_enabled():
+        hidden = _HandOver.apply(hidden, bias, collecting)
+    return (hidden, *others), collecting
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, bias: Tensor, collecting: Tensor) -> Tensor:
+        ctx.collecting = collecting
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.collecting.grad, None
+
+
+@lru_cache(maxsize=8)
+def _buckets(queries: int, keys: int, causal: bool, buckets: int, max_distance: int, device: torch.device) -> Tensor:
+    """The row of the table for each query and key, int64 [q, k].
+
+    Half of the rows are for keys after the query, unless attention is causal. Of the rows of a direction half are for
+    one distance each, and the others for ranges that grow with the logarithm of the distance.
+    """
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    distance, offset = (-ahead).clamp(min=0), torch.zeros_like(ahead)
+    if not causal:
+        buckets //= 2
+        distance, offset = ahead.abs(), (ahead > 0) * buckets
+    exact = buckets // 2
+    # As in transformers' T5: in fp32, and truncated.
+    growth = torch.log(distance.float() / exact) / math.log(max_distance / exact)
+    far = (exact + (growth * (buckets - exact)).clamp(min=0).long()).clamp(max=buckets - 1)
+    return offset + torch.where(distance < exact, distance, far)

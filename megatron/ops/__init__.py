@@ -6,11 +6,10 @@ with. A layer chooses the variant once, when it is built. A precision is added a
 
 linear.py            the matmuls of a linear layer: output, gradient of the input, gradient of the weight
 stacked_linear.py    the matmuls of several weights, each with its own rows, such as experts
-attention.py         the core of attention; attention_kernel.py says which kernel it gets and why, packed_attention.py,
-                     flex_attention.py and partial_attention.py limit it to documents, windows and parts of the keys
+attention.py         the core of attention; packed_attention.py and partial_attention.py limit it to documents, windows
+                     and parts of the keys
 norm.py              LayerNorm and RMSNorm
 activation.py        GELU, SwiGLU, GEGLU, GELU with a bias; residual connections with dropout
 cross_entropy.py     statistics and gradient of rows of logits
-device.py            what is chosen by, without torch, since the planner asks, too
-cpu.py, cuda.py, apex.py    variants and facts of one device or library
+choices.py           which kernels a device gets, and why, without torch, since the planner asks, too
 """

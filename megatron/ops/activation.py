@@ -23,17 +23,6 @@ def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     return gelu(config)
 
 
-def expert_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """``mlp_activation`` for rows [n, ..] whose number n changes in every step.
-
-    On the CPU torch passes a contiguous input of GELU to oneDNN, which compiles a kernel for each size, slowly, and
-    keeps up to 1,024: they lie between the large blocks that a step frees, so that memory grows. torch itself computes
-    GELU of transposed rows.
-    """
-    activation = mlp_activation(config)
-    return activation if config.is_gated else partial(_transposed, activation)
-
-
 def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """GELU, exact or OpenAI's tanh approximation."""
     return partial(F.gelu, approximate=_gelu_kind(config))
@@ -82,10 +71,6 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=of_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         return grads
-
-
-def _transposed(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    return activation(rows.t()).t()
 
 
 def _gelu_kind(config: ModelConfig) -> str:

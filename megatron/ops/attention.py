@@ -5,7 +5,7 @@ b batch, s sequence, n heads of queries, g heads of keys and values, q queries, 
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.ops.attention_kernel import AttentionKernel, attention_kernel
-from megatron.ops.cuda import device_facts
+from megatron.ops.choices import AttentionKernel, DeviceFacts, attention_kernel
 from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, attend_with_mask, window_mask
 
 
@@ -22,6 +21,16 @@ def chosen_kernel(config: ModelConfig, *, causal: bool, has_dropout: bool) -> At
     """The kernel on the device of this process, for sequences that are longer than the model's window."""
     device = device_facts(torch.device(get_accelerator().current_device_name()))
     return attention_kernel(config, device, causal=causal, seq_length=config.pre_tokens + 2, has_dropout=has_dropout)
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """The facts of any ``device``, of which CUDA has more than its kind."""
+    if device.type != "cuda" or torch.version.hip:
+        return DeviceFacts("rocm" if torch.version.hip and device.type == "cuda" else device.type)
+    capability = torch.get_device_module(device).get_device_capability(device)
+    fused = torch.backends.cuda.is_flash_attention_available()
+    return DeviceFacts("cuda", capability, fused, has_varlen=torch.__version__ >= "2.11")
 
 
 class Attention:
@@ -33,7 +42,7 @@ class Attention:
     """
 
     def __init__(self, config: ModelConfig, *, causal: bool, layer_number: int):
-        self.causal, self.window = causal, config.pre_tokens
+        self.causal, self.window = causal, config.pre_tokens if causal else None
         self.kernels = [chosen_kernel(config, causal=causal, has_dropout=has_dropout) for has_dropout in (False, True)]
         self._explicit: Callable[..., Tensor] | None = None
         if config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling:
@@ -46,7 +55,7 @@ class Attention:
         self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None, dropout: float = 0.0
     ) -> Tensor:
         """Attention within segments and windows."""
-        if segment_ids is None and self.causal and self.window >= query.size(2) - 1:
+        if segment_ids is None and self.window is not None and self.window >= query.size(2) - 1:
             return self.dense(query, key, value, dropout=dropout)
         return self._limited(query, key, value, segment_ids, dropout)
 
@@ -77,8 +86,11 @@ class Attention:
 
     def _limited(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float) -> Tensor:
         assert self.causal or segment_ids is not None, "without segment ids padding cannot be masked"
-        limits, core = self.kernels[dropout > 0].limits, partial(self.dense, dropout=dropout)
-        return _LIMITED.get(limits, attend_in_blocks)(query, key, value, segment_ids, self.causal, self.window, core)
+        limits = self.kernels[dropout > 0].limits
+        if limits == "varlen":
+            return attend_varlen(query, key, value, segment_ids, self.window)
+        attend = attend_with_mask if limits == "mask" else attend_in_blocks
+        return attend(query, key, value, segment_ids, self.window, partial(self.dense, dropout=dropout))
 
 
 def explicit_attention(
@@ -112,18 +124,3 @@ def repeated_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
     """key and value [b, g, k, d] -> [b, n, k, d]: each head repeated for the queries that share it."""
     repeats = query.size(1) // key.size(1)
     return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
-
-
-def _attend_flex(*arguments: object) -> Tensor:
-    from megatron.ops.flex_attention import attend_flex  # which imports torch's compiler
-
-    return attend_flex(*arguments)  # type: ignore[arg-type]
-
-
-_LIMITED: dict[str, Callable[..., Tensor]] = {
-    "varlen": attend_varlen,
-    "flex": _attend_flex,
-    "mask": attend_with_mask,
-    "blocks": attend_in_blocks,
-}
-"""How segments and windows are masked, by the name in ``AttentionKernel.limits``."""

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.ops.device import rows_at_once
+from megatron.ops.choices import rows_at_once
 
 
 def cross_entropy_kernel(config: ModelConfig) -> "CrossEntropyKernel":

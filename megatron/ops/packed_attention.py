@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.ops.attention_kernel import SHORTEST_BLOCK, chunk_size
+from megatron.ops.choices import SHORTEST_BLOCK, chunk_size
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """core(query [b, n, q, d], key [b, g, k, d], value [b, g, k, d], mask) -> context [b, n, q, d]. ``mask``, [q, k] or
@@ -22,53 +22,36 @@ every column, as the model has it."""
 
 
 def attend_in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment_ids: Tensor | None,
-    causal: bool,
-    pre_tokens: int,
-    core: Core,
+    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, window: int | None, core: Core
 ) -> Tensor:
     """[b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]: a call of ``core`` for each document or chunk of a window.
 
-    A document is a run of equal ``segment_ids`` [b, s]; neighbors that are short share a call. Tokens of different
-    documents are in no call together, and the largest mask is for a chunk.
+    A token attends to the ``window`` tokens before it, or to all of its document if that is None. A document is a run
+    of equal ``segment_ids`` [b, s]; neighbors that are short share a call. Tokens of different documents are in no call
+    together, and the largest mask is for a chunk.
     """
     s = query.size(2)
     if s <= SHORTEST_BLOCK:
-        return attend_with_mask(query, key, value, segment_ids, causal, pre_tokens, core)
-    window = pre_tokens if causal else s
+        return attend_with_mask(query, key, value, segment_ids, window, core)
     if segment_ids is None:
         return _in_window(query, key, value, core, window)
     samples = zip(*(tensor.split(1) for tensor in (query, key, value, segment_ids)), strict=True)
     contexts = []
     for (q, k, v, ids), lengths in zip(samples, document_lengths(segment_ids), strict=True):
-        contexts.append(_sample(q, k, v, ids, lengths, causal, window, core))
+        blocks = [*short_together(lengths)]
+        sizes = [sum(block) for block in blocks]
+        parts = zip(blocks, *(tensor.split(sizes, 2) for tensor in (q, k, v)), ids.split(sizes, 1), strict=True)
+        contexts.append(torch.cat([_in_block(core, window, *part) for part in parts], 2))
     return torch.cat(contexts)
 
 
-def _sample(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment_ids: Tensor,
-    lengths: Sequence[int],
-    causal: bool,
-    window: int,
-    core: Core,
+def _in_block(
+    core: Core, window: int | None, lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor, ids: Tensor
 ) -> Tensor:
-    """Attention of one sample, b = 1, with documents of these ``lengths``."""
-    blocks = [*short_together(lengths)]
-    sizes = [sum(block) for block in blocks]
-    parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
-    contexts = []
-    for block, ids, (q, k, v) in zip(blocks, segment_ids.split(sizes, 1), parts, strict=True):
-        if len(block) == 1:
-            contexts.append(_in_window(q, k, v, core, window))
-        else:
-            contexts.append(core(q, k, v, dense_mask(q.size(2), q.device, ids, causal, window)))
-    return torch.cat(contexts, 2)
+    """Attention of one document, or of several short ones."""
+    if len(lengths) > 1:
+        return attend_with_mask(query, key, value, ids, window, core)
+    return _in_window(query, key, value, core, window)
 
 
 def short_together(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -82,13 +65,13 @@ def short_together(lengths: Sequence[int]) -> Iterator[list[int]]:
     yield block
 
 
-def _in_window(query: Tensor, key: Tensor, value: Tensor, core: Core, window: int) -> Tensor:
+def _in_window(query: Tensor, key: Tensor, value: Tensor, core: Core, window: int | None) -> Tensor:
     """Attention of one document, in chunks if tokens do not attend to all of it.
 
     The keys of a chunk are its own and the ``window`` before it. They are views, and their gradients are summed once.
     """
     s = query.size(2)
-    if window >= s - 1:
+    if window is None or window >= s - 1:
         return core(query, key, value, None)
     chunk = chunk_size(window)
     queries = query.split(chunk, 2)
@@ -114,21 +97,13 @@ def chunk_mask(chunk: int, window: int, dtype: torch.dtype, device: torch.device
 
 
 def attend_with_mask(
-    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, causal: bool, pre_tokens: int, core: Core
+    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, window: int | None, core: Core
 ) -> Tensor:
     """The same as ``attend_in_blocks`` in one call with a mask of the entire sequence."""
-    return core(query, key, value, dense_mask(query.size(2), query.device, segment_ids, causal, pre_tokens))
+    return core(query, key, value, dense_mask(query.size(2), query.device, segment_ids, window))
 
 
-def attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment_ids: Tensor | None,
-    causal: bool,
-    pre_tokens: int,
-    core: Core | None = None,
-) -> Tensor:
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, window: int | None) -> Tensor:
     """The same as ``attend_in_blocks`` in one call of flash attention: fp16 or bf16 on a GPU, without dropout."""
     from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler
 
@@ -136,32 +111,30 @@ def attend_varlen(
     lengths = [*chain(*document_lengths(segment_ids))] if segment_ids is not None else [s] * b
     longest = max(lengths)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
-    window = (-1, -1) if not causal else (-1, 0) if pre_tokens >= longest - 1 else (pre_tokens, 0)
+    sides = (-1, -1) if window is None else (-1 if window >= longest - 1 else window, 0)
     is_grouped = key.size(1) != n
     if is_grouped and torch.__version__ < "2.12":  # which has no ``enable_gqa``
         (key, value), is_grouped = (x.repeat_interleave(n // x.size(1), 1) for x in (key, value)), False
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [b x s, n or g, d]
     options: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
-    context = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=window, **options)
+    context = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=sides, **options)
     assert isinstance(context, Tensor), "a pair only if it is asked for"
     return context.unflatten(0, (b, s)).transpose(1, 2)
 
 
-def dense_mask(
-    s: int, device: torch.device, segment_ids: Tensor | None, causal: bool, pre_tokens: int
-) -> Tensor | None:
+def dense_mask(s: int, device: torch.device, segment_ids: Tensor | None, window: int | None) -> Tensor | None:
     """True where a row attends to a column, [s, s] or [b, 1, s, s]; None if nothing but causality limits it."""
     own = None if segment_ids is None else (segment_ids.unsqueeze(-1) == segment_ids.unsqueeze(-2)).unsqueeze(1)
-    if not causal or (own is None and pre_tokens >= s - 1):
+    if window is None or (own is None and window >= s - 1):
         return own
-    window = window_mask(s, pre_tokens, device)
-    return window if own is None else own & window
+    near = window_mask(s, window, device)
+    return near if own is None else own & near
 
 
 @lru_cache(maxsize=4)
-def window_mask(s: int, pre_tokens: int, device: torch.device) -> Tensor:
-    """True where a column is the row's own or one of the ``pre_tokens`` before it [s, s]; made once."""
-    return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(-pre_tokens)
+def window_mask(s: int, window: int, device: torch.device) -> Tensor:
+    """True where a column is the row's own or one of the ``window`` before it [s, s]; made once."""
+    return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(-window)
 
 
 _LENGTHS = WeakIdKeyDictionary()

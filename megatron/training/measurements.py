@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from megatron.checkpoint.files import replace_text
 from megatron.config import RunConfig
 from megatron.engines.zero import block_norms, counted_once, sum_over_model
+from megatron.model.moe import routers
 from megatron.model.partition import plan
-from megatron.model.router import routers
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.training.callbacks import Callback, warn_if_unwritable

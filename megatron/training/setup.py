@@ -32,8 +32,8 @@ from megatron.launch.progress import ProgressState, record_into
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
 from megatron.model.spec import architecture_of
-from megatron.ops.apex import uses_apex
-from megatron.ops.cuda import device_facts
+from megatron.ops.attention import device_facts
+from megatron.ops.norm import uses_apex
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback

@@ -8,8 +8,7 @@ from megatron.config.data import Part
 from megatron.model.architectures import architecture_of
 from megatron.model.partition import plan
 from megatron.model.spec import active_parameters, parameter_counts
-from megatron.ops.attention_kernel import attention_kernel
-from megatron.ops.device import DeviceFacts
+from megatron.ops.choices import DeviceFacts, attention_kernel
 
 
 def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[str, str]:

@@ -20,7 +20,7 @@ from megatron.engines.transfers import Transfers, _Arriving
 from megatron.launch import progress as progress_module
 from megatron.launch.progress import Position, ProgressState, record_into, recorded_file
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, run_rank
-from megatron.parallel.sequence import ring
+from megatron.parallel import sequence
 from megatron.parallel.tensor import mappings
 
 REMOTE = DistBackendError(
@@ -149,16 +149,18 @@ def test_a_rank_that_waits_for_its_device_does_not_count_as_hung(monkeypatch, de
     assert ("waiting for the device at " in position.text) is waits and "(read_loss)" in position.text
 
 
-@pytest.mark.parametrize("file", ["parallel/sequence/ring.py", "parallel/tensor/mappings.py", "engines/transfers.py"])
+@pytest.mark.parametrize(
+    "file", ["parallel/sequence/__init__.py", "parallel/tensor/mappings.py", "engines/transfers.py"]
+)
 def test_a_rank_that_waits_for_what_it_has_started_does_not_count_as_hung(monkeypatch, file: str) -> None:
     """Keys of a ring, a sum while products are computed, the input of a stage: the wait itself has no frame."""
     tensor, transfers = torch.zeros(1), Transfers(int, torch.device("cpu"), 2)
 
     def wait(acquire: Callable) -> None:
         work = SimpleNamespace(wait=acquire)
-        if file == "parallel/sequence/ring.py":
-            monkeypatch.setattr(ring, "dist", MagicMock(batch_isend_irecv=lambda operations: [work]))
-            ring._pass_on(tensor, MagicMock(**{"size.return_value": 2}), 1)()
+        if file == "parallel/sequence/__init__.py":
+            monkeypatch.setattr(sequence, "dist", MagicMock(batch_isend_irecv=lambda operations: [work]))
+            sequence._pass_on(tensor, MagicMock(**{"size.return_value": 2}), 1)()
         elif file == "parallel/tensor/mappings.py":
             mappings._when_done(tensor, work)
         else:

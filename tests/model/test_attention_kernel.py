@@ -8,8 +8,7 @@ from torch.torch_version import TorchVersion
 
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT, GPT2, architecture_of
-from megatron.ops.attention_kernel import attention_kernel, computed_scores
-from megatron.ops.device import DeviceFacts
+from megatron.ops.choices import DeviceFacts, attention_kernel, computed_scores
 from megatron.ops.packed_attention import attend_in_blocks
 
 MODEL = ModelConfig(
@@ -76,13 +75,13 @@ def test_scores_of_a_window_are_those_of_its_chunks() -> None:
             products.append(query.size(2) * key.size(2))
             return query
 
-        attend_in_blocks(*heads, None, True, window, core)
+        attend_in_blocks(*heads, None, window, core)
         assert computed_scores(model, attention_kernel(model, CPU, causal=True, seq_length=s), s) == sum(products)
     assert sum(products) == s * s
 
 
 def test_the_facts_of_a_device(monkeypatch) -> None:
-    from megatron.ops.cuda import device_facts
+    from megatron.ops.attention import device_facts
 
     assert device_facts(torch.device("cpu")) == CPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

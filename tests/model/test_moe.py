@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.model.moe import ParallelMoE
-from megatron.model.router import Router
+from megatron.model.moe import ParallelMoE, Router
 from megatron.parallel.layout import ParallelLayout
 
 SIZES = {

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.attention import ParallelSelfAttention
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
-from megatron.ops.device import DeviceFacts
+from megatron.ops.choices import DeviceFacts
 from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, dense_mask, document_lengths
 
 CONFIG = ModelConfig(
@@ -49,42 +49,16 @@ def gradients(context: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("mean", [None, 2, 60, 250])
-@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 9), (True, 300), (True, ALL), (False, ALL)])
-def test_blocks_equal_a_dense_mask(causal: bool, window: int, mean: int | None) -> None:
+@pytest.mark.parametrize("window", [0, 9, 300, ALL, None])
+def test_blocks_equal_a_dense_mask(window: int | None, mean: int | None) -> None:
     for s, groups in ((90, 4), (700, 2)):
-        tensors, core = heads(s, g=groups), partial(fused, causal=causal)
-        segment_ids = documents(s, mean) if mean else None if causal else torch.zeros(2, s, dtype=torch.int32)
-        found = attend_in_blocks(*tensors, segment_ids, causal, window, core)
-        expected = core(*tensors, dense_mask(s, torch.device("cpu"), segment_ids, causal, window))
+        tensors, core = heads(s, g=groups), partial(fused, causal=window is not None)
+        segment_ids = torch.zeros(2, s, dtype=torch.int32) if window is None else None
+        segment_ids = documents(s, mean) if mean else segment_ids
+        found = attend_in_blocks(*tensors, segment_ids, window, core)
+        expected = core(*tensors, dense_mask(s, torch.device("cpu"), segment_ids, window))
         assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert_close(gradients(found, tensors), gradients(expected, tensors), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 9), (True, 300), (True, ALL), (False, ALL)])
-def test_flex_attention_equals_blocks_and_skips_blocks(causal: bool, window: int) -> None:
-    """torch's own block mask is made from all scores; on CPUs it has no backward pass."""
-    from torch.nn.attention.flex_attention import create_block_mask  # which imports torch's compiler
-
-    from megatron.ops.flex_attention import attend_flex, block_mask
-
-    for s, mean in ((384, 250), (300, 40)):
-        tensors, segment_ids = [tensor.detach() for tensor in heads(s, g=2)], documents(s, mean)
-        found = attend_flex(*tensors, segment_ids, causal, window)
-        expected = attend_in_blocks(*tensors, segment_ids, causal, window, partial(fused, causal=causal))
-        assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        ours = block_mask(segment_ids, causal, window)
-        torchs = create_block_mask(ours.mask_mod, 2, None, s, s, device="cpu")
-        assert ours.to_dense().equal(torchs.to_dense()), "blocks that are seen"
-        mask = dense_mask(s, torch.device("cpu"), segment_ids, causal, window).expand(2, 1, s, s)
-        for sample, _, block in ours.full_kv_num_blocks.nonzero():
-            rows = slice(block * 128, block * 128 + 128)
-            for number in ours.full_kv_indices[sample, 0, block, : ours.full_kv_num_blocks[sample, 0, block]]:
-                assert mask[sample, 0, rows, number * 128 : number * 128 + 128].all(), "a block without a mask"
-        # Of a short block at the end torch's has rows that see nothing.
-        assert (ours.full_kv_num_blocks >= torchs.full_kv_num_blocks).all()
-    if causal and window >= 300:
-        one = block_mask(torch.zeros(1, 2048, dtype=torch.int32), True, 300)
-        assert one.full_kv_num_blocks.sum() > 0 and one.sparsity() > 75
 
 
 def reference_varlen(
@@ -104,26 +78,26 @@ def reference_varlen(
     return torch.cat(contexts)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, 9), (True, ALL), (False, ALL)])
+@pytest.mark.parametrize("window", [9, ALL, None])
 @pytest.mark.parametrize("mean", [None, 60])
-def test_varlen_is_called_as_documented(monkeypatch, causal: bool, window: int, mean: int | None) -> None:
+def test_varlen_is_called_as_documented(monkeypatch, window: int | None, mean: int | None) -> None:
     """The numbers of blocks come from the reference, and torch's own operator accepts the shapes."""
-    s, core = 300, partial(fused, causal=causal)
+    s, core = 300, partial(fused, causal=window is not None)
     for groups in (4, 2):
         tensors = heads(s, g=groups, dtype=torch.bfloat16)
         segment_ids = documents(s, mean) if mean else None
         if segment_ids is not None:
             document_lengths(segment_ids)  # which needs numbers, and is kept
         shapes = [torch.empty_like(t, device="meta", requires_grad=True) for t in tensors]
-        context = attend_varlen(*shapes, segment_ids, causal, window)
+        context = attend_varlen(*shapes, segment_ids, window)
         context.sum().backward()
         assert context.shape == tensors[0].shape and all(t.grad.shape == t.shape for t in shapes)
-        if segment_ids is None and not causal:
+        if segment_ids is None and window is None:
             segment_ids = torch.zeros(2, s, dtype=torch.int32)
         with monkeypatch.context() as patch:
             patch.setattr("torch.nn.attention.varlen.varlen_attn", reference_varlen)
-            found = attend_varlen(*tensors, segment_ids, causal, window)
-        expected = attend_in_blocks(*tensors, segment_ids, causal, window, core)
+            found = attend_varlen(*tensors, segment_ids, window)
+        expected = attend_in_blocks(*tensors, segment_ids, window, core)
         assert_close(found, expected, rtol=2e-2, atol=2e-2)
         assert_close(gradients(found, tensors), gradients(expected, tensors), rtol=5e-2, atol=5e-2)
 

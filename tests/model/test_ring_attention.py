@@ -23,8 +23,7 @@ from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops import packed_attention
 from megatron.ops.packed_attention import dense_mask
 from megatron.ops.partial_attention import PartialAttention, merge
-from megatron.parallel.sequence import ring_attention
-from megatron.parallel.sequence.ring import chunks_of, zigzag
+from megatron.parallel.sequence import chunks_of, ring_attention, zigzag
 from megatron.parallel.sequence.ring_attention import RingAttention, attending
 from megatron.training.learning_rates import annealing_lr
 
@@ -136,7 +135,7 @@ def ring_attention_equals_serial_attention():
 def _equals_serial_attention(query, key, value, grad, causal, window, ids):
     group, s = dist.group.WORLD, query.size(2)
     whole = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    mask = dense_mask(s, query.device, ids, causal, window)
+    mask = dense_mask(s, query.device, ids, window if causal else None)
     if mask is None and causal:
         mask = torch.ones(s, s, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)

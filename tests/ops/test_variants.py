@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megatron.ops import activation, cpu, cross_entropy, linear, stacked_linear
+from megatron.ops import activation, cross_entropy, linear, norm, stacked_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZE = 24
@@ -32,11 +32,11 @@ def test_swiglu(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_on_cpus(dtype: torch.dtype) -> None:
-    norms = cpu.RMSNorm(SIZE, eps=1e-5), nn.RMSNorm(SIZE, eps=1e-5)
+    norms = norm.CpuRMSNorm(SIZE, eps=1e-5), nn.RMSNorm(SIZE, eps=1e-5)
     inputs = _leaf(dtype, 3, 5, SIZE), _leaf(dtype, 3, 5, SIZE)
-    for norm, x in zip(norms, inputs, strict=True):
-        norm.to(dtype).weight.data.copy_(torch.linspace(0.5, 2, SIZE))
-        norm(x).float().square().sum().backward()
+    for layer, x in zip(norms, inputs, strict=True):
+        layer.to(dtype).weight.data.copy_(torch.linspace(0.5, 2, SIZE))
+        layer(x).float().square().sum().backward()
     assert_close(norms[0](inputs[0]), norms[1](inputs[1]), **_tolerances(dtype))
     assert_close(inputs[0].grad, inputs[1].grad, **_tolerances(dtype))
     assert_close(norms[0].weight.grad, norms[1].weight.grad, **_tolerances(dtype))

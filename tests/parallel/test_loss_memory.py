@@ -6,7 +6,7 @@ import pytest
 from support.programs import TINY_MODEL
 
 from megatron.cli import parse_run
-from megatron.ops.device import rows_at_once
+from megatron.ops.choices import rows_at_once
 from megatron.tools.planning.activations import _loss_rows, sizes
 
 COLUMNS, BLOCKS = 4096, 4

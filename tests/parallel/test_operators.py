@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from megatron import mpu
 from megatron.common.errors import ConfigError
-from megatron.ops import device as chunks
+from megatron.ops import choices as chunks
 from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]

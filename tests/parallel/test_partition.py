@@ -8,12 +8,12 @@ from support.command_lines import parse
 
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.partition import (
+    balanced,
     inputs_in_flight,
     layers_per_chunk,
     plan,
 )
 from megatron.model.spec import model_flops
-from megatron.parallel.pipeline.balance import balanced
 
 
 def best_by_trial(weights: list[int], parts: int) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[rang
     run = tiny(schedule, partition, program)
     module = build_module(run, ParallelLayout.create(run.parallel))
     pieces = []
-    for functions in getattr(module, "phase_funcs", [module.forward_funcs]):
+    for functions in getattr(module, "_layers_of_chunks", [module.forward_funcs]):
         units = [layer.layer_number for layer in functions if isinstance(layer, ParallelTransformerLayer)]
         if isinstance(functions[0], WordEmbedding):
             units = [0, *units]

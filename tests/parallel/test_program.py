@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from megatron.parallel.pipeline.program import Transfer, program
 from megatron.parallel.pipeline.schedule import Action, Schedule
+from megatron.parallel.pipeline.simulation import Transfer, program
 
 SCHEDULES = [
     Schedule("1f1b", 3, 5),

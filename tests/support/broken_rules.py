@@ -115,8 +115,6 @@ BROKEN = _rows("""
 --tiled-mlp --lora-rank 2 --lora-dropout 0.1
     --tiled-mlp and --lora-dropout 0.1 exclude each other: remove one
     --lora-target dense
---flex-attention --attention-dropout 0
-    --flex-attention needs CUDA, and this run is on cpu: remove it
 YARN --yarn-beta-fast 1
     --yarn-beta-fast 1 is no more than --yarn-beta-slow 1
     --yarn-beta-fast 2
@@ -277,9 +275,6 @@ t5 --relative-attention-num-buckets 9
 --dry-run --rank 0-5
     --rank 0-5 is not a list of numbers
     --rank 0
-gpu --flex-attention --attention-dropout 0 --context-parallel-size 2
-    --flex-attention cannot be combined with --context-parallel-size 2 in a ring
-    --cp-comm-type a2a
 --async-save
     --async-save needs --save: add it, or remove --async-save
     --save out

@@ -111,7 +111,7 @@ def doubled_gradient_of_experts():
 
 
 def wrong_weights_of_experts():
-    from megatron.model.router import Router
+    from megatron.model.moe import Router
 
     right = Router.forward
 

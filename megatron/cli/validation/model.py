@@ -69,13 +69,6 @@ def fused_attention(run: RunConfig) -> Messages:
         yield f"{flag} cannot be combined with {window}: remove {flag}, or remove {window}"
 
 
-@rule("FlexAttention has no ring", why="A ring computes attention in parts, by another kernel.")
-def flex_attention(run: RunConfig) -> Messages:
-    if run.model.flex_attention and run.parallel.ring_size > 1:
-        size = run.parallel.context_parallel_size
-        yield f"--flex-attention cannot be combined with --context-parallel-size {size} in a ring: use a2a"
-
-
 @rule("relative positions have an even number of buckets", why="Half of them are for exact distances.")
 def buckets(run: RunConfig) -> Messages:
     number, distance = run.model.relative_attention_num_buckets, run.model.relative_attention_max_distance

@@ -144,7 +144,6 @@ def micro_batches_in_rounds(run: RunConfig) -> Messages:
 @rule(
     "DualPipeV has two micro-batches per stage",
     why="Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.",
-    otherwise="AssertionError: DualPipeV needs gradient_accumulation_steps >= 2 * stages",
 )
 def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
     parallel, gas = run.parallel, run.train.gradient_accumulation_steps

@@ -34,13 +34,12 @@ def device_precision(run: RunConfig) -> Messages:
         yield "--fp16 does not work on the CPU: use --bf16, or neither for fp32"
 
 
-@rule("NCCL, apex and FlexAttention need GPUs", why="On the CPU, gloo and torch's own kernels run.")
+@rule("NCCL and apex need GPUs", why="On the CPU, gloo and torch's own kernels run.")
 def gpus(run: RunConfig) -> Messages:
-    is_cuda, needs_apex = run.parallel.device == "cuda", run.model.fused_kernels == "apex"
+    needs_apex = run.model.fused_kernels == "apex"
     settings = {
         "--distributed-backend nccl": run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu",
         "--fused-kernels apex": needs_apex and run.parallel.device == "cpu",
-        "--flex-attention": run.model.flex_attention and not is_cuda,
     }
     if given := enabled(settings):
         yield f"{given} needs CUDA, and this run is on {run.parallel.device}: remove it"

@@ -12,7 +12,7 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ArchitectureSpec
-from megatron.ops.apex import uses_apex
+from megatron.ops.norm import uses_apex
 from megatron.parallel.layout import ParallelLayout
 
 Groups = list[dict[str, Any]]

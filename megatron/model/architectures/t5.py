@@ -87,7 +87,7 @@ def _stack(config: ModelConfig, layer: LayerSpec, count: int, name: str) -> list
     """``count`` times ``layer``, with the table of relative positions that all of them read."""
     shape = (config.relative_attention_num_buckets, config.num_attention_heads)
     table = LayerSpec(
-        "megatron.model.relative_positions:RelativePositions",
+        f"{T5_LAYERS}:RelativePositions",
         arguments={"name": name, "causal": name == "decoder"},
         parameters=(ParameterSpec("weight", shape, shard_dim=1),),
         tied=f"{name}_positions",

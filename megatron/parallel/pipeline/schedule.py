@@ -7,7 +7,8 @@ The model is a row of *model chunks*, numbered from 0 on in its order. Each of t
 - ``zbh1``: v = 1, the backward pass in two parts, of which the second fills the bubble; no more memory than 1F1B
   (ZB-H1 of arXiv 2401.10241, section 2).
 - ``zbv``: v = 2, the chunks in the shape of a V: stage s holds chunks s and 2 p - 1 - s (the same paper, section 6).
-- ``dualpipev``: the same V; forward and backward passes of different micro-batches in pairs (arXiv 2412.19437, folded).
+- ``dualpipev``: the same V; forward and full backward passes of different micro-batches in pairs (arXiv 2412.19437,
+  folded).
 
 A backward pass B computes the gradients of a chunk's inputs and weights. A schedule may divide it into I, the gradients
 of the inputs, for which the previous chunk waits, and W, the gradients of the weights, for which no stage waits. I is
@@ -72,8 +73,6 @@ class Schedule:
     micro_batches: int
     chunks: int = 1
     """Model chunks of a stage."""
-    splits_backward: bool = True
-    """False: the same order with B in place of I, and no W."""
 
     def __post_init__(self) -> None:
         assert has_order(self.name, self.stages, self.micro_batches, self.chunks), self
@@ -89,8 +88,7 @@ class Schedule:
 
     def passes(self, stage: int) -> Passes:
         """The passes of a stage in their order."""
-        passes = KINDS[self.name].order(self, stage)
-        return passes if self.splits_backward else _with_full_backward(passes)
+        return KINDS[self.name].order(self, stage)
 
     def actions(self, stage: int) -> tuple[Action, ...]:
         """The same with their micro-batches."""
@@ -99,7 +97,7 @@ class Schedule:
     @property
     def divides_backward(self) -> bool:
         """Whether there are passes I and W."""
-        return self.splits_backward and KINDS[self.name].splits_backward
+        return KINDS[self.name].splits_backward
 
     @cached_property
     def shortened(self) -> "Schedule":
@@ -129,13 +127,6 @@ def _numbered(passes: Passes) -> Iterator[Action]:
         yield Action(chunk, kind, done[chunk, counted[0]])
         for one in counted:
             done[chunk, one] += 1
-
-
-def _with_full_backward(passes: Passes) -> Passes:
-    """``passes`` with B in place of I, and without W."""
-    return [
-        (chunk, BACKWARD if kind == INPUT_GRADIENTS else kind) for chunk, kind in passes if kind != WEIGHT_GRADIENTS
-    ]
 
 
 def _one_forward_one_backward(schedule: Schedule, stage: int) -> Passes:
@@ -192,22 +183,15 @@ def _zbv(schedule: Schedule, stage: int) -> Passes:
 
 
 def _dualpipev(schedule: Schedule, stage: int) -> Passes:
-    """DualPipeV in its eight steps; a pair of a forward and a backward pass is the one after the other."""
+    """DualPipeV in its steps; a pair of a forward and a backward pass is the one after the other."""
     out, back = schedule.chunks_of(stage)
-    f0, b0, i0 = ((out, kind) for kind in "FBI")
-    f1, b1, i1, w1 = ((back, kind) for kind in "FBIW")
+    f0, b0, f1, b1 = (out, FORWARD), (out, BACKWARD), (back, FORWARD), (back, BACKWARD)
     later, last = schedule.stages - 1 - stage, stage + 1
     steady = schedule.micro_batches - 2 * schedule.stages + last
-    turn = [b1, b0] * last
-    divided = [chunk for chunk, _ in turn[last:]]
-    waiting = iter([*divided, *[out] * later])
-    passes = [
-        *[f0] * (2 * later), *[f0, f1] * last, *[i1, w1, f1] * later, *[f0, b1, f1, b0] * steady,
-        *[b1, f1, b0] * later, *turn[:last], *((chunk, INPUT_GRADIENTS) for chunk in divided),
+    return [
+        *[f0] * (2 * later), *[f0, f1] * last, *[b1, f1] * later, *[f0, b1, f1, b0] * steady,
+        *[b1, f1, b0] * later, *[b1, b0] * last, *[b0] * later,
     ]  # fmt: skip
-    for _ in range(later):
-        passes += [(next(waiting), WEIGHT_GRADIENTS), i0]
-    return passes + [(chunk, WEIGHT_GRADIENTS) for chunk in waiting]
 
 
 class Kind(NamedTuple):
@@ -227,7 +211,7 @@ KINDS = {
     "interleaved": Kind(_one_forward_one_backward, None, False, False),
     "zbh1": Kind(_zbh1, 1, False, True),
     "zbv": Kind(_zbv, 2, True, True),
-    "dualpipev": Kind(_dualpipev, 2, True, True),
+    "dualpipev": Kind(_dualpipev, 2, True, False),
 }
 """The schedules by name."""
 
@@ -238,10 +222,8 @@ def schedule_of(run: RunConfig) -> Schedule:
 
 
 def schedule_with(parallel: ParallelConfig, micro_batches: int) -> Schedule:
-    """The schedule of ``parallel``; as in DeepSpeed, DualPipeV does not divide the backward pass."""
-    name = parallel.pipeline_schedule
-    is_divided = name != "dualpipev"
-    return _schedule(name, parallel.pipe_stages, micro_batches, parallel.chunks_per_stage, is_divided)
+    """The schedule of ``parallel``."""
+    return _schedule(parallel.pipeline_schedule, parallel.pipe_stages, micro_batches, parallel.chunks_per_stage)
 
 
 _schedule = lru_cache(maxsize=4096)(Schedule)

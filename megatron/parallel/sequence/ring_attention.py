@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.ops.attention_kernel import chunk_size
+from megatron.ops.choices import chunk_size
 from megatron.ops.packed_attention import chunk_mask, document_lengths, short_together
 from megatron.ops.partial_attention import PartialAttention, merge
 from megatron.parallel import steps_within
-from megatron.parallel.sequence.ring import chunks_of, gradient_of_each_rank, of_each_rank
+from megatron.parallel.sequence import chunks_of, gradient_of_each_rank, of_each_rank
 
 
 class Block(NamedTuple):

@@ -6,14 +6,16 @@ b batch, s sequence of the encoder, q new tokens of the decoder, h hidden, v voc
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.engines.containers import run_in_order
-from megatron.model.embedding import WordEmbedding, without_segment_ids
-from megatron.model.t5 import parts_of
+from megatron.model.embedding import EmbeddingDropout, WordEmbedding, without_segment_ids
+from megatron.model.t5 import RelativePositions
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import NEW_TOKENS, StoppingCriteria, checked_length
 
@@ -95,7 +97,7 @@ class TextToTextBatch(DecodingBatch):
     """
 
     def __init__(self, model: LanguageModel, texts: Sequence[Sequence[int]], *, use_cache: bool = True):
-        self._model, self._layers = model, parts_of(model.module.forward_funcs, model.config)
+        self._model, self._layers = model, _parts_of(model.module.forward_funcs, model.config)
         self._output, self._segment_ids = self._encoded(texts)
         targets = [[model.config.decoder_start_token]] * len(texts)
         super().__init__(model, targets, context=sys.maxsize, use_cache=use_cache)
@@ -160,3 +162,31 @@ def decoding_batch(
     if not continues(model):
         return TextToTextBatch(model, prompts, use_cache=use_cache)
     return DecodingBatch(model, prompts, context=context, use_cache=use_cache)
+
+
+class _Parts(NamedTuple):
+    """The built layers of a model, as generation calls them."""
+
+    front: Sequence[Any]
+    """From the embedding to the norm of the encoder."""
+    positions: EmbeddingDropout
+    """What is added to embedded tokens of the decoder."""
+    bias: RelativePositions | None
+    decoder: Sequence[Any]
+    back: Sequence[Any]
+    """The last norm, and the head."""
+
+
+def _parts_of(layers: Sequence[Any], config: ModelConfig) -> _Parts:
+    """The parts of a model's built layers."""
+    each = 2 if config.has_relative_positions else 1
+    after = 2 + each * config.encoder_num_layers + 1
+    _, *rest = layers[after:]
+    positions, decoder = rest[0], rest[1 : 1 + each * config.decoder_num_layers]
+    return _Parts(
+        layers[:after],
+        positions.args[0] if isinstance(positions, partial) else positions,
+        decoder[0] if each == 2 else None,
+        decoder[each - 1 :: each],
+        layers[-2:],
+    )

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.attention import CrossAttention, ParallelSelfAttention
-from megatron.model.attention_core import LocalCore
-from megatron.model.rotary import RotaryPositions, rotate
+from megatron.model.attention import CrossAttention, LocalCore, ParallelSelfAttention
+from megatron.model.rotary import RotaryPositions, rotate, rotation_tables
 
 
 class KeyValueCache:
@@ -153,7 +152,7 @@ class CachedRotation(nn.Module):
         cache = self.decoding.cache
         if cache is None:
             return self.rotary(query, key, segment_ids)
-        cache.rotation = cache.rotation or self.rotary.embedding.tables(cache.positions, query.dtype)
+        cache.rotation = cache.rotation or rotation_tables(self.rotary.config, cache.positions, query.dtype)
         return rotate(query, cache.rotation), rotate(key, cache.rotation)
 
 

@@ -7,14 +7,15 @@ from typing import NamedTuple
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.partition import layer_groups
 from megatron.model.spec import LayerSpec, architecture_of
-from megatron.ops.attention_kernel import (
+from megatron.ops.choices import (
     SHORTEST_BLOCK,
     AttentionKernel,
+    DeviceFacts,
     attention_kernel,
     chunk_size,
     computed_scores,
+    rows_at_once,
 )
-from megatron.ops.device import DeviceFacts, rows_at_once
 from megatron.tools.planning.states import FP32, bytes_of
 
 

@@ -86,9 +86,9 @@ class Timeline:
     @cached_property
     def schedule(self) -> Schedule | None:
         """The schedule of the passes; None if there is none of this name for that many micro-batches."""
-        shape, divided = self.shape, any(event.kind == "weights" for events in self.events for event in events)
+        shape = self.shape
         form = (shape.schedule, shape.stages, shape.micro_batches, shape.chunks)
-        return Schedule(*form, splits_backward=divided) if shape.schedule in KINDS and has_order(*form) else None
+        return Schedule(*form) if shape.schedule in KINDS and has_order(*form) else None
 
     @property
     def iterations(self) -> list[int]:

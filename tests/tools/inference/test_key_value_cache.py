@@ -88,15 +88,15 @@ def test_the_layers_of_a_step_share_cosines_and_sines(run_ranks):
 def tables_of_two_steps() -> int:
     """How often cosines and sines are computed in two steps of a model of two layers."""
     from megatron.engines.containers import sequential_model
-    from megatron.model.rotary import RotaryEmbedding
+    from megatron.model.rotary import rotation_tables
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.inference.model import LanguageModel
 
     config, layout = replace(CONFIG, **LLAMA), ParallelLayout.create(ParallelConfig())
     model = sequential_model(config, ActivationConfig(), layout).eval()
     inference = LanguageModel(model, config, layout.tensor_group)
-    cache, tables = inference.empty_cache(1), RotaryEmbedding.tables
-    with torch.no_grad(), patch.object(RotaryEmbedding, "tables", autospec=True, side_effect=tables) as computed:
+    cache, name = inference.empty_cache(1), "megatron.tools.inference.cache.rotation_tables"
+    with torch.no_grad(), patch(name, side_effect=rotation_tables) as computed:
         for tokens in ([[1, 2, 3]], [[4]]):
             inference.next_logits(torch.tensor(tokens), cache)
     return computed.call_count

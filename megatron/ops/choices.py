@@ -1,9 +1,8 @@
-"""Which kernel attention gets on a device, and why. No torch here: ``--explain`` and the planner ask, too."""
+"""Which kernels a device gets, and why. No torch here: ``--explain`` and the planner ask, too."""
 
 from typing import NamedTuple
 
 from megatron.config import ModelConfig
-from megatron.ops.device import DeviceFacts
 
 SHORTEST_BLOCK, LONGEST_CHUNK = 128, 512
 """Tokens: documents up to the first are computed together, and windows in chunks up to the second."""
@@ -15,6 +14,19 @@ _STEP_BY_STEP = {
 """Options that no fused kernel has."""
 
 
+class DeviceFacts(NamedTuple):
+    """What the kernel of an operation depends on besides the model."""
+
+    kind: str
+    """cpu, cuda, rocm or another type of torch's devices."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability, such as (8, 0); None if it is not known, which counts as a new one."""
+    has_fused_kernels: bool = True
+    """Whether torch was built with them for this device."""
+    has_varlen: bool = True
+    """Whether torch has a ``varlen_attn`` with windows: 2.11 or later."""
+
+
 class AttentionKernel(NamedTuple):
     """A choice of ``attention_kernel``."""
 
@@ -22,8 +34,7 @@ class AttentionKernel(NamedTuple):
     """flash, memory-efficient, plain (scores, softmax and context step by step), or torch's where it decides."""
     limits: str
     """How documents, padding and windows are masked: none if there are none; varlen (one call of torch's
-    ``varlen_attn``); flex (one call of FlexAttention, by ``--flex-attention``); blocks (a call for each document or
-    part of a window); or mask."""
+    ``varlen_attn``); blocks (a call for each document or part of a window); or mask."""
     summary: str
     """One line: the kernel, what it is for, and why it is not another one."""
 
@@ -137,8 +148,6 @@ def _version(capability: tuple[int, int]) -> str:
 def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: bool, causal: bool) -> tuple[str, str]:
     """How tokens are kept from attending to others, and why not by ``varlen_attn``."""
     why = ""
-    if model.flex_attention and device.kind == "cuda" and name != "plain" and not has_dropout:
-        return "flex", ""
     if device.kind == "cuda" and name == "flash":
         if has_dropout:
             why = "varlen_attn has no dropout"
@@ -150,3 +159,14 @@ def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: boo
             return "varlen", ""
     # A call for each sample would be slow on a GPU. Samples are short where attention is not causal.
     return ("blocks", why) if causal or device.kind == "cpu" else ("mask", why)
+
+
+ELEMENTS_AT_ONCE = {"cpu": 1 << 19}
+"""Logits that the loss converts at a time, by kind of device; on a CPU as many as fit its caches."""
+MOST_AT_ONCE = 1 << 27
+"""The same on every other device."""
+
+
+def rows_at_once(columns: int, device: str) -> int:
+    """Rows of ``columns`` logits that the loss converts together."""
+    return max(1, ELEMENTS_AT_ONCE.get(device, MOST_AT_ONCE) // columns)

@@ -1,0 +1,342 @@
+"""A backend of torch.distributed for processes of one host on the CPU: gloo, with collectives through shared memory.
+
+gloo sends through sockets. Here each rank of a group writes into memory that all of them have mapped, and reads what
+the others have written. All-reduce, reduce-scatter and all-gather of a tensor do so, and are done when the call
+returns; everything else is left to gloo, as is a group whose ranks do not all see each other's processes.
+
+Each rank counts its messages. It writes one into one of its two slots, in turn, then publishes its number; the others
+read it once they see the number. Two slots suffice: before a rank writes message n+1 it has read message n of all
+others, so all have finished reading its message n-1, whose slot it now reuses. The memory has no name that a killed
+rank could leave behind: it ends with the last process that has mapped it.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import select
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+
+from megatron.common.environment import ranks_on_host
+from megatron.common.processes import pid_namespace
+
+NAME = "shared_memory"
+"""Of the backend, as ``torch.distributed.new_group(backend=NAME)`` takes it."""
+SWITCH = "MEGATRON_SHARED_MEMORY"
+"""Environment variable: 0 leaves every collective to gloo."""
+SLOT = 2**20
+"""Bytes of a slot. A larger tensor is sent in parts, which stay in the cache between two cores."""
+SPIN_SECONDS = 1e-3
+"""How long a rank that waits keeps looking before it sleeps. It does not give way meanwhile: on a busy machine others
+would keep the core far longer, while one that sleeps is among the first to run when it is woken."""
+_LINE = 64
+"""Bytes of a cache line: a rank's counter and the sizes of its last two messages have one of their own."""
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+"""Types of tensors that go through shared memory."""
+
+
+def backend_of_groups(device: str) -> str | None:
+    """``NAME`` for groups of gloo on the CPU; None for the backend of the default group."""
+    if device != "cpu" or dist.get_backend() != "gloo":
+        return None
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
+    return NAME
+
+
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = AllreduceOptions(), ReduceScatterOptions(), AllgatherOptions()
+
+
+def _left_to_gloo(name: str) -> Any:
+    """A method of ``SharedMemoryGroup`` that calls gloo's ``name``.
+
+    torch 2.13: what a group in Python does not define itself is called with Python's lock held. A thread of gloo's that
+    needs the lock, to free a tensor, and has gloo's own would wait forever.
+    """
+
+    def call(self: "SharedMemoryGroup", *arguments: Any, **options: Any) -> Work:
+        return getattr(self._gloo, name)(*arguments, **options)
+
+    return call
+
+
+class SharedMemoryGroup(ProcessGroup):
+    """A process group of gloo whose sums and gathers go through shared memory if all its ranks are on this host.
+
+    They raise RuntimeError, with gloo's words, if another rank has ended or does not come within the group's timeout.
+    """
+
+    broadcast, barrier, send, recv, recv_anysource = map(
+        _left_to_gloo, ("broadcast", "barrier", "send", "recv", "recv_anysource")
+    )
+    reduce, gather, allgather, allreduce_coalesced = map(
+        _left_to_gloo, ("reduce", "gather", "allgather", "allreduce_coalesced")
+    )
+    scatter, alltoall, all_to_all_single = map(_left_to_gloo, ("scatter", "alltoall", "alltoall_base"))
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, Python's methods would not be called
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._gloo._set_sequence_number_for_group()
+        self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
+        self.memory = join_memory(store, rank, size, timeout)
+        """None where gloo does everything."""
+
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = _ALL_REDUCE) -> Work:  # type: ignore[override]
+        """Sum ``tensors[0]`` over the ranks, in place; every rank has the same bits."""
+        if self.memory is None or len(tensors) > 1 or not _suits(opts, tensors):
+            return self._gloo.allreduce(tensors, opts)
+        flat = _flat(tensors[0])
+        _all_reduce(self.memory, flat)
+        return _done(flat, tensors[0])
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ReduceScatterOptions = _REDUCE_SCATTER
+    ) -> Work:
+        """Sum ``inputs[0][rank]`` over the ranks into ``outputs[0]``; each rank may have another number of elements."""
+        if self.memory is None or len(outputs) > 1 or not _suits(opts, [*outputs, *inputs[0]]):
+            return self._gloo.reduce_scatter(outputs, inputs, opts)
+        total = _flat(outputs[0])
+        _reduce_scatter(self.memory, total, [_flat(part) for part in inputs[0]])
+        return _done(total, outputs[0])
+
+    def reduce_scatter_single(  # type: ignore[override]
+        self, output: Tensor, input: Tensor, opts: ReduceScatterOptions = _REDUCE_SCATTER
+    ) -> Work:
+        """Sum this rank's part of ``input`` over the ranks into ``output``."""
+        sizes_match = output.numel() * self.size() == input.numel()
+        if self.memory is None or not sizes_match or not _suits(opts, [output, input]):
+            return self._gloo._reduce_scatter_base(output, input, opts)
+        return self.reduce_scatter([output], [list(_flat(input).tensor_split(self.size()))], opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions = _ALL_GATHER) -> Work:
+        """Gather ``input`` of every rank, one after the other, in ``output``."""
+        sizes_match = output.numel() == input.numel() * self.size()
+        if self.memory is None or not sizes_match or not _suits(opts, [output, input]):
+            return self._gloo._allgather_base(output, input, opts)
+        full = _flat(output)
+        _all_gather(self.memory, full, _flat(input))
+        return _done(full, output)
+
+    def all_gather_single_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions
+    ) -> Work:
+        """``all_gather_single`` of each pair."""
+        return _Works([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        """``reduce_scatter_single`` of each pair."""
+        return _Works([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+
+class _Works(Work):
+    """Collectives that are done, or that gloo has under way."""
+
+    def __init__(self, works: Sequence[Work] = ()) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them."""
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Whether all results are there."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _suits(opts: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether a collective of these ``tensors`` can go through shared memory; the same on every rank."""
+    dtype, is_sum = tensors[0].dtype, getattr(opts, "reduceOp", ReduceOp.SUM) == ReduceOp.SUM
+    are_plain = all(x.dtype == dtype and x.layout == torch.strided and x.is_cpu for x in tensors)
+    return is_sum and are_plain and dtype in _TYPES
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1)
+
+
+def _done(flat: Tensor, target: Tensor) -> Work:
+    """The result ``flat`` in ``target``, which it is a copy of if that is not contiguous."""
+    if target.data_ptr() != flat.data_ptr():
+        target.detach().copy_(flat.view(target.shape))
+    return _Works()
+
+
+def _all_reduce(memory: "GroupMemory", x: Tensor) -> None:
+    """Every rank sums the messages of all, in the same order."""
+    for part in x.split(SLOT // x.element_size()):
+        slots = memory.next_slots(x.dtype, len(part))
+        slots[memory.rank].copy_(part)
+        memory.exchange()
+        torch.add(slots[0], slots[1], out=part)
+        for slot in slots[2:]:
+            part.add_(slot)
+
+
+def _reduce_scatter(memory: "GroupMemory", total: Tensor, parts: Sequence[Tensor]) -> None:
+    """A message has a piece for each other rank. ``total`` may lie within this rank's part."""
+    step = SLOT // total.element_size() // memory.size
+    for begin in range(0, max(len(part) for part in parts), step):
+        pieces = [part[begin : begin + step] for part in parts]
+        slots = [slot.split(step) for slot in memory.next_slots(total.dtype, step * memory.size)]
+        for other in memory.others:
+            slots[memory.rank][other][: len(pieces[other])].copy_(pieces[other])
+        memory.exchange()
+        summed, own = pieces[memory.rank], total[begin : begin + step]
+        for other in memory.others:
+            summed = torch.add(summed, slots[other][memory.rank][: len(own)], out=own)
+
+
+def _all_gather(memory: "GroupMemory", full: Tensor, own: Tensor) -> None:
+    """A message is this rank's part. ``own`` may lie within ``full``."""
+    parts, step = full.tensor_split(memory.size), SLOT // own.element_size()
+    for begin in range(0, len(own), step):
+        part = own[begin : begin + step]
+        slots = memory.next_slots(own.dtype, len(part))
+        slots[memory.rank].copy_(part)
+        memory.exchange()
+        for other in memory.others:
+            parts[other][begin : begin + step].copy_(slots[other])
+    if parts[memory.rank].data_ptr() != own.data_ptr():
+        parts[memory.rank].copy_(own)
+
+
+class GroupMemory:
+    """The mapped memory of a group: a line with counter and sizes for each rank, then two slots for each rank."""
+
+    def __init__(self, mapped: mmap.mmap, rank: int, processes: Sequence[int], timeout: timedelta) -> None:
+        self.rank, self.size = rank, len(processes)
+        self.others = [other for other in range(self.size) if other != rank]
+        self._mapped, self._timeout = mapped, timeout.total_seconds()
+        self._words = memoryview(mapped)[: _header(self.size)].cast("I")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self._count = 0
+        crowded = (ranks_on_host(os.environ) or self.size) > (os.cpu_count() or 1)
+        self._spin_seconds = 0.0 if crowded else SPIN_SECONDS
+        self._files: dict[int, int] = {}
+        weakref.finalize(self, lambda files: [*map(os.close, files.values())], self._files)
+        for other in self.others:
+            self._files[other] = os.pidfd_open(processes[other])
+
+    def next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
+        """Where each rank has the next message, of that many elements."""
+        self._count = (self._count + 1) % 2**32
+        self._bytes = elements * dtype.itemsize
+        return [self._slot(dtype, rank, elements) for rank in range(self.size)]
+
+    def _slot(self, dtype: torch.dtype, rank: int, elements: int) -> Tensor:
+        """A new tensor for each message: one made in inference mode could not be written outside of it."""
+        offset = _header(self.size) + (self._count % 2 * self.size + rank) * SLOT
+        return torch.frombuffer(self._mapped, dtype=dtype, count=max(elements, 1), offset=offset)[:elements]
+
+    def exchange(self) -> None:
+        """Let the others read this rank's message, and wait for theirs. Raises RuntimeError if one does not come."""
+        line, size = _line(self.rank), 1 + self._count % 2
+        self._words[line + size] = self._bytes
+        self._words[line] = self._count
+        _futex(self._address + 4 * line, _WAKE, 2**31 - 1)
+        for other in self.others:
+            if not self._has_published(other):
+                self._await(other)
+            if self._words[_line(other) + size] != self._bytes:
+                raise RuntimeError(f"ranks {self.rank} and {other} of a group call collectives of different sizes")
+
+    def _has_published(self, other: int) -> bool:
+        """Whether ``other`` has published as many messages as this rank; the counters start again at 0 after 2**32."""
+        return (self._words[_line(other)] - self._count) % 2**32 < 2**31
+
+    def _await(self, other: int) -> None:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < self._spin_seconds:
+            if self._has_published(other):
+                return
+        while not self._has_published(other):
+            seen = (self._count - 1) % 2**32  # of the other, while it has not published
+            _futex(self._address + 4 * _line(other), _WAIT, seen)
+            for lost in self.others:  # the one that is waited for may wait for another that has ended
+                if self._has_ended(lost) and not self._has_published(lost):
+                    raise RuntimeError(f"Connection closed by peer: rank {lost} of the group has ended")
+            if time.perf_counter() - begin > self._timeout:
+                raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {other} of the group")
+
+    def _has_ended(self, other: int) -> bool:
+        poll = select.poll()  # select() refuses the numbers of many open files
+        poll.register(self._files[other], select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _line(rank: int) -> int:
+    """Index of the word with the counter of a rank; the sizes of its messages follow."""
+    return rank * _LINE // 4
+
+
+def _header(size: int) -> int:
+    """Bytes before the slots: entire pages."""
+    return -(-size * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def join_memory(store: Store, rank: int, size: int, timeout: timedelta) -> GroupMemory | None:
+    """Map the memory of a group, which its first rank creates. None on every rank if one of them cannot.
+
+    Rank 0 creates a file without a name, which the others open as long as it holds it open.
+    """
+    if size == 1:
+        return None
+    is_here = _is_supported(os.environ) and size <= (ranks_on_host(os.environ) or size)
+    file = os.memfd_create(NAME) if rank == 0 and is_here else -1
+    try:
+        if file >= 0:
+            os.truncate(file, _header(size) + 2 * size * SLOT)
+        store.set(f"place/{rank}", f"{pid_namespace()};{os.getpid()};{file}" if is_here else "")
+        places = [store.get(f"place/{other}").decode().split(";") for other in range(size)] if is_here else []
+        memory = _map(places, rank, timeout)
+        store.set(f"mapped/{rank}", "no" if memory is None else "yes")
+        return memory if all(store.get(f"mapped/{other}") == b"yes" for other in range(size)) else None
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _is_supported(environ: Mapping[str, str]) -> bool:
+    """Linux, on a processor where others see a rank's writes in their order: Python has no other barrier."""
+    has_calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return environ.get(SWITCH) != "0" and has_calls and platform.machine() == "x86_64"
+
+
+def _map(places: Sequence[Sequence[str]], rank: int, timeout: timedelta) -> GroupMemory | None:
+    """The memory that rank 0 has created. ``places`` are namespace, process and file of each rank, if all have one."""
+    if not places or any(place[0] != places[0][0] for place in places):
+        return None
+    processes = [int(process) for _, process, _ in places]
+    _, creator, number = places[0]
+    try:
+        with open(f"/proc/{creator}/fd/{number}", "r+b", buffering=0) as file:
+            return GroupMemory(mmap.mmap(file.fileno(), 0), rank, processes, timeout)
+    except (OSError, ValueError):
+        return None
+
+
+_WAIT, _WAKE = 0, 1
+_SYS_FUTEX = ctypes.c_long(202)  # on x86_64
+_LOOK = (ctypes.c_long * 2)(0, 200_000_000)
+"""How often a sleeping rank looks whether the others still run: seconds and nanoseconds."""
+_libc = ctypes.CDLL(None)
+
+
+def _futex(address: int, operation: int, value: int) -> None:
+    """Sleep while the word at ``address`` is ``value``, or wake that many that do: futex(2). Frees Python's lock."""
+    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), _LOOK, None, 0)
