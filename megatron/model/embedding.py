@@ -5,6 +5,7 @@ b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size. Hidd
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,7 @@ from megatron.ops.linear import linear_kernel
 from megatron.ops.packed_attention import positions_in_segment
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
-from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, sharded_parameter
-from megatron.parallel.tensor.linear import linear
+from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient
 from megatron.parallel.tensor.random import random_stream
 
 
@@ -35,15 +35,7 @@ class WordEmbedding(nn.Module):
         self.sequence_dim = config.sequence_dim
         self.fp32_residual = config.fp32_residual_connection
         self.returns_segment_ids = config.reset_attention_mask or config.reset_position_ids
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            padded_size=config.padded_vocab_size,
-            group=layout.tensor_group,
-            init=weight(config, "word_embeddings"),
-            sequence_dim=sequence_parallel_dim(config, layout),
-            kernel=linear_kernel(config),
-        )
+        self.word_embeddings = VocabParallelEmbedding(**_vocabulary(config, layout, "word_embeddings"))
 
     def forward(self, hidden_states: Tensor, to_logits: bool = False) -> HiddenStates:
         if to_logits:
@@ -75,21 +67,28 @@ def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     return embedding(hidden, to_logits=True)
 
 
-class OutputLayer(nn.Module):
+class OutputLayer(VocabParallelEmbedding):
     """The output projection of a model that does not share its word embedding: hidden -> logits [b, s, v/t]."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
-        super().__init__()
-        self.group, self.sequence_dim = layout.tensor_group, config.sequence_dim
-        self.parallel_dim = sequence_parallel_dim(config, layout)
-        full = weight(config, "output_layer").draw((config.vocab_size, config.hidden_size))
-        full = F.pad(full, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-        self.weight = sharded_parameter(full, dim=0, group=self.group)
-        self.kernel = linear_kernel(config)()
+        super().__init__(**_vocabulary(config, layout, "output_layer"))
+        self.dim_of_sequence = config.sequence_dim
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self.weight, None, self.group, self.parallel_dim, kernel=self.kernel)
-        return logits.movedim(self.sequence_dim, 1)
+        return self.logits(hidden).movedim(self.dim_of_sequence, 1)
+
+
+def _vocabulary(config: ModelConfig, layout: ParallelLayout, name: str) -> dict[str, Any]:
+    """The arguments of ``VocabParallelEmbedding`` for the table ``name``."""
+    return {
+        "num_embeddings": config.vocab_size,
+        "embedding_dim": config.hidden_size,
+        "padded_size": config.padded_vocab_size,
+        "group": layout.tensor_group,
+        "init": weight(config, name),
+        "sequence_dim": sequence_parallel_dim(config, layout),
+        "kernel": linear_kernel(config),
+    }
 
 
 class EmbeddingDropout(nn.Module):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.ops.attention import repeated_for_queries
+
 ROWS = 512
 """Queries whose scores are computed at a time, step by step."""
 _LEAST = torch.finfo(torch.float32).min
@@ -34,7 +36,7 @@ class PartialAttention:
         to those up to its own number. Of none, the context is 0 and the logsumexp -inf. A mask of numbers is added to
         the scores, and leaves each query a key.
         """
-        key, value = _for_each_head(query, key), _for_each_head(query, value)
+        key, value = repeated_for_queries(query, key, value)
         if self._has_fused(query, mask):
             return _fused(query, key, value, mask, is_causal)
         contexts, sums = [], []
@@ -58,7 +60,7 @@ class PartialAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; ``context`` and ``logsumexp`` are of all parts together."""
         groups = key.size(1)
-        key, value = _for_each_head(query, key), _for_each_head(query, value)
+        key, value = repeated_for_queries(query, key, value)
         if self._has_fused(query, mask):
             query_grad, key_grad, value_grad = _fused_backward(
                 grad, query, key, value, context, logsumexp, mask, is_causal
@@ -157,12 +159,6 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
-
-
-def _for_each_head(query: Tensor, key: Tensor) -> Tensor:
-    """[b, g, k, d] -> [b, n, k, d]: each head repeated for the queries that share it."""
-    repeats = query.size(1) // key.size(1)
-    return key if repeats == 1 else key.repeat_interleave(repeats, 1)
 
 
 def _sum_of_heads(gradient: Tensor, groups: int) -> Tensor:

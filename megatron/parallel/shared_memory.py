@@ -17,7 +17,7 @@ import platform
 import select
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -97,8 +97,14 @@ class SharedMemoryGroup(ProcessGroup):
         """Sum ``tensors[0]`` over the ranks, in place; every rank has the same bits."""
         if self.memory is None or len(tensors) > 1 or not _suits(opts, tensors):
             return self._gloo.allreduce(tensors, opts)
-        flat = _flat(tensors[0])
-        _all_reduce(self.memory, flat)
+        flat, rank = _flat(tensors[0]), self.memory.rank
+        for part in flat.split(SLOT // flat.element_size()):
+            slots = self.memory.next_slots(flat.dtype, len(part))
+            slots[rank].copy_(part)
+            self.memory.exchange()
+            torch.add(slots[0], slots[1], out=part)
+            for slot in slots[2:]:
+                part.add_(slot)
         return _done(flat, tensors[0])
 
     def reduce_scatter(  # type: ignore[override]
@@ -107,8 +113,17 @@ class SharedMemoryGroup(ProcessGroup):
         """Sum ``inputs[0][rank]`` over the ranks into ``outputs[0]``; each rank may have another number of elements."""
         if self.memory is None or len(outputs) > 1 or not _suits(opts, [*outputs, *inputs[0]]):
             return self._gloo.reduce_scatter(outputs, inputs, opts)
-        total = _flat(outputs[0])
-        _reduce_scatter(self.memory, total, [_flat(part) for part in inputs[0]])
+        total, parts = _flat(outputs[0]), [_flat(part) for part in inputs[0]]
+        rank, others, step = self.memory.rank, self.memory.others, SLOT // total.element_size() // self.size()
+        for begin in range(0, max(map(len, parts)), step):
+            pieces = [part[begin : begin + step] for part in parts]  # a message has one for each other rank
+            slots = [slot.split(step) for slot in self.memory.next_slots(total.dtype, step * self.size())]
+            for other in others:
+                slots[rank][other][: len(pieces[other])].copy_(pieces[other])
+            self.memory.exchange()
+            summed, own = pieces[rank], total[begin : begin + step]  # which may lie within this rank's part
+            for other in others:
+                summed = torch.add(summed, slots[other][rank][: len(own)], out=own)
         return _done(total, outputs[0])
 
     def reduce_scatter_single(  # type: ignore[override]
@@ -125,8 +140,17 @@ class SharedMemoryGroup(ProcessGroup):
         sizes_match = output.numel() == input.numel() * self.size()
         if self.memory is None or not sizes_match or not _suits(opts, [output, input]):
             return self._gloo._allgather_base(output, input, opts)
-        full = _flat(output)
-        _all_gather(self.memory, full, _flat(input))
+        full, own = _flat(output), _flat(input)  # which may lie within the output
+        parts, step, rank = full.tensor_split(self.size()), SLOT // own.element_size(), self.memory.rank
+        for begin in range(0, len(own), step):
+            part = own[begin : begin + step]
+            slots = self.memory.next_slots(own.dtype, len(part))
+            slots[rank].copy_(part)
+            self.memory.exchange()
+            for other in self.memory.others:
+                parts[other][begin : begin + step].copy_(slots[other])
+        if parts[rank].data_ptr() != own.data_ptr():
+            parts[rank].copy_(own)
         return _done(full, output)
 
     def all_gather_single_coalesced(  # type: ignore[override]
@@ -170,49 +194,9 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _done(flat: Tensor, target: Tensor) -> Work:
-    """The result ``flat`` in ``target``, which it is a copy of if that is not contiguous."""
-    if target.data_ptr() != flat.data_ptr():
+    if target.data_ptr() != flat.data_ptr():  # of a target that is not contiguous
         target.detach().copy_(flat.view(target.shape))
     return _Works()
-
-
-def _all_reduce(memory: "GroupMemory", x: Tensor) -> None:
-    """Every rank sums the messages of all, in the same order."""
-    for part in x.split(SLOT // x.element_size()):
-        slots = memory.next_slots(x.dtype, len(part))
-        slots[memory.rank].copy_(part)
-        memory.exchange()
-        torch.add(slots[0], slots[1], out=part)
-        for slot in slots[2:]:
-            part.add_(slot)
-
-
-def _reduce_scatter(memory: "GroupMemory", total: Tensor, parts: Sequence[Tensor]) -> None:
-    """A message has a piece for each other rank. ``total`` may lie within this rank's part."""
-    step = SLOT // total.element_size() // memory.size
-    for begin in range(0, max(len(part) for part in parts), step):
-        pieces = [part[begin : begin + step] for part in parts]
-        slots = [slot.split(step) for slot in memory.next_slots(total.dtype, step * memory.size)]
-        for other in memory.others:
-            slots[memory.rank][other][: len(pieces[other])].copy_(pieces[other])
-        memory.exchange()
-        summed, own = pieces[memory.rank], total[begin : begin + step]
-        for other in memory.others:
-            summed = torch.add(summed, slots[other][memory.rank][: len(own)], out=own)
-
-
-def _all_gather(memory: "GroupMemory", full: Tensor, own: Tensor) -> None:
-    """A message is this rank's part. ``own`` may lie within ``full``."""
-    parts, step = full.tensor_split(memory.size), SLOT // own.element_size()
-    for begin in range(0, len(own), step):
-        part = own[begin : begin + step]
-        slots = memory.next_slots(own.dtype, len(part))
-        slots[memory.rank].copy_(part)
-        memory.exchange()
-        for other in memory.others:
-            parts[other][begin : begin + step].copy_(slots[other])
-    if parts[memory.rank].data_ptr() != own.data_ptr():
-        parts[memory.rank].copy_(own)
 
 
 class GroupMemory:
@@ -236,12 +220,11 @@ class GroupMemory:
         """Where each rank has the next message, of that many elements."""
         self._count = (self._count + 1) % 2**32
         self._bytes = elements * dtype.itemsize
-        return [self._slot(dtype, rank, elements) for rank in range(self.size)]
-
-    def _slot(self, dtype: torch.dtype, rank: int, elements: int) -> Tensor:
-        """A new tensor for each message: one made in inference mode could not be written outside of it."""
-        offset = _header(self.size) + (self._count % 2 * self.size + rank) * SLOT
-        return torch.frombuffer(self._mapped, dtype=dtype, count=max(elements, 1), offset=offset)[:elements]
+        first = _header(self.size) + self._count % 2 * self.size * SLOT
+        offsets = (first + rank * SLOT for rank in range(self.size))
+        # New tensors for each message: one made in inference mode could not be written outside of it.
+        slots = (torch.frombuffer(self._mapped, dtype=dtype, count=max(elements, 1), offset=at) for at in offsets)
+        return [slot[:elements] for slot in slots]
 
     def exchange(self) -> None:
         """Let the others read this rank's message, and wait for theirs. Raises RuntimeError if one does not come."""
@@ -296,7 +279,9 @@ def join_memory(store: Store, rank: int, size: int, timeout: timedelta) -> Group
     """
     if size == 1:
         return None
-    is_here = _is_supported(os.environ) and size <= (ranks_on_host(os.environ) or size)
+    # On other processors others may see a rank's writes in another order: Python has no barrier for them.
+    is_supported = platform.machine() == "x86_64" and hasattr(os, "pidfd_open") and os.environ.get(SWITCH) != "0"
+    is_here = is_supported and size <= (ranks_on_host(os.environ) or size)
     file = os.memfd_create(NAME) if rank == 0 and is_here else -1
     try:
         if file >= 0:
@@ -309,12 +294,6 @@ def join_memory(store: Store, rank: int, size: int, timeout: timedelta) -> Group
     finally:
         if file >= 0:
             os.close(file)
-
-
-def _is_supported(environ: Mapping[str, str]) -> bool:
-    """Linux, on a processor where others see a rank's writes in their order: Python has no other barrier."""
-    has_calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    return environ.get(SWITCH) != "0" and has_calls and platform.machine() == "x86_64"
 
 
 def _map(places: Sequence[Sequence[str]], rank: int, timeout: timedelta) -> GroupMemory | None:

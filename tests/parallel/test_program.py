@@ -15,7 +15,7 @@ SCHEDULES = [
     Schedule("zbh1", 4, 8),
     Schedule("zbv", 2, 3, 2),
     Schedule("zbv", 4, 9, 2),
-    Schedule("dualpipev", 3, 7, 2, splits_backward=False),
+    Schedule("dualpipev", 3, 7, 2),
 ]
 
 
