@@ -17,7 +17,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.common.screen import ignore_lost_output
-from megatron.tools.cluster.elastic import Policy, TooFewHostsError, announce, run_elastic
+from megatron.tools.cluster.elastic import TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_run import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_arguments, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
@@ -43,7 +43,6 @@ def main() -> None:
 def _run_elastic(launch: Namespace) -> int:
     """The exit code of the last start."""
     run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
-    policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts, run.takes_snapshots)
     for number in FORWARDED:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             # Between two starts, where there is nothing to save; during one it is forwarded.
@@ -56,7 +55,7 @@ def _run_elastic(launch: Namespace) -> int:
         elif not run.lock.take_over():
             announce("the other agent has ended the run")
             return 0
-        return run_elastic(run, policy)
+        return run_elastic(run)
     except TooFewHostsError:  # can be reached from here: this host may be cut off, and a standby takes over
         is_over = False
         raise

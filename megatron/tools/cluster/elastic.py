@@ -6,7 +6,7 @@ chooses the layout for the remaining hosts. The new ranks resume from the newest
 
 import json
 import sys
-import time
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,17 +23,6 @@ if TYPE_CHECKING:
 
 class TooFewHostsError(LaunchError):
     """Fewer hosts than ``--min-hosts`` can be reached; another agent may reach more."""
-
-
-class Policy(NamedTuple):
-    """The limits of restarts."""
-
-    least_hosts: int
-    exclude_after: int
-    """Failures in a row without a new checkpoint, after which the host that was in all of them is left out."""
-    max_restarts: int
-    takes_snapshots: bool = False
-    """Whether the hosts may have a newer state in memory than the newest checkpoint."""
 
 
 class Start(NamedTuple):
@@ -143,11 +132,12 @@ def without_slow(states: Sequence[HostState], slow: Collection[str], least: int)
     return found
 
 
-def run_elastic(run: "ElasticRun", policy: Policy) -> int:
+def run_elastic(run: "ElasticRun") -> int:
     """Start the run, and again after each failure, on the hosts that are healthy then. Returns the exit code.
 
-    Raises TooFewHostsError if fewer than the least number are healthy, LaunchError if no layout fits on them.
+    Raises TooFewHostsError if fewer than ``--min-hosts`` are healthy, LaunchError if no layout fits on them.
     """
+    launch = run.launch
     excluded: dict[str, str] = {}
     failures: list[frozenset[str]] = []
     started: frozenset[str] = frozenset()
@@ -158,18 +148,18 @@ def run_elastic(run: "ElasticRun", policy: Policy) -> int:
         if started & lost:  # the loss of a host is no crash loop
             failures = failures[:-1]
         failures = [hosts for hosts in failures if not hosts & lost]
-        if len(failures) == policy.exclude_after:
+        if len(failures) == launch.exclude_after:
             suspects = frozenset.intersection(*failures)
             states = [state for state in states if state.host.name not in suspects]
-            if _is_crash_loop(suspects, states, policy):
+            if _is_crash_loop(suspects, states, launch):
                 return CRASH_LOOP
-            excluded |= {host: f"it failed first in each of {policy.exclude_after} starts" for host in suspects}
+            excluded |= {host: f"it failed first in each of {launch.exclude_after} starts" for host in suspects}
             failures = []
-        if failed > policy.max_restarts:
+        if failed > launch.max_restarts:
             return code
         if code:
-            print_error(f"the run failed with exit code {code}: restart {failed} of {policy.max_restarts}")
-        start = _next_start(run, policy, states, excluded, reached)
+            print_error(f"the run failed with exit code {code}: restart {failed} of {launch.max_restarts}")
+        start = _next_start(run, states, excluded, reached)
         started = start.names
         code, by_signal, hosts, to_rejoin = run.start(start)
         before, reached = reached, run.progress()
@@ -182,14 +172,14 @@ def run_elastic(run: "ElasticRun", policy: Policy) -> int:
         failed += 1
 
 
-def _is_crash_loop(suspects: frozenset[str], others: Sequence[HostState], policy: Policy) -> bool:
+def _is_crash_loop(suspects: frozenset[str], others: Sequence[HostState], launch: Namespace) -> bool:
     """Whether to give up after failures in a row, of which each began on the hosts ``suspects``; prints which."""
-    line = f"crash loop: {policy.exclude_after} failures in a row without a new checkpoint"
+    line = f"crash loop: {launch.exclude_after} failures in a row without a new checkpoint"
     if not suspects:
         print_error(f"{line}, and no host was in all of them; not restarted")
         return True
     names = " and ".join(sorted(suspects))
-    if sum(state.problem is None for state in others) < policy.least_hosts:
+    if sum(state.problem is None for state in others) < launch.min_hosts:
         print_error(f"{line}, {names} in all of them, and too few without; not restarted")
         return True
     print_error(f"{line}, {names} in all of them: left out from here on (--exclude-after)")
@@ -197,23 +187,23 @@ def _is_crash_loop(suspects: frozenset[str], others: Sequence[HostState], policy
 
 
 def _next_start(
-    run: "ElasticRun", policy: Policy, states: Sequence[HostState], excluded: Mapping[str, str], reached: str | None
+    run: "ElasticRun", states: Sequence[HostState], excluded: Mapping[str, str], reached: str | None
 ) -> Start:
     problems = {**excluded, **{state.host.name: state.problem for state in states if state.problem is not None}}
     lost = "; ".join(f"without {host} ({problem})" for host, problem in problems.items())
     healthy = sum(state.problem is None for state in states)
     unchanged = "nothing was started, and the checkpoints are unchanged"
-    if healthy < policy.least_hosts:
+    least = run.launch.min_hosts
+    if healthy < least:
         raise TooFewHostsError(
-            f"{counted(healthy, 'host')} can take part, fewer than --min-hosts {policy.least_hosts}: {lost}; "
-            f"{unchanged}"
+            f"{counted(healthy, 'host')} can take part, fewer than --min-hosts {least}: {lost}; {unchanged}"
         )
     start = run.choose(states)
     if start is None:
         raise LaunchError(f"no layout fits ({lost}): see tools/plan.py with the same arguments; {unchanged}")
     names = " ".join(host.name for host in start.hosts)
     after = f"resuming from {reached}" if reached else "from the beginning"
-    after += ", unless the hosts have a newer snapshot" if policy.takes_snapshots else ""
+    after += ", unless the hosts have a newer snapshot" if run.takes_snapshots else ""
     announce(f"{counted(start.rank_count, 'rank')} on {names}{f', {lost}' if lost else ''}: {start.layout}; {after}")
     return start
 
@@ -221,29 +211,3 @@ def _next_start(
 def announce(line: str) -> None:
     """Print what the agent does, on one line."""
     print(f"launch.py: elastic: {' '.join(line.split())}", file=sys.stderr, flush=True)
-
-
-PHASES = {
-    "ended": "to end all ranks",
-    "examined": "health check",
-    "chosen": "layout",
-    "trained": "to start the ranks and train an iteration",
-}
-"""What ends with each event of a recovery, in order; the recovery begins when the failure is noticed."""
-
-
-class Recovery(dict[str, float]):
-    """When each event of a recovery happened, from "noticed" to "trained", in seconds since 1970.
-
-    The first start has no failure.
-    """
-
-    def note(self, name: str) -> None:
-        """It happens now, unless it has happened before."""
-        self.setdefault(name, time.time())
-
-    def __str__(self) -> str:
-        known = [name for name in ("noticed", *PHASES) if name in self]
-        seconds = [max(self[name] - self[before], 0.0) for before, name in zip(known, known[1:], strict=False)]
-        phases = ", ".join(f"{part:.1f} s {PHASES[name]}" for part, name in zip(seconds, known[1:], strict=True))
-        return f"training again {sum(seconds):.1f} s after the failure was noticed: {phases}"

@@ -22,7 +22,6 @@ from megatron.config import RunConfig
 from megatron.tools.cluster.doctor import HostState, host_states
 from megatron.tools.cluster.elastic import (
     Ended,
-    Recovery,
     Start,
     announce,
     failed_first,
@@ -78,12 +77,10 @@ class ElasticRun:
         self._addresses: dict[str, str] = {}
         self._used: frozenset[str] = frozenset()
         """The names of the hosts of the last start."""
-        self.rejoining: tuple[frozenset[str], int] | None = None
-        """The hosts that the next start should have, and the number of ranks that it should exceed."""
-        self.in_vain: set[frozenset[str]] = set()
-        """Such hosts, with which a start for them had no more ranks."""
-        self.recovery = Recovery()
-        """Of the present start."""
+        self.awaited: set[frozenset[str]] = set()
+        """Hosts for which a start was ended after a checkpoint, and that have not started together since."""
+        self.failed_at: float | None = None
+        """When the failure was noticed from which the present start recovers."""
 
     @property
     def takes_snapshots(self) -> bool:
@@ -113,7 +110,6 @@ class ElasticRun:
                 displace(self.save, owner)
         self._healthy = [state.host for state in states if state.problem is None]
         self._addresses = {state.host.name: state.address for state in states}
-        self.recovery.note("examined")
         return without_slow(states, self._slow, self.launch.min_hosts)
 
     def look(self) -> list[HostState]:
@@ -155,8 +151,7 @@ class ElasticRun:
         Raises CheckpointError if another agent has taken over; ResourceError if ``--save`` cannot be written.
         """
         self.lock.check()
-        self.recovery.note("chosen")
-        self._note_rejoining(start)
+        self.awaited.discard(start.names)
         if self.run_config is not None and self.takes_snapshots:
             idle = [host for host in self._healthy if host.name not in start.names]
             bring_snapshots(idle, self.run_config, self.launch.ssh_port)
@@ -170,9 +165,7 @@ class ElasticRun:
             self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
         result = ended._replace(failed_first=failed_first(start, codes), to_rejoin=watch.hosts_rejoin)
         self._record(start, result, began)
-        self.recovery = watch.failure
-        for event in ("noticed", "ended"):
-            self.recovery.note(event)
+        self.failed_at = watch.noticed or time.time()
         return result
 
     def _supervise(self, launch: Namespace, watch: Watch, exit_codes: Path) -> tuple[Ended, dict[int, str]]:
@@ -190,19 +183,11 @@ class ElasticRun:
         codes = read_exit_codes(exit_codes)
         return Ended(code, ended.by_signal), with_ended(codes, watch.start, watch.gone) if ended.was_stopped else codes
 
-    def _note_rejoining(self, start: Start) -> None:
-        """Remember the hosts with which the run was to start, if ``start`` has no more ranks than without them."""
-        if self.rejoining is not None and start.rank_count <= self.rejoining[1]:
-            self.in_vain.add(self.rejoining[0])
-        self.rejoining = None
-        self.in_vain.discard(start.names)
-
     def _record(self, start: Start, ended: Ended, began: float) -> None:
         """Add the start to the log of the run."""
         hosts = [host.name for host in start.hosts]
         line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
         line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}
-        line |= {"events": dict(self.recovery)}
         with suppress(OSError), open(self.save / STARTS, "a") as file:  # a full disk is for the run itself to report
             file.write(json.dumps(line) + "\n")
 

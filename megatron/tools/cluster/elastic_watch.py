@@ -11,7 +11,7 @@ import psutil
 
 from megatron.checkpoint.folder_lock import last_renewal
 from megatron.launch.rank import TRAINED
-from megatron.tools.cluster.elastic import Recovery, Start, announce, is_complete
+from megatron.tools.cluster.elastic import Start, announce, is_complete
 from megatron.tools.cluster.supervise import FINAL, read_exit_codes
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Watch:
         self.hosts_rejoin = False
         self.gone: set[str] = set()
         """The hosts whose connection has ended."""
-        self.failure = Recovery()
-        """Of the recovery that begins with the end of this start."""
+        self.noticed: float | None = None
+        """When the failure was noticed for which the start is ended."""
         self.start, self._run, self._exit_codes = start, run, exit_codes
         self._connections: dict[str, psutil.Process] = {}
         self._connected_at: float | None = None
@@ -49,18 +49,17 @@ class Watch:
         self._renewal: str | None = None
         self._without_renewal = 0.0
         self._next, self._came_back_at = 0.0, ""
-        self._came_back = threading.Event()
-        self._awaited: tuple[frozenset[str], int] | None = None
+        self._came_back: frozenset[str] | None = None
+        """The hosts of the better start that has become possible."""
         if run.launch.rejoin and not is_complete(run.regular, start.hosts):
             threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
 
     def __call__(self, launcher: psutil.Process, ends_by_signal: bool) -> bool:
         """Whether to end the start, whose launcher is given. Raises CheckpointError if another agent took over."""
-        if not ends_by_signal and self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
+        if not ends_by_signal and self._came_back and (self._run.progress() or "") != self._came_back_at:
             announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
             self.hosts_rejoin = True
-            self._run.rejoining = self._awaited
-            self.failure.note("noticed")
+            self._run.awaited.add(self._came_back)
             return True
         self._note_training()
         now = time.monotonic()
@@ -73,16 +72,14 @@ class Watch:
                 self._connected_at = now
             if self._is_stopped():
                 announce(f"rank 0 has not responded for {_STOPPED_SECONDS:.0f} s: ended")
-                self.failure.note("noticed")
                 return True
         return self._has_lost_hosts(now, ends_by_signal)
 
     def _note_training(self) -> None:
-        recovery = self._run.recovery
-        if "trained" not in recovery and (self._exit_codes / TRAINED).exists():
-            recovery.note("trained")
-            if "noticed" in recovery:
-                announce(str(recovery))
+        run = self._run
+        if run.failed_at is not None and (self._exit_codes / TRAINED).exists():
+            announce(f"training again {time.time() - run.failed_at:.1f} s after the failure was noticed")
+            run.failed_at = None
 
     def _has_lost_hosts(self, now: float, ends_by_signal: bool) -> bool:
         """Whether ranks or a host of theirs have ended, so that the ranks of other hosts are to be ended."""
@@ -96,7 +93,7 @@ class Watch:
             if not self.gone or ends_well:
                 self._gone_since = now
             if not ends_well:
-                self.failure.note("noticed")
+                self.noticed = self.noticed or time.time()
             self.gone = gone
         if now - self._gone_since < (END_SECONDS if ends_well else _NOTICE_SECONDS):
             return False
@@ -124,18 +121,17 @@ class Watch:
                 if self.is_over.is_set():
                     return
                 if start is not None and self._is_better(start):
-                    self._came_back_at = self._run.progress() or ""
-                    self._awaited = start.names, self.start.rank_count
                     names = sorted(start.names - self.start.names)
                     announce(f"{' '.join(names)} can take part again, from the next checkpoint on")
-                    self._came_back.set()
+                    self._came_back_at = self._run.progress() or ""
+                    self._came_back = start.names
                     return
         except Exception as error:
             announce(f"{type(error).__name__} in the search for hosts that have come back, which ends: {error}")
 
     def _is_better(self, start: Start) -> bool:
-        """Whether ``start`` has more ranks than the present one, and was not tried in vain."""
-        return start.rank_count > self.start.rank_count and start.names not in self._run.in_vain
+        """Whether ``start`` has more ranks than the present one, and the run was not ended for it in vain."""
+        return start.rank_count > self.start.rank_count and start.names not in self._run.awaited
 
 
 def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psutil.Process]:

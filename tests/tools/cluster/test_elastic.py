@@ -18,8 +18,6 @@ from megatron.tools.cluster import supervise as supervision
 from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.elastic import (
     Ended,
-    Policy,
-    Recovery,
     Start,
     TooFewHostsError,
     failed_first,
@@ -88,8 +86,12 @@ def test_ranks_that_ran_when_they_were_ended_did_not_fail_first() -> None:
     assert failed_first(ABC, with_ended(waiting, ABC, {"b", "c"})) == {"a"}
 
 
+def limits(min_hosts: int, exclude_after: int, max_restarts: int) -> SimpleNamespace:
+    return SimpleNamespace(min_hosts=min_hosts, exclude_after=exclude_after, max_restarts=max_restarts)
+
+
 def elastic(
-    ends: Sequence[Ended], checkpoints: Sequence[str], policy: Policy, lost: Sequence[str] = ("",) * 9
+    ends: Sequence[Ended], checkpoints: Sequence[str], launch: SimpleNamespace, lost: Sequence[str] = ("",) * 9
 ) -> tuple[int, list[str]]:
     """The exit code, and the hosts of each start; a health check finds the next of ``lost``."""
     left, seen, looks, started = iter(ends), iter(checkpoints), iter(lost), []
@@ -105,7 +107,8 @@ def elastic(
         return Start(pick_hosts([A, B, C], found), [], "")
 
     parts = SimpleNamespace(check_hosts=check_hosts, choose=choose, start=run, progress=lambda: next(seen))
-    code = run_elastic(parts, policy)
+    parts.launch, parts.takes_snapshots = launch, True
+    code = run_elastic(parts)
     assert next(left, None) is None
     return code, started
 
@@ -116,7 +119,7 @@ LOST = Ended(255, False, frozenset("b"))
 def test_a_lost_host_and_its_return(capsys) -> None:
     back = Ended(137, False, to_rejoin=True)
     ends = [LOST, back, Ended(0, False)]
-    assert elastic(ends, ["", "5", "7", "9"], Policy(2, 3, 1, True), ["", "b", "", ""]) == (0, ["abc", "ac", "abc"])
+    assert elastic(ends, ["", "5", "7", "9"], limits(2, 3, 1), ["", "b", "", ""]) == (0, ["abc", "ac", "abc"])
     lines = capsys.readouterr().err.splitlines()
     assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5, unless the hosts have a newer" in lines[2]
     assert len(lines) == 4
@@ -126,21 +129,21 @@ def test_lost_hosts_are_no_crash_loop() -> None:
     """Not even if no rank has left an exit code, so that no host is to blame."""
     killed = Ended(137, False, frozenset())
     ends = [killed, killed, killed, Ended(0, False)]
-    assert elastic(ends, ["5"] * 9, Policy(1, 3, 9), ["", "b", "a", "b"]) == (0, ["abc", "ac", "bc", "ac"])
-    assert elastic([killed] * 3, ["5"] * 9, Policy(1, 3, 9))[0] == 93
+    assert elastic(ends, ["5"] * 9, limits(1, 3, 9), ["", "b", "a", "b"]) == (0, ["abc", "ac", "bc", "ac"])
+    assert elastic([killed] * 3, ["5"] * 9, limits(1, 3, 9))[0] == 93
 
 
 def test_no_start_below_the_least_number_of_hosts() -> None:
     with pytest.raises(
         LaunchError, match="1 host can take part, fewer than --min-hosts 2: without a .*; without b"
     ) as e:
-        elastic([LOST], ["", "5"], Policy(2, 3, 9), ["", "ab"])
+        elastic([LOST], ["", "5"], limits(2, 3, 9), ["", "ab"])
     assert e.value.exit_code == 6
 
 
 def test_a_host_in_every_failure_is_left_out(capsys) -> None:
     ends = [LOST, LOST, Ended(1, False, frozenset("bc")), Ended(0, False)]
-    assert elastic(ends, ["5"] * 5, Policy(2, 3, 9)) == (0, ["abc"] * 3 + ["ac"])
+    assert elastic(ends, ["5"] * 5, limits(2, 3, 9)) == (0, ["abc"] * 3 + ["ac"])
     assert "3 failures in a row without a new checkpoint, b in all of them: left out" in capsys.readouterr().err
 
 
@@ -155,7 +158,7 @@ def test_a_host_in_every_failure_is_left_out(capsys) -> None:
     ],
 )
 def test_ends(ends, least, code, text, capsys) -> None:
-    assert elastic(ends, ["5"] * 9, Policy(least, 3, 9))[0] == code
+    assert elastic(ends, ["5"] * 9, limits(least, 3, 9))[0] == code
     assert text in capsys.readouterr().err
 
 
@@ -296,14 +299,14 @@ def test_the_hosts_that_pdsh_is_connected_to() -> None:
 
 
 def watch_of(folder: Path, **run) -> Watch:
-    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set(), "recovery": Recovery()}
+    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "awaited": set(), "failed_at": None}
     lock = SimpleNamespace(check=lambda **_: None)
     return Watch(SimpleNamespace(**parts, lock=lock, **run), Start([A], [], ""), folder)
 
 
 def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> None:
     watch, launcher = watch_of(tmp_path, save=tmp_path, token="t"), SimpleNamespace(children=lambda recursive: [])
-    watch._came_back.set()
+    watch._came_back = frozenset("ab")
     assert not watch(launcher, True) and not watch.hosts_rejoin
     assert watch(launcher, False) and watch.hosts_rejoin
 
@@ -312,14 +315,9 @@ def test_hosts_that_the_health_check_refuses_rejoin_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(elastic_watch, "_REJOIN_SECONDS", 0.0)
     watch = watch_of(tmp_path, save=tmp_path, token="t", look=list, choose=lambda _: Start([A, B], [], ""))
     watch._await_hosts()
-    assert watch._came_back.is_set() and watch._awaited == (frozenset("ab"), 2)
-    run = SimpleNamespace(rejoining=watch._awaited, in_vain=set())
-    ElasticRun._note_rejoining(run, Start([A], [], ""))
-    assert run.in_vain == {frozenset("ab")} and run.rejoining is None
-    watch._run.in_vain = run.in_vain
+    watch._came_back_at = "4"
+    assert watch._came_back == frozenset("ab") and watch(None, False)
     assert not watch._is_better(Start([A, B], [], "")) and watch._is_better(Start([A, C], [], ""))
-    ElasticRun._note_rejoining(run, Start([A, B], [], ""))
-    assert not run.in_vain
     capsys.readouterr()
     watch_of(tmp_path, look=lambda: 1 // 0, choose=None)._await_hosts()
     assert "ZeroDivisionError in the search" in capsys.readouterr().err
@@ -369,7 +367,7 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
     launch = importlib.import_module("launch")
     done: list[str] = []
     lock = SimpleNamespace(take=lambda: done.append("taken"), release=lambda: done.append("released"))
-    run = SimpleNamespace(lock=lock, census=None, choose=None, start=None, progress=None, takes_snapshots=False)
+    run = SimpleNamespace(lock=lock, choose=None, start=None, progress=None)
     monkeypatch.setattr(launch, "ElasticRun", lambda *_: run)
     monkeypatch.setattr(launch, "checkpoint_watch", lambda *_, **__: None)
     monkeypatch.setattr(launch, "run_elastic", run_elastic)
@@ -416,7 +414,7 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
     clock, lines = [0.0], {"a": Ssh(), "b": Ssh()}
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: lines)
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), recovery=Recovery())
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), failed_at=None)
     run.save, run.token = tmp_path, "t"
     run.lock = SimpleNamespace(check=lambda **_: None)
     watch = Watch(run, Start([A, B], [], ""), tmp_path)
@@ -434,7 +432,7 @@ def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), recovery=Recovery())
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), failed_at=None)
     run.save, run.token = tmp_path, "t"
     run.lock = SimpleNamespace(check=lambda **_: None)
     watch = Watch(run, Start([A, B], [], ""), tmp_path)
@@ -447,8 +445,8 @@ def run_with_health_checks(monkeypatch, folder: Path, check, **parts) -> SimpleN
     monkeypatch.setattr(elastic_run, "owner_of", lambda _: None)
     monkeypatch.setattr(elastic_run, "host_states", lambda _: check())
     run = SimpleNamespace(save=folder, lock=SimpleNamespace(check=lambda: None), token="t", _used=(), _slow=set())
-    run.launch, run.recovery = SimpleNamespace(min_hosts=1, ssh_port=None), Recovery()
-    run._examination = run._note_rejoining = lambda *_: SimpleNamespace(_replace=lambda **_: None)
+    run.launch, run.awaited = SimpleNamespace(min_hosts=1, ssh_port=None), set()
+    run._examination = lambda: SimpleNamespace(_replace=lambda **_: None)
     run._too_few_answer = lambda found: ElasticRun._too_few_answer(run, found)
     vars(run).update(parts)
     return run
