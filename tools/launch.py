@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import _project_root  # noqa: F401
@@ -19,7 +20,13 @@ import _project_root  # noqa: F401
 from megatron.common.screen import ignore_lost_output
 from megatron.tools.cluster.elastic import TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_run import ElasticRun
-from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_arguments, read_launch
+from megatron.tools.cluster.launching import (
+    check_arguments,
+    checkpoint_folder,
+    launcher_arguments,
+    newest_checkpoint,
+    read_launch,
+)
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
@@ -34,9 +41,10 @@ def main() -> None:
     if launch.elastic:
         sys.exit(_run_elastic(launch))
     command = [sys.executable, str(RUNNER), *launcher_arguments(launch, os.environ)]
-    progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
+    folder = checkpoint_folder(launch.arguments) if launch.max_restarts else Path()
     check_arguments(launch, os.environ)
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}
+    progress = partial(newest_checkpoint, folder)
     sys.exit(run_with_restarts(lambda: supervise(command, environ), progress, launch.max_restarts))
 
 

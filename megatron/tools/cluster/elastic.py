@@ -40,14 +40,13 @@ class Start(NamedTuple):
         return frozenset(host.name for host in self.hosts)
 
     @property
-    def rank_count(self) -> int:
-        """The number of ranks."""
-        return sum(len(host.slots) for host in self.hosts)
+    def host_names(self) -> list[str]:
+        """The host of each rank."""
+        return [host.name for host in self.hosts for _ in host.slots]
 
     def ranks_on(self, names: Collection[str]) -> list[int]:
         """The ranks on the hosts with these names."""
-        hosts = [host.name for host in self.hosts for _ in host.slots]
-        return [rank for rank, name in enumerate(hosts) if name in names]
+        return [rank for rank, name in enumerate(self.host_names) if name in names]
 
 
 class Ended(NamedTuple):
@@ -111,25 +110,27 @@ def with_ended(codes: Mapping[int, str], start: Start, gone: set[str]) -> dict[i
     return {**codes, **{rank: codes.get(rank) or others for rank in ran}}
 
 
-def slow_hosts(file: Path, hosts: Sequence[Host]) -> set[str]:
+def slow_hosts(file: Path, start: Start) -> set[str]:
     """The names in the hostfile of the hosts with the ranks that ``--straggler-report`` has named in ``file``."""
     try:
         ranks = json.loads(file.read_text())["ranks"]
     except (OSError, ValueError, KeyError):
         return set()
-    names = [host.name for host in hosts for _ in host.slots]
-    return {names[rank] for rank in ranks if rank < len(names)}
+    return {name for rank, name in enumerate(start.host_names) if rank in ranks}
 
 
 def without_slow(states: Sequence[HostState], slow: Collection[str], least: int) -> list[HostState]:
     """``states`` with a problem for each slow host, as long as ``least`` hosts have none."""
-    healthy = sum(state.problem is None for state in states)
-    found = []
-    for state in states:
-        is_dropped = state.problem is None and state.host.name in slow and healthy > least
-        healthy -= is_dropped
-        found.append(state._replace(problem="slower than others: --exclude-stragglers") if is_dropped else state)
+    found = list(states)
+    for number, state in enumerate(states):
+        if state.problem is None and state.host.name in slow and healthy_count(found) > least:
+            found[number] = state._replace(problem="slower than others: --exclude-stragglers")
     return found
+
+
+def healthy_count(states: Sequence[HostState]) -> int:
+    """How many hosts can take part."""
+    return sum(state.problem is None for state in states)
 
 
 def run_elastic(run: "ElasticRun") -> int:
@@ -179,7 +180,7 @@ def _is_crash_loop(suspects: frozenset[str], others: Sequence[HostState], launch
         print_error(f"{line}, and no host was in all of them; not restarted")
         return True
     names = " and ".join(sorted(suspects))
-    if sum(state.problem is None for state in others) < launch.min_hosts:
+    if healthy_count(others) < launch.min_hosts:
         print_error(f"{line}, {names} in all of them, and too few without; not restarted")
         return True
     print_error(f"{line}, {names} in all of them: left out from here on (--exclude-after)")
@@ -191,7 +192,7 @@ def _next_start(
 ) -> Start:
     problems = {**excluded, **{state.host.name: state.problem for state in states if state.problem is not None}}
     lost = "; ".join(f"without {host} ({problem})" for host, problem in problems.items())
-    healthy = sum(state.problem is None for state in states)
+    healthy = healthy_count(states)
     unchanged = "nothing was started, and the checkpoints are unchanged"
     least = run.launch.min_hosts
     if healthy < least:
@@ -204,7 +205,9 @@ def _next_start(
     names = " ".join(host.name for host in start.hosts)
     after = f"resuming from {reached}" if reached else "from the beginning"
     after += ", unless the hosts have a newer snapshot" if run.takes_snapshots else ""
-    announce(f"{counted(start.rank_count, 'rank')} on {names}{f', {lost}' if lost else ''}: {start.layout}; {after}")
+    announce(
+        f"{counted(len(start.host_names), 'rank')} on {names}{f', {lost}' if lost else ''}: {start.layout}; {after}"
+    )
     return start
 
 

@@ -25,6 +25,7 @@ from megatron.tools.cluster.elastic import (
     Start,
     announce,
     failed_first,
+    healthy_count,
     is_complete,
     pick_hosts,
     slow_hosts,
@@ -33,7 +34,7 @@ from megatron.tools.cluster.elastic import (
 )
 from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, END_SECONDS, Watch
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
-from megatron.tools.cluster.launching import checkpoint_watch, launcher_arguments, training_program
+from megatron.tools.cluster.launching import checkpoint_folder, launcher_arguments, newest_checkpoint, training_program
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import code_after_signal, read_exit_codes, supervise
@@ -64,9 +65,9 @@ class ElasticRun:
         self.device = device_kind(environ, Path.cwd())
         self.program = training_program(launch)
         self.run_config = self._read_run()
-        self.progress = checkpoint_watch(launch.arguments, elastic=True)
-        """Names the newest checkpoint; None while there is none."""
-        self.save = self._save_folder()
+        self.save = checkpoint_folder(launch.arguments, elastic=True)
+        if not is_plain(str(self.save)):
+            raise ConfigError(f"--save {self.save}: --elastic needs a path of letters, digits and @_+=:,./-")
         self.lock = FolderLock(self.save, LOCK, "is supervised for this folder")
         # The same for an agent that takes over.
         self.token = hashlib.sha256(str(self.save.resolve()).encode()).hexdigest()[:16]
@@ -86,6 +87,10 @@ class ElasticRun:
     def takes_snapshots(self) -> bool:
         """Whether hosts may have a newer state in memory than the newest checkpoint."""
         return self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None
+
+    def progress(self) -> str | None:
+        """The newest checkpoint; None while there is none."""
+        return newest_checkpoint(self.save)
 
     def check_hosts(self, excluded: Mapping[str, str]) -> list[HostState]:
         """The state of all hosts but the excluded ones, after the processes of earlier starts have been ended.
@@ -118,9 +123,8 @@ class ElasticRun:
 
     def _too_few_answer(self, states: Sequence[HostState]) -> bool:
         """Whether there would be enough hosts if those answered that do not."""
-        healthy = sum(state.problem is None for state in states)
         silent = sum((state.problem or "").startswith("ssh: ") for state in states)
-        return healthy < self.launch.min_hosts <= healthy + silent
+        return healthy_count(states) < self.launch.min_hosts <= healthy_count(states) + silent
 
     def choose(self, states: Sequence[HostState]) -> Start | None:
         """The run as given, if enough hosts are healthy; else on the layout that the planner chooses; None: none fits.
@@ -162,7 +166,7 @@ class ElasticRun:
             watch = Watch(self, start, Path(exit_codes))
             ended, codes = self._supervise(self._launch_of(start, Path(folder)), watch, Path(exit_codes))
         if self.launch.exclude_stragglers:
-            self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
+            self._slow |= slow_hosts(self.save / STRAGGLERS, start)
         result = ended._replace(failed_first=failed_first(start, codes), to_rejoin=watch.hosts_rejoin)
         self._record(start, result, began)
         self.failed_at = watch.noticed or time.time()
@@ -229,13 +233,6 @@ class ElasticRun:
         ranks = sum(len(host.slots) for host in self.regular)
         of_ranks = {"DS_ACCELERATOR": self.device, "WORLD_SIZE": str(ranks)}
         return parse_run(self.launch.arguments, {**self.environ, **of_ranks}, self.program)
-
-    def _save_folder(self) -> Path:
-        flags = {field: flag.value for field, flag in read_flags(self.launch.arguments).values.items()}
-        folder = Path(flags["save"]).absolute()
-        if not is_plain(str(folder)):
-            raise ConfigError(f"--save {folder}: --elastic needs a path of letters, digits and @_+=:,./-")
-        return folder
 
 
 def _folder_in(save: Path) -> tempfile.TemporaryDirectory:

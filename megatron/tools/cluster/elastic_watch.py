@@ -131,7 +131,7 @@ class Watch:
 
     def _is_better(self, start: Start) -> bool:
         """Whether ``start`` has more ranks than the present one, and the run was not ended for it in vain."""
-        return start.rank_count > self.start.rank_count and start.names not in self._run.awaited
+        return len(start.host_names) > len(self.start.host_names) and start.names not in self._run.awaited
 
 
 def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psutil.Process]:

@@ -280,11 +280,10 @@ def _flags(launch: Namespace) -> list[str]:
     return words
 
 
-def checkpoint_watch(arguments: Sequence[str], *, elastic: bool = False) -> Callable[[], str | None]:
-    """A function that names the newest checkpoint of the run with these training arguments; None while there is none.
+def checkpoint_folder(arguments: Sequence[str], *, elastic: bool = False) -> Path:
+    """The folder of the checkpoints of the run with these training arguments.
 
-    Raises:
-        ConfigError: a restarted run would not resume from its checkpoints.
+    Raises ConfigError if a restarted run would not resume from them.
     """
     flags = {field: flag.value for field, flag in read_flags(arguments).values.items()}
     save = flags.get("save")
@@ -293,5 +292,10 @@ def checkpoint_watch(arguments: Sequence[str], *, elastic: bool = False) -> Call
             f"{'--elastic' if elastic else '--max-restarts'} needs --save and --auto-resume among the training "
             "arguments: a restarted run resumes from its newest checkpoint"
         )
-    latest = Path(save) / LATEST
-    return lambda: latest.read_text() if latest.is_file() else None
+    return Path(save).absolute()
+
+
+def newest_checkpoint(folder: Path) -> str | None:
+    """The name of the newest checkpoint in ``folder``; None if there is none."""
+    latest = folder / LATEST
+    return latest.read_text() if latest.is_file() else None

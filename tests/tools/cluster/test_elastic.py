@@ -164,9 +164,9 @@ def test_ends(ends, least, code, text, capsys) -> None:
 
 def test_slow_hosts_are_left_out_while_enough_are_left(tmp_path: Path) -> None:
     file = tmp_path / "stragglers.json"
-    assert slow_hosts(file, [A, B]) == set()
+    assert slow_hosts(file, ABC) == set()
     file.write_text('{"hosts": {"node7": 0.5}, "ranks": [2, 3, 9]}')  # by rank: a host may call itself otherwise
-    assert slow_hosts(file, [A, B]) == {"b"}
+    assert slow_hosts(file, ABC) == {"b"}
     kept = [state.host.name for state in without_slow(states([A, B, C]), {"a", "b"}, 2) if state.problem is None]
     assert kept == ["b", "c"]
 
@@ -369,7 +369,6 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
     lock = SimpleNamespace(take=lambda: done.append("taken"), release=lambda: done.append("released"))
     run = SimpleNamespace(lock=lock, choose=None, start=None, progress=None)
     monkeypatch.setattr(launch, "ElasticRun", lambda *_: run)
-    monkeypatch.setattr(launch, "checkpoint_watch", lambda *_, **__: None)
     monkeypatch.setattr(launch, "run_elastic", run_elastic)
     monkeypatch.setenv(HELPER, "")
     # As in a terminal: a shell's background processes ignore SIGINT.
