@@ -8,7 +8,7 @@ address.
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ _LONGEST_NAME = 253
 _SLOTS = re.compile(r"slots=([0-9]{1,6})")
 SPARE = "spare"
 """Third word of a line: the host only replaces a lost one."""
+_MOST_SHOWN = 8
 _FORM = "write NAME slots=N, as in: worker-1 slots=8"
 
 
@@ -86,24 +87,19 @@ def read_hostfile(path: Path) -> list[Host]:
     except OSError as error:
         raise ConfigError(f"--hostfile {path}: {error.strerror}; name a file as in hostfile.example") from None
     hosts: dict[str, Host] = {}
-    first_lines: dict[str, int] = {}
+    line_of: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, start=1):
         try:
             host = _parse_line(line)
+            if host is not None and host.name in hosts:
+                first = f"{host.name} is in line {line_of[host.name]} already"
+                raise _BadLine(line.index(host.name) + 1, f"{first}; give a host one line with all its slots")
         except _BadLine as error:
             problems.append(f"{path}:{number}:{error.column}: {error}")
             continue
-        if host is None:
-            continue
-        if host.name in hosts:
-            column = line.index(host.name) + 1
-            problems.append(
-                f"{path}:{number}:{column}: {host.name} is in line {first_lines[host.name]} already; give a host "
-                "one line with all its slots"
-            )
-            continue
-        hosts[host.name], first_lines[host.name] = host, number
+        if host is not None:
+            hosts[host.name], line_of[host.name] = host, number
     if problems:
         raise ConfigError(problems)
     if all(host.spare for host in hosts.values()):
@@ -147,14 +143,15 @@ class _BadLine(Exception):
 
 def _parse_line(line: str) -> Host | None:
     """The host of a line; None if it is empty or a comment. Raises _BadLine."""
-    words = list(_words(line))
+    code = re.split(r"(?<![^ \t\r])#", line)[0]  # a word that begins with # ends the line
+    words = [(match.start() + 1, match[0]) for match in re.finditer(r"[^ \t\r]+", code)]
     if not words:
         return None
     (column, name), *rest = words
     if problem := name_problem(name):
         raise _BadLine(column, problem)
     if not rest:
-        raise _BadLine(len(line.rstrip()) + 1, f"{name} has no slots; {_FORM}")
+        raise _BadLine(len(code.rstrip()) + 1, f"{name} has no slots; {_FORM}")
     column, word = rest[0]
     match = _SLOTS.fullmatch(word)
     if not match:
@@ -168,14 +165,6 @@ def _parse_line(line: str) -> Host | None:
     return Host(name, tuple(range(int(match[1]))), spare)
 
 
-def _words(line: str) -> Iterator[tuple[int, str]]:
-    """Each word of a line with its column, counted from 1; a word that begins with # ends the line."""
-    for match in re.finditer(r"[^ \t\r]+", line):
-        if match[0].startswith("#"):
-            return
-        yield match.start() + 1, match[0]
-
-
 def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, frozenset[int]]:
     """The slots that a filter names, by host. Raises ConfigError."""
     named: dict[str, frozenset[int]] = {}
@@ -183,7 +172,9 @@ def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, froz
     for part in text.split("@"):
         name, has_slots, numbers = part.partition(":")
         if name not in hosts:
-            advice = did_you_mean(name, hosts, otherwise=_hosts_there(hosts))
+            more = ", ..." if len(hosts) > _MOST_SHOWN else ""
+            choices = f"choose from {', '.join(list(hosts)[:_MOST_SHOWN])}{more}"
+            advice = did_you_mean(name, hosts, otherwise=choices)
             problems.append(f"{flag} {text}: the hostfile has no {name!r}: {advice}")
             continue
         words = numbers.split(",") if has_slots else [str(slot) for slot in hosts[name].slots]
@@ -199,10 +190,6 @@ def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, froz
     if problems:
         raise ConfigError(problems)
     return named
-
-
-def _hosts_there(hosts: dict[str, Host]) -> str:
-    return f"choose from {', '.join(list(hosts)[:8])}{', ...' if len(hosts) > 8 else ''}"
 
 
 def _is_ipv6(name: str) -> bool:

@@ -171,34 +171,21 @@ def _inherit_orphans() -> None:
 
 def _end_descendants(grace: float) -> None:
     """Send every process below this one SIGTERM, then SIGKILL if it has not ended after ``grace`` seconds."""
-    deadline = time.monotonic() + grace
-    left = _processes_of_run()
-    for process in left:
-        _signal(process, signal.SIGTERM)
-    psutil.wait_procs(left, timeout=max(deadline - time.monotonic(), 0))
-    # Those that were stopped, or have started others meanwhile.
-    for process in _processes_of_run():
-        _signal(process, signal.SIGKILL)
+    left = _signal_processes(signal.SIGTERM)
+    psutil.wait_procs(left, timeout=grace)
+    _signal_processes(signal.SIGKILL)  # those that were stopped, or have started others meanwhile
     psutil.wait_procs(left, timeout=1)
 
 
-def _processes_of_run() -> list[psutil.Process]:
-    """Every process below this one, but for its helpers."""
-    return [process for process in psutil.Process().children(recursive=True) if not _is_helper(process)]
-
-
-def _is_helper(process: psutil.Process) -> bool:
-    try:
-        return HELPER in process.environ()
-    except psutil.Error:  # it is ending
-        return False
-
-
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        os.kill(process.pid, number)
-    except ProcessLookupError:
-        pass
+def _signal_processes(number: int) -> list[psutil.Process]:
+    """Send a signal to every process below this one but its helpers. Returns them."""
+    processes = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it is ending
+            if HELPER not in process.environ():
+                process.send_signal(number)
+                processes.append(process)
+    return processes
 
 
 def run_with_restarts(start: Callable[[], LauncherExit], progress: Callable[[], object], most: int) -> int:
