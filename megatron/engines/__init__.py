@@ -101,3 +101,35 @@ def deepspeed_silenced(verbose: bool) -> Iterator[None]:
     finally:
         os.dup2(screen, 1)
         os.close(screen)
+
+
+def continue_without_reports(engine: Any) -> None:
+    """Do not end a run because a profile or a file of DeepSpeed's monitors cannot be written: print a warning, once.
+
+    DeepSpeed: runtime/engine.py, ``step`` lets the OSError of a full disk end the run, and
+    profiling/flops_profiler/profiler.py leaves stdout redirected to the file.
+    Test: tests/engines/test_deepspeed.py.
+    """
+    for part, name, what in (
+        (getattr(engine, "flops_profiler", None), "print_model_profile", "the profile of flops_profiler"),
+        (engine.monitor, "write_events", "the files of DeepSpeed's monitors"),
+    ):
+        if part is not None:
+            setattr(part, name, _until_unwritable(getattr(part, name), what))
+
+
+def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., None]:
+    """``write``, which does nothing any more after an OSError."""
+    works = True
+
+    def guarded(*args: Any, **settings: Any) -> None:
+        nonlocal works
+        screen = sys.stdout
+        try:
+            if works:
+                write(*args, **settings)
+        except OSError as error:
+            works, sys.stdout = False, screen
+            print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", flush=True)
+
+    return guarded

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from megatron.common.errors import NumericsError
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
+from megatron.engines import continue_without_reports
 from megatron.engines.containers import loss_parts
 from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
@@ -47,6 +48,7 @@ class Engine(DeepSpeedEngine):
         self._coalesces_grad_reduction = run.coalesces_grad_reduction
         super().__init__(*arguments, **options)
         self.routers = routers(self.module)
+        continue_without_reports(self)
 
     def inside_hooks(self, instruction: Instruction) -> AbstractContextManager:
         """Enter the contexts of all ``hooks`` for ``instruction``."""

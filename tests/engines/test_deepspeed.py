@@ -1,18 +1,43 @@
 """What this suite replaces of DeepSpeed is there in the tested version."""
 
 import os
+import types
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
-from megatron.engines import TESTED_VERSION, discover_mpi_ranks
+from megatron.engines import TESTED_VERSION, continue_without_reports, discover_mpi_ranks
 from megatron.engines.overrides import collectives_timed
 
 
 def test_the_installed_version_is_the_tested_one() -> None:
     assert deepspeed.__version__ == TESTED_VERSION
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:
+    """The disk is full, for the profile of a step and for the monitors."""
+    model = torch.nn.Linear(2, 2)
+    profiler = FlopsProfiler(model)
+
+    def write_events(events: list) -> None:
+        with open("/dev/full", "w", buffering=1) as file:
+            file.write("loss\n")
+
+    engine = types.SimpleNamespace(flops_profiler=profiler, monitor=types.SimpleNamespace(write_events=write_events))
+    continue_without_reports(engine)
+    for _ in range(2):
+        profiler.start_profile()
+        model(torch.ones(1, 2))
+        profiler.print_model_profile(output_file="/dev/full")
+        profiler.end_profile()
+        engine.monitor.write_events([])
+    assert capsys.readouterr().out.splitlines() == [
+        f"  warning: {what} cannot be written (No space left on device); continuing without"
+        for what in ("the profile of flops_profiler", "the files of DeepSpeed's monitors")
+    ]
 
 
 def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
