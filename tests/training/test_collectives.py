@@ -13,7 +13,7 @@ def collectives_of_a_run(words: list[str]) -> dict[str, int]:
     """How often the training loop called each collective between the first iteration and the last."""
     from support.training import pretrain
 
-    from megatron.engines.engine import COLLECTIVES
+    from megatron.engines.overrides import COLLECTIVES
     from megatron.training import trainer
 
     calls: Counter[str] = Counter()
