@@ -15,8 +15,8 @@ from megatron.cli.flags import read_flags
 from megatron.cli.parser import build_parser
 from megatron.cli.presets import PRESETS
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import RULES, Rule
-from megatron.cli.validation.relations import REASONS
+from megatron.cli.validation import RULES
+from megatron.cli.validation.rules import REASONS, Rule
 from megatron.config import ModelConfig, default_ffn_hidden_size
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.in_flight import in_flight

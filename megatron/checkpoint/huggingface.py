@@ -19,7 +19,7 @@ from megatron.checkpoint.universal import load_states
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import format_of, gpt2, read_config, shape_problems, source_shapes
+from megatron.model.huggingface import GPT2_FORMAT, PREFIX, format_of, read_config, shape_problems, source_shapes
 from megatron.parallel.expert import local_experts
 from megatron.parallel.layout import ParallelLayout
 
@@ -38,10 +38,10 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
         raise CheckpointError(problems[:_SHOWN] + more)
     sources = {ours: [_present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
     needed = {name for names in sources.values() for name in names}
-    for name, other in format_of(config).TIED.items():
+    for name, other in format_of(config).tied.items():
         other = _present(other, tensors)
         if name in tensors and name not in needed and not tensors[name].equal(tensors[other]):
-            table = other.removeprefix(gpt2.PREFIX)
+            table = other.removeprefix(PREFIX)
             raise CheckpointError(
                 f"{source}: {name} is another table than {table}, and config.json says that both are one"
             )
@@ -69,12 +69,12 @@ def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTen
 
 def _present(name: str, tensors: Mapping[str, Tensor]) -> str:
     """``name`` as it is in a file, which may be that of a model without a head."""
-    return name if name in tensors else name.removeprefix(gpt2.PREFIX)
+    return name if name in tensors else name.removeprefix(PREFIX)
 
 
 def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """Our weight ``name``, or a rank's shard of whole groups of it, from the tensors that it consists of."""
-    if format_of(config) is gpt2:
+    if format_of(config) is GPT2_FORMAT:
         return _from_gpt2(name, theirs[0], config)
     if "key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]; or without the first
         count = theirs[1].size(0) // config.head_size
@@ -88,7 +88,7 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
 
 def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
     """The tensors that our weight ``name`` consists of."""
-    if format_of(config) is gpt2:
+    if format_of(config) is GPT2_FORMAT:
         return [_to_gpt2(name, ours, config)]
     if "key_value" in name:
         groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
@@ -155,7 +155,7 @@ class _Shards:
         if spec.is_vocabulary:
             ends = min(self.tokens, rank * rows), min(self.tokens, (rank + 1) * rows)
             return self.tensors.part(_present(next(iter(sources)), self.tensors), 0, *ends)
-        if format_of(config) is gpt2 or ("query_key_value" in name and config.query_groups % size):
+        if format_of(config) is GPT2_FORMAT or ("query_key_value" in name and config.query_groups % size):
             return self.weights[name].chunk(size, dim)[rank]
         dim -= len(spec.shape) - len(next(iter(sources.values())))  # gate and up are stacked, and so are experts
         if spec.is_expert:

@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron.cli.deepspeed_json.compile import compile_config, conflicts
-from megatron.cli.deepspeed_json.file import ConfigFile, read_config_file
-from megatron.cli.deepspeed_json.settings import read_settings
+from megatron.cli.deepspeed_json import compile_config, conflicts, read_settings
+from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.flags import read_extra_args, read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import oversized, value_problems, violations, warnings
-from megatron.cli.validation.accelerate import accelerate_conflicts
+from megatron.cli.validation import accelerate_conflicts, oversized, value_problems, violations, warnings
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig, flag_fields
 from megatron.config.fields import flag_name
@@ -53,23 +51,23 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
     flags, problems, ignored = read_flags(argv, architecture)
     settings = {name: provided.value for name, provided in flags.items()}
-    file = ConfigFile("", {})
+    tree: dict[str, Any] = {}
     config_file = flags.pop(CONFIG_FILE).value if CONFIG_FILE in flags else None
     if config_file is not None:
         try:
-            file, file_problems = read_config_file(config_file)
+            tree, file_problems = read_config_file(config_file)
         except ConfigError as error:
             raise ConfigError([*problems, *error.messages]) from None
         problems += file_problems
-    provided, contradictions = _merge(flags, read_settings(file))
+    provided, contradictions = _merge(flags, read_settings(tree, str(config_file)))
     problems += contradictions + value_problems(provided, architecture)
     if oversized(provided):
         raise ConfigError(problems)
     run, unresolved = resolve_run(provided, environ, architecture)
-    problems += unresolved + violations(run) + conflicts(run, file.tree, provided)
+    problems += [*unresolved, *violations(run), *conflicts(run, tree, provided)]
     problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
-        run = replace(run, ds_config=compile_config(run, provided, file.tree))
+        run = replace(run, ds_config=compile_config(run, provided, tree))
         extra_args = read_extra_args(argv, architecture)
         run = replace(run, extra_args=extra_args, settings=_settings(settings, extra_args))
     return ParsedRun(run, problems, ignored + warnings(run, provided))

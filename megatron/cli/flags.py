@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.cli.deepspeed_json.settings import SETTINGS
+from megatron.cli.deepspeed_json import SETTINGS
 from megatron.cli.layer import Given, Layer, group, read_layer, unexpected
 from megatron.cli.parser import SETTINGS_FILE, build_parser
 from megatron.cli.presets import PRESETS, preset_words

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.cli.classic_flags import outcome_of
 from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, has_flag, names_of
-from megatron.cli.provided import Provided, Source
-from megatron.cli.values import read_value
+from megatron.cli.provided import Provided, Source, read_value
 from megatron.common.errors import did_you_mean
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name, negative_flag
@@ -31,6 +30,16 @@ class Given(NamedTuple):
     """The words that follow a flag of a command line; in a settings file, whether it is on, a text or a list."""
     place: str = ""
     """The source, for messages; empty for the command line."""
+
+    @property
+    def at(self) -> str:
+        """The beginning of a message about it."""
+        return f"{self.place}: " if self.place else ""
+
+    @property
+    def words(self) -> list[str]:
+        """Its value as words of a command line."""
+        return [] if isinstance(self.value, bool) else [self.value] if isinstance(self.value, str) else self.value
 
 
 @dataclass
@@ -98,9 +107,7 @@ class _Reader:
 
     def read(self, given: Given) -> None:
         """Add the value of a flag, or a message, to the layer."""
-        name, at = given.name.replace("_", "-"), f"{given.place}: " if given.place else ""
-        problems = self.layer.problems
-        values = [] if isinstance(given.value, bool) else [given.value] if isinstance(given.value, str) else given.value
+        name, at, values, problems = given.name.replace("_", "-"), given.at, given.words, self.layer.problems
         if not is_flag(name):
             problems.extend(f"{at}{unexpected(word)}" for word in (given.name, *values))
         elif name in self.known:
@@ -123,7 +130,7 @@ class _Reader:
             problems.append(f"{at}{name}: {outcome.text}")
 
     def _read_known(self, name: str, action: argparse.Action, given: Given) -> None:
-        at, value = f"{given.place}: " if given.place else "", given.value
+        at, value = given.at, given.value
         if name in ("--help", "-h", f"--{SETTINGS_FILE}") and given.place:
             self.layer.problems.append(f"{at}{name} is for the command line: remove it")
         elif isinstance(action, argparse._HelpAction):
@@ -139,27 +146,27 @@ class _Reader:
             if off := _off(action):
                 self.read(Given(off, [], given.place))
         else:
-            self._read_value(name, action, _words(value), given.place)
+            self._read_value(name, action, given)
 
     def _add_extra_words(self, name: str, action: argparse.Action, given: Given) -> None:
         """Add a flag that is no field of the config, for the program's parser, which gets a value such as --x, too."""
-        at, words = f"{given.place}: " if given.place else "", _words(given.value)
+        words = given.words
         if action.nargs == 0:
-            self.layer.problems += [f"{at}{unexpected(word)}" for word in words]
+            self.layer.problems += [f"{given.at}{unexpected(word)}" for word in words]
         if given.value is not False:
             self.layer.extra_words += (
                 [f"{name}={words[0]}", *words[1:]] if words and is_flag(words[0]) else [name, *words]
             )
 
-    def _read_value(self, name: str, action: argparse.Action, words: list[str], place: str) -> None:
-        at, is_switch = f"{place}: " if place else "", action.nargs == 0
+    def _read_value(self, name: str, action: argparse.Action, given: Given) -> None:
+        at, words, is_switch = given.at, given.words, action.nargs == 0
         most = 0 if is_switch else 1 if action.nargs is None else len(words)
         self.layer.problems += [f"{at}{unexpected(word)}" for word in words[most:]]
         if not is_switch and not words:
             self.layer.unreadable.append(f"{at}{name}: needs a value")
             return
         text = " ".join(words[:most])
-        source = Source(name if is_switch else f"{name} {text or repr(text)}", place)
+        source = Source(name if is_switch else f"{name} {text or repr(text)}", given.place)
         value: Any = action.const
         try:
             if not is_switch:
@@ -168,10 +175,6 @@ class _Reader:
             self.layer.unreadable.append(f"{source}: {error}")
         else:
             self.occurrences.append((action.dest, name, Provided(value, source)))
-
-
-def _words(value: bool | str | list[str]) -> list[str]:
-    return [] if isinstance(value, bool) else [value] if isinstance(value, str) else value
 
 
 def unexpected(word: str) -> str:

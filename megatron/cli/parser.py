@@ -3,9 +3,10 @@
 import argparse
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import get_annotations
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_origin
 
-from megatron.cli.validation.relations import conditions_as_text
+from megatron.cli.provided import value_type
+from megatron.cli.validation.rules import conditions_as_text
 from megatron.common.errors import ConfigError
 from megatron.config import sections
 from megatron.config.fields import flag_name, negative_flag
@@ -122,11 +123,6 @@ def _help(field: Field) -> str:
     if omitted or (metadata["within"] == "[1, inf)" and not field.default):
         return text
     return f"{text} (default: {field.default})"
-
-
-def value_type(field: Field) -> Any:
-    """The type of a field's value, without None for an optional field."""
-    return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
 
 
 class ConfigFlag(argparse.Action):

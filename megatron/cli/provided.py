@@ -1,6 +1,14 @@
-"""The values that a user provides, with their sources, and the intervals that they must be in."""
+"""The values that a user provides: from texts to values, with their sources, and the intervals that they must be in."""
 
-from typing import Any, NamedTuple
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any, NamedTuple, get_args
+
+from megatron.cli.presets import PRESETS
+from megatron.common.errors import did_you_mean
+from megatron.config.experts import as_runs
 
 
 class Source(str):
@@ -60,3 +68,125 @@ def ends(interval: str) -> tuple[float, float]:
     """The two numbers of an interval; ``inf`` if it is unbounded."""
     low, high = interval[1:-1].split(",")
     return float(low), float(high)
+
+
+def value_type(field: Field) -> Any:
+    """The type of a field's value, without None for an optional field."""
+    return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
+
+
+REFUSED_VALUES: dict[tuple[str, str], str] = {
+    ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
+    ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
+}
+"""Field and value to the reason why that value of an accepted flag is refused."""
+
+
+def read_value(field: Field | None, text: str | list[str]) -> Any:
+    """The value of ``text`` for ``field``, or for a flag that is no field. Raises ValueError if it cannot be parsed."""
+    if field is None:
+        return _text(str(text))
+    if isinstance(text, list):
+        return tuple(map(_READERS[value_type(field)], text))
+    choices = tuple(PRESETS) if field.name == "model_preset" else field.metadata["flag"]["choices"]
+    if (field.name, text) in REFUSED_VALUES:
+        raise ValueError(REFUSED_VALUES[field.name, text])
+    if choices and text not in choices:
+        raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
+    reader = _layer_freq if field.name == "moe_layer_freq" else _READERS[value_type(field)]
+    return reader(_first_of_window(text) if field.name == "pre_tokens" else text)
+
+
+def _layer_freq(text: str) -> int | str:
+    """The number of ``--moe-layer-freq``, or its list in the form of ``as_runs``."""
+    if "[" in text:
+        return as_runs(layer_list(text))
+    if (number := _whole(text)) < 1:
+        raise ValueError("must be 1 or more")
+    return number
+
+
+_MOST_LAYERS = 20_000
+_LONGEST_TEXT = 100_000
+"""More than the text of a list of the most layers has."""
+
+
+def layer_list(text: str) -> tuple[int, ...]:
+    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
+
+    Raises ValueError if it is no such list, or a longer one than any model.
+    """
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError("is too long")
+    try:
+        found = _value(ast.parse(text.strip("\"' "), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = None
+    if not isinstance(found, list) or not found:
+        raise ValueError("must be a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3")
+    return tuple(found)
+
+
+def _value(node: ast.AST) -> list[int] | int:
+    """The list or number of an expression. Raises ValueError for what is neither."""
+    match node:
+        case ast.List(elts=elements) if all(isinstance(e, ast.Constant) and e.value in (0, 1) for e in elements):
+            return [1 if isinstance(element, ast.Constant) and element.value else 0 for element in elements]
+        case ast.Constant(value=int(number)) if 0 < number <= _MOST_LAYERS:
+            return number
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
+                found = first + second
+            elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
+                listed, times = (first, second) if isinstance(first, list) else (second, first)
+                assert isinstance(listed, list) and isinstance(times, int)
+                if len(listed) * times > _MOST_LAYERS:  # the list would take gigabytes
+                    raise ValueError
+                found = listed * times
+            else:
+                raise ValueError
+            if len(found) <= _MOST_LAYERS:
+                return found
+    raise ValueError
+
+
+def _first_of_window(text: str) -> str:
+    """The tokens before each, of Megatron-LM's ``--window-size`` with those before and after: N of N,0 or (N, 0)."""
+    before, comma, after = text.strip("()").partition(",")
+    if comma and after.strip() != "0":
+        raise ValueError(f"a causal model sees no token after its own: give {before},0")
+    return before
+
+
+_LARGEST = 2**53
+"""Up to here, whole numbers are exact as floats."""
+
+
+def _whole(text: str) -> int:
+    number = _number(text)
+    if abs(number) > _LARGEST:
+        raise ValueError(f"must be {_LARGEST} at most")
+    if number != int(number):
+        raise ValueError("must be a whole number")
+    # Through float only if there is a point or an exponent: large seeds would lose digits.
+    return int(text) if text.strip("+-").isdecimal() else int(number)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError("must be a finite number")
+    return number
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    return text
+
+
+_READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: _number, str: _text}

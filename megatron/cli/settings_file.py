@@ -5,7 +5,6 @@ written, so that none of YAML's guesses apply: ``1e-4`` is a number where the fl
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import yaml
@@ -22,7 +21,6 @@ _LONGEST = 4096
 """Characters of a value: as many as the name of a file may have."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_settings_file(path: str) -> list[Given]:
@@ -37,88 +35,78 @@ def read_settings_file(path: str) -> list[Given]:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
-    settings: list[Given] = []
-    lines: dict[str, int] = {}
     try:
-        for line, name, value in _pairs(path, text):
-            if (known := name.replace("_", "-")) in lines:
-                _refuse(path, line, f"{name} was already given in line {lines[known]}")
-            lines[known] = line
-            settings.append(Given(f"--{name}", value, f"{path}, line {line}"))
+        root = _Loader(path, text).get_single_node()
+    except yaml.composer.ComposerError as error:
+        _refuse(path, error.problem_mark, "a second document begins here: write one")
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        _refuse(path, mark.line + 1 if mark else 1, f"not YAML: {error.problem or error.context}")
+        _refuse(path, error.problem_mark or error.context_mark, f"not YAML: {error.problem or error.context}")
     except yaml.reader.ReaderError as error:
-        _refuse(path, text.count("\n", 0, error.position) + 1, f"not YAML: {error.reason}")
+        raise ConfigError(
+            f"{path}, line {text.count(chr(10), 0, error.position) + 1}: not YAML: {error.reason}"
+        ) from None
+    settings: list[Given] = []
+    marks: dict[str, yaml.Mark] = {}
+    for key, node in root.value if root else []:
+        if not _NAME.fullmatch(name := key.value):
+            problem = f"{_shown(name)} is not the name of a flag: write it without --, then a colon and a space"
+            _refuse(path, key.start_mark, problem)
+        if (known := name.replace("_", "-")) in marks:
+            _refuse(path, key.start_mark, f"{name} was already given in line {marks[known].line + 1}")
+        marks[known] = key.start_mark
+        settings.append(Given(f"--{name}", _value(path, name, node), f"{path}, line {node.start_mark.line + 1}"))
     if not settings:
         raise ConfigError(f"{path}: holds no settings: write lines of FLAG: VALUE")
     return settings
 
 
-def _pairs(path: str, text: str) -> Iterator[tuple[int, str, bool | str | list[str]]]:
-    """Line, name and value of each setting. Raises ConfigError and YAMLError."""
-    name: str | None = None
-    items: list[str] | None = None
-    for line, event in _plain_events(path, text):
-        if isinstance(event, yaml.SequenceStartEvent):
-            if name is None or items is not None:
-                _refuse(path, line, "a list is the value of one flag: write FLAG: [VALUE, VALUE]")
-            items = []
-        elif isinstance(event, yaml.SequenceEndEvent):
-            assert name is not None and items is not None, "the parser closes what it has opened"
-            if not items:
-                _refuse(path, line, f"{name} has no value: write one, or remove the line")
-            if flags := [item for item in items if is_flag(item)]:
-                _refuse(path, line, f"--{name}: {flags[0]!r} looks like a flag; write a value")
-            yield line, name, items
-            name, items = None, None
-        elif name is None:
-            name = _name(path, line, event.value)
-        elif items is None:
-            yield line, name, _value(path, line, name, event)
-            name = None
-        else:
-            value = _value(path, line, name, event)
-            items.append(value if isinstance(value, str) else event.value)
+class _Loader(yaml.SafeLoader):
+    """Composes the one mapping of names to texts or lists of texts that a file is. Raises ConfigError for all else."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(text)
+        self._path = path
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()
+        is_list, in_list = isinstance(event, yaml.SequenceStartEvent), isinstance(parent, yaml.SequenceNode)
+        problem = ""
+        if event.anchor:
+            problem = "anchors and aliases are not supported: write the value"
+        elif event.tag:
+            problem = f"the tag {_shown(event.tag)} is not supported: write only the value"
+        elif (parent is None) != isinstance(event, yaml.MappingStartEvent):
+            sections = "sections are not supported: write each flag in its own line, not indented"
+            problem = sections if parent else "not a setting: write lines of FLAG: VALUE"
+        elif is_list and (in_list or index is None):
+            problem = "a list is the value of one flag: write FLAG: [VALUE, VALUE]"
+        if problem:
+            _refuse(self._path, event.start_mark, problem)
+        return super().compose_node(parent, index)
 
 
-def _plain_events(path: str, text: str) -> Iterator[tuple[int, Any]]:
-    """Line and event of each text and list inside the one mapping that a file is. Raises ConfigError for all else."""
-    depth = documents = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            _refuse(path, line, "anchors and aliases are not supported: write the value")
-        if getattr(event, "tag", None):
-            _refuse(path, line, f"the tag {_shown(event.tag)} is not supported: write only the value")
-        documents += isinstance(event, yaml.DocumentStartEvent)
-        if documents > 1:
-            _refuse(path, line, "a second document begins here: write one")
-        if isinstance(event, yaml.MappingStartEvent):
-            depth += 1
-            if depth > 1:
-                _refuse(path, line, "sections are not supported: write each flag in its own line, not indented")
-        elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent, yaml.SequenceEndEvent)):
-            if not depth:
-                _refuse(path, line, "not a setting: write lines of FLAG: VALUE")
-            yield line, event
+def _value(path: str, name: str, node: yaml.Node) -> bool | str | list[str]:
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(path, name, node)
+    if not node.value:
+        _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
+    for item in node.value:
+        _scalar(path, name, item)
+        if is_flag(item.value):
+            _refuse(path, item.start_mark, f"--{name}: {item.value!r} looks like a flag; write a value")
+    return [item.value for item in node.value]
 
 
-def _name(path: str, line: int, text: str) -> str:
-    if not _NAME.fullmatch(text):
-        _refuse(path, line, f"{_shown(text)} is not the name of a flag: write it without --, then a colon and a space")
-    return text
-
-
-def _value(path: str, line: int, name: str, event: yaml.ScalarEvent) -> bool | str:
-    is_plain = event.implicit[0]
-    value = _CONSTANTS.get(event.value.lower(), event.value) if is_plain else event.value
+def _scalar(path: str, name: str, node: yaml.ScalarNode) -> bool | str:
+    value = _CONSTANTS.get(node.value.lower(), node.value) if node.style is None else node.value
     if value is None:
-        _refuse(path, line, f"{name} has no value: write one, or remove the line")
+        _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
     if isinstance(value, str) and not value.isprintable():
-        _refuse(path, line, f"{name}: {_shown(value)} has a character that is not printable: remove it")
-    if len(event.value) > _LONGEST:
-        _refuse(path, line, f"{name}: {len(event.value):,} characters: write at most {_LONGEST:,}")
+        problem = f"{name}: {_shown(value)} has a character that is not printable: remove it"
+        _refuse(path, node.start_mark, problem)
+    if len(node.value) > _LONGEST:
+        problem = f"{name}: {len(node.value):,} characters: write at most {_LONGEST:,}"
+        _refuse(path, node.start_mark, problem)
     return value
 
 
@@ -127,8 +115,8 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
-def _refuse(path: str, line: int, problem: str) -> NoReturn:
-    raise ConfigError(f"{path}, line {line}: {problem}")
+def _refuse(path: str, mark: yaml.Mark | None, problem: str) -> NoReturn:
+    raise ConfigError(f"{path}, line {mark.line + 1 if mark else 1}: {problem}") from None
 
 
 def settings_text(run: RunConfig) -> str:

@@ -88,7 +88,7 @@ class DataConfig:
     )
     train_data_path: tuple[str, ...] = _pretraining_flag(
         (),
-        "Data set or blend for training only, instead of --data-path and --split.",
+        "Data or blend for training only; no --split.",
         metavar=_BLEND,
         instead_of=("data_path", "split", "mock_data"),
     )
@@ -106,16 +106,14 @@ class DataConfig:
         False, "Train on synthetic data, computed from --seed: for speed tests without data and tokenizer files."
     )
     no_shared_disk: bool = _pretraining_flag(
-        False,
-        "Hosts share no disk: the first rank of each host builds index maps, instead of rank 0 only.",
-        aliases=("no-shared-storage",),
+        False, "Hosts share no disk: the first rank of each host builds index maps.", aliases=("no-shared-storage",)
     )
     data_impl: str = _pretraining_flag("infer", "Format of the data set.", choices=("mmap", "infer"))
     mmap_warmup: bool = _pretraining_flag(False, "Read the data set once at the start to warm the page cache.")
     num_workers: int = _pretraining_flag(2, "Number of data loader processes per rank.", within="[0, 1024]")
     seq_length: int = flag(
         0,
-        "Sequence length in tokens; of T5 in the encoder.",
+        "Tokens of a sample, or of T5's input.",
         aliases=("encoder-seq-length",),
         within="[1, 1073741824]",
         required=True,
@@ -151,10 +149,7 @@ class DataConfig:
         },
     )
     merge_file: str | None = flag(
-        None,
-        "Merges file of the BPE tokenizer (default: merges.txt or a similar name in the folder of --vocab-file).",
-        metavar="FILE",
-        instead_of=("tokenizer_model",),
+        None, "Merges of the BPE tokenizer (default: by --vocab-file).", metavar="FILE", instead_of=("tokenizer_model",)
     )
     tokenizer_model: str | None = flag(
         None,
@@ -185,10 +180,7 @@ class DataConfig:
         excludes={"eod_mask_loss": "the loss mask of the data set decides which tokens count"},
     )
     vocab_extra_ids: int = flag(
-        100,
-        "Sentinels added to the vocabulary, each of which stands for a span that was taken out of a sample.",
-        within="[0, 1048576]",
-        encoder_decoder="only",
+        100, "Sentinels in the vocabulary, one for each masked span.", within="[1, 1048576]", encoder_decoder="only"
     )
     mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", masked_lm=True)
     short_seq_prob: float = flag(

@@ -1,4 +1,4 @@
-"""The mixture of experts of a model: how many, in which layers, and how tokens are routed to them."""
+"""Additions to the linear layers of a model: a mixture of experts, and low-rank adapters (LoRA)."""
 
 import re
 from collections.abc import Sequence
@@ -48,9 +48,7 @@ class ExpertConfig:
         },
     )
     moe_router_pre_softmax: bool = _expert_flag(
-        False,
-        "Weigh the chosen experts by a softmax over all experts; by default it is over the chosen ones only "
-        "(Mixtral, Qwen3).",
+        False, "Weigh the chosen experts by a softmax over all experts, not over the chosen ones only."
     )
     moe_router_load_balancing_type: str = _expert_flag(
         "seq_aux_loss",
@@ -60,14 +58,14 @@ class ExpertConfig:
     )
     moe_aux_loss_coeff: float = _expert_flag(
         0.0,
-        "Weight of the load balancing loss; 0.01 is usual.",
+        "Weight of the balancing loss; 0.01 is usual.",
         aliases=("moe-loss-coeff",),
         within="[0, inf)",
         excludes=("moe_router_load_balancing_type=none",),
     )
     moe_z_loss_coeff: float = _expert_flag(
         0.0,
-        "Weight of the z loss, which keeps the router's logits small (arXiv 2202.08906); 0.001 is usual.",
+        "Weight of the z loss, which keeps router logits small (arXiv 2202.08906); usual: 0.001.",
         within="[0, inf)",
     )
     moe_router_dtype: str = _expert_flag("fp32", "Type in which the router computes.", choices=("fp32", "fp64"))
@@ -78,14 +76,10 @@ class ExpertConfig:
         within="(0, inf)",
     )
     moe_shared_expert_intermediate_size: int = _expert_flag(
-        0,
-        "Hidden size of an expert that computes every token in addition to the chosen ones (default: none).",
-        within="[1, 8388608]",
+        0, "Hidden size of an expert that computes every token in addition (default: none).", within="[1, 8388608]"
     )
     moe_grouped_gemm: bool = _expert_flag(
-        False,
-        "Multiply with the weights of all experts in one kernel, on CUDA in bf16. In fp16 and fp32, and on the CPU, "
-        "one expert is computed after the other.",
+        False, "Multiply with the weights of all experts in one kernel, on CUDA in bf16 only."
     )
     moe_per_layer_logging: bool = _expert_flag(
         False, "Log the load of each expert of each layer, of which tools/report.py makes a picture."
@@ -121,3 +115,49 @@ def as_runs(listed: Sequence[int]) -> str:
     if len(runs) > _MOST_RUNS:
         return f"[{','.join(str(int(value)) for value in listed)}]"
     return "+".join(f"[{value}]*{count}" for value, count in runs)
+
+
+LORA_TARGETS = {
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
+    "dense": ("o_proj",),
+    "dense_h_to_4h": ("gate_proj", "up_proj"),
+    "dense_4h_to_h": ("down_proj",),
+}
+"""Linear layers that can have an adapter, and the matrices of Llama's that each of them holds."""
+
+_adapter_flag = partial(flag, masked_lm=False, needs="lora_rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA)."""
+
+    lora_rank: int = flag(
+        0,
+        "Train only low-rank adapters of this rank (LoRA, arXiv 2106.09685); all other weights are frozen "
+        "(default: no adapters).",
+        within="[1, inf)",
+        masked_lm=False,
+        excludes={
+            "offload_param=nvme": "DeepSpeed would save checkpoints without the frozen weights",
+            "optimizer=muon": "it orthogonalizes the update of a full matrix, and A and B are factors of one",
+        },
+    )
+    lora_alpha: float = _adapter_flag(
+        16.0, "The output of an adapter is multiplied by this / --lora-rank.", within="(0, inf)"
+    )
+    lora_dropout: float = _adapter_flag(0.0, "Dropout probability of the input of adapters.", within="[0, 1)")
+    lora_target: tuple[str, ...] = _adapter_flag(
+        (),
+        "Linear layers that have an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or the names of the "
+        "same matrices in models of the Llama family, such as q_proj k_proj v_proj (default: all four).",
+        metavar="NAME ...",
+    )
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The linear layers that have an adapter."""
+        if not self.lora_rank:
+            return ()
+        chosen = set(self.lora_target)
+        return tuple(name for name, parts in LORA_TARGETS.items() if not chosen or chosen & {name, *parts})

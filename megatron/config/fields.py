@@ -6,7 +6,13 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 Relations: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
-"""Conditions on other flags, maybe with the reason of each."""
+"""Conditions on other flags, maybe with the reason of each.
+
+A flag can, or cannot, be combined with those of ``needs`` and ``excludes``; without those of ``ignored_without`` it has
+no effect, which is a warning. A condition is the name of a field, which holds if its value is not the default, a field
+with values (``zero_stage=2|3``), or several with ``or``. Before it may stand the values of the flag itself that it is
+for: ``nvme: zero_stage=3``. Of the conditions that a flag needs only the first that does not hold is reported.
+"""
 
 
 def flag(
@@ -35,13 +41,8 @@ def flag(
     to both. Models with an encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have
     this one, too ("also"), that no other model has it ("only"), or that they have not ("not").
 
-    ``needs`` and ``excludes`` are the conditions with which the flag can, or cannot, be combined; without those of
-    ``ignored_without`` it has no effect, which is a warning. A condition is the name of a field, which holds if its
-    value is not the default, a field with values (``zero_stage=2|3``), or several with ``or``. Before a condition may
-    stand the values of the flag itself that it is for: ``nvme: zero_stage=3``. A mapping gives the reason of each. Of
-    the conditions that a flag needs only the first that does not hold is reported.
-
-    ``instead_of`` names fields of which only one may be provided.
+    For ``needs``, ``ignored_without`` and ``excludes`` see ``Relations``; ``instead_of`` names fields of which only one
+    may be provided.
     """
     metadata = {
         "help": help,

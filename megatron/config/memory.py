@@ -60,9 +60,7 @@ class ZeroConfig:
         within="[0, 3]",
     )
     zero_reduce_scatter: bool = _zero_flag(
-        True,
-        "Reduce-scatter gradients instead of all-reducing them; enabled by default.",
-        switches={"no-zero-reduce-scatter": False},
+        True, "Reduce-scatter gradients, not all-reduce; on by default.", switches={"no-zero-reduce-scatter": False}
     )
     zero_contiguous_gradients: bool = _zero_flag(
         True,
@@ -87,15 +85,14 @@ class ZeroConfig:
         excludes={"pipe_parallel_size": "a pipeline reduces gradients after its last micro-batch"},
     )
     zero_round_robin_gradients: bool = flag(
-        False,
-        "Distribute gradients over ranks in turn, so that all ranks copy at the same time (stages 1 and 2).",
-        needs="zero_stage=1|2",
+        False, "Distribute gradients over ranks in turn: all ranks copy at the same time.", needs="zero_stage=1|2"
     )
     zero_coalesce_grad_reduction: bool = flag(
         False,
         "Accumulate the gradients of all micro-batches on each rank, and reduce them once per step (stages 2 and 3): "
         "less communication, and the memory of unsharded gradients.",
         needs={"zero_stage=2|3": "the other stages reduce gradients once per step in any case"},
+        excludes={"grad_accum_dtype=fp32": "gradients are added up in the type of the weights"},
     )
     offload_optimizer: str = flag(
         "none",
@@ -112,10 +109,7 @@ class ZeroConfig:
         needs=("zero_stage=3", "nvme: nvme_path"),
     )
     nvme_path: str | None = flag(
-        None,
-        "Folder on the NVMe device for offloaded state.",
-        metavar="DIR",
-        needs="offload_optimizer=nvme or offload_param=nvme",
+        None, "NVMe folder for offloaded state.", metavar="DIR", needs="offload_optimizer=nvme or offload_param=nvme"
     )
     offload_pin_memory: bool = flag(
         True,
@@ -125,7 +119,7 @@ class ZeroConfig:
     )
     cpu_torch_adam: bool = flag(
         False,
-        "Use torch's Adam instead of DeepSpeedCPUAdam.",
+        "Torch's Adam, not DeepSpeedCPUAdam.",
         aliases=("use-torch-optimizer-for-cpu-offload",),
         needs="offload_optimizer",
     )
@@ -147,7 +141,7 @@ class ActivationConfig:
 
     checkpoint_activations: bool = flag(
         False,
-        "Checkpoint activations: keep the inputs of layers only, and recompute the rest in the backward pass.",
+        "Keep only the inputs of layers, and recompute the rest in the backward pass.",
         aliases=("deepspeed-activation-checkpointing",),
     )
     recompute_granularity: str | None = flag(

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.config.adapters import AdapterConfig
-from megatron.config.experts import ExpertConfig, as_runs
+from megatron.config.experts import AdapterConfig, ExpertConfig, as_runs
 from megatron.config.fields import derived, flag
 from megatron.config.positions import PositionConfig
 
@@ -13,23 +12,17 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     """Network size, regularization and kernels."""
 
     model_preset: str | None = flag(
-        None,
-        "A published model by name: its sizes, --seq-length and kinds of layers. Flags that are given replace its "
-        "values.",
-        metavar="NAME",
+        None, "A published model by name: sizes, --seq-length, kinds of layers; other flags win.", metavar="NAME"
     )
     num_layers: int = flag(
         0,
-        "Number of transformer layers; of T5 in the encoder.",
+        "Transformer layers; T5: of the encoder.",
         aliases=("encoder-num-layers",),
         within="[1, 20000]",
         required=True,
     )
     decoder_num_layers: int = flag(
-        0,
-        "Number of layers of the decoder (default: as many as the encoder).",
-        within="[1, 20000]",
-        encoder_decoder="only",
+        0, "Layers of the decoder (default: as many as the encoder).", within="[1, 20000]", encoder_decoder="only"
     )
     hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, 1048576]", required=True)
     num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, 1048576]", required=True)
@@ -42,26 +35,17 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         masked_lm=False,
     )
     group_query_attention: bool = flag(
-        False,
-        "Grouped-query attention; --num-query-groups is enough to select it.",
-        masked_lm=False,
-        needs="num_query_groups",
+        False, "Grouped-query attention; --num-query-groups selects it.", masked_lm=False, needs="num_query_groups"
     )
     kv_channels: int = flag(0, "Size of a head (default: hidden size / heads).", within="[1, 1048576]")
     ffn_hidden_size: int = flag(
         0, "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).", within="[1, 8388608]"
     )
     swiglu: bool = flag(
-        False,
-        "Gate the MLP with SiLU instead of GELU: SiLU(gate) x up (arXiv 2002.05202).",
-        masked_lm=False,
-        excludes=("openai_gelu", "bias_gelu_fusion"),
+        False, "Gate the MLP with SiLU: SiLU(gate) x up.", masked_lm=False, excludes=("openai_gelu", "bias_gelu_fusion")
     )
     geglu: bool = flag(
-        False,
-        "Gate the MLP with GELU: GELU(gate) x up (arXiv 2002.05202).",
-        encoder_decoder="only",
-        excludes=("bias_gelu_fusion",),
+        False, "Gate the MLP with GELU: GELU(gate) x up.", encoder_decoder="only", excludes=("bias_gelu_fusion",)
     )
     normalization: str = flag(
         "LayerNorm", "Kind of the norms.", choices=("LayerNorm", "RMSNorm"), masked_lm=False, encoder_decoder="also"
@@ -74,30 +58,21 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         False, "A bias for queries, keys and values in spite of --disable-bias-linear (Qwen2).", masked_lm=False
     )
     untie_embeddings_and_output_weights: bool = flag(
-        False,
-        "A separate output projection, instead of the word embedding.",
-        masked_lm=False,
-        encoder_decoder="also",
+        False, "A separate output projection.", masked_lm=False, encoder_decoder="also"
     )
     make_vocab_size_divisible_by: int = flag(
-        128,
-        "Pad the vocabulary size to a multiple of this value times the tensor-parallel size.",
-        within="[1, 1073741824]",
+        128, "Pad the vocabulary to a multiple of this times the tensor-parallel size.", within="[1, 1073741824]"
     )
     layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",), within="(0, inf)")
     apply_residual_connection_post_layernorm: bool = flag(
-        False,
-        "Use the output of the layer norm for the residual connection, instead of its input.",
-        encoder_decoder="not",
+        False, "Take the residual from the output of the layer norm, not from its input.", encoder_decoder="not"
     )
     openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation.")
     bias_gelu_fusion: bool = flag(
         False, "Fuse bias and GELU of the MLP into one kernel (torch.compile).", switches={"no-bias-gelu-fusion": False}
     )
     bias_dropout_fusion: bool = flag(
-        False,
-        "Fuse bias, dropout and residual addition into one kernel (torch.compile).",
-        switches={"no-bias-dropout-fusion": False},
+        False, "Fuse bias, dropout and residual addition (torch.compile).", switches={"no-bias-dropout-fusion": False}
     )
     compile: bool = flag(
         False,
@@ -114,10 +89,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         "only the input is kept, and the forward pass is repeated in the backward pass.",
     )
     tiled_mlp_num_shards: int = flag(
-        0,
-        "Number of parts of --tiled-mlp (default: as many as there are parts of --hidden-size tokens).",
-        within="[1, inf)",
-        needs="tiled_mlp",
+        0, "Parts of --tiled-mlp (default: of --hidden-size tokens each).", within="[1, inf)", needs="tiled_mlp"
     )
     gradient_accumulation_fusion: bool = flag(
         False,
@@ -126,9 +98,8 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         needs={"gradient_accumulation_steps": "it adds the gradients of micro-batches"},
         excludes={
             "compile": "torch's compiler cannot see a gradient change that it does not compute",
-            "zero_stage=2|3": "DeepSpeed moves gradients after each micro-batch",
-            "zero_overlap_comm": "DeepSpeed moves gradients after each micro-batch",
-            "offload_optimizer": "DeepSpeed moves gradients after each micro-batch",
+            "grad_accum_dtype=fp32": "gradients are added up in the type of the weights",
+            "zero_stage=2|3 or zero_overlap_comm or offload_optimizer": "DeepSpeed moves gradients before a step ends",
         },
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
@@ -139,7 +110,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     fused_kernels: str = flag(
         "auto",
-        "Implementation of layer norm and Adam; auto uses apex if CUDA and apex are available, and torch otherwise.",
+        "Implementation of layer norm and Adam; auto: apex if available, or torch.",
         choices=("auto", "apex", "torch"),
     )
     attention_dropout: float = flag(0.1, "Dropout probability of the attention weights.", within="[0, 1)")
@@ -159,10 +130,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         False, "Initialize weights on the CPU, so that they are the same on any device."
     )
     shape_order: str = flag(
-        "BSH",
-        "Dimension order of hidden states between layers: B batch, S sequence, H hidden.",
-        choices=("BSH", "SBH"),
-        encoder_decoder="not",
+        "BSH", "Order of hidden states: batch, sequence, hidden size.", choices=("BSH", "SBH"), encoder_decoder="not"
     )
     pre_tokens: int = flag(
         65536,
@@ -180,10 +148,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         masked_lm=False,
     )
     fp32_residual_connection: bool = flag(
-        False,
-        "Keep the residual connection in fp32 when weights are in half precision.",
-        encoder_decoder="not",
-        needs="bf16 or fp16",
+        False, "Residual connection of half-precision models in fp32.", encoder_decoder="not", needs="bf16 or fp16"
     )
     architecture: str = derived("GPT-2")
     """Name of its spec among ``megatron.model.spec.ARCHITECTURES``."""

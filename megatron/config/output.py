@@ -26,11 +26,10 @@ class CheckpointConfig:
         "Number of iterations between snapshots: the state in host memory, of each rank on its own host and on the "
         "next one, from which the run resumes after a fault if it is newer than the checkpoint on disk.",
         within="[1, inf)",
-        needs="save",
+        needs={"save": "", "auto_resume or load": "the next start uses the newest snapshot"},
         excludes={
             "no_save_optim": "a run that continues after a fault needs the state of the optimizer",
-            "offload_optimizer=nvme": "its state is in files of its host",
-            "offload_param=nvme": "its state is in files of its host",
+            "offload_optimizer=nvme or offload_param=nvme": "its state is in files of its host",
         },
     )
     snapshot_dir: str = flag(
@@ -43,15 +42,10 @@ class CheckpointConfig:
         None, "Also keep checkpoints of iterations divisible by this value.", within="[1, inf)", needs="keep_last"
     )
     on_save_error: str = flag(
-        "stop",
-        "Whether training stops or continues if a checkpoint cannot be written.",
-        choices=("stop", "continue"),
-        needs="save",
+        "stop", "What training does if a checkpoint cannot be written.", choices=("stop", "continue"), needs="save"
     )
     load: str | None = flag(
-        None,
-        "Folder to load a checkpoint from. If it equals --save and is empty, training starts from scratch.",
-        metavar="DIR",
+        None, "Folder to load a checkpoint from; if it is --save, and empty, training starts anew.", metavar="DIR"
     )
     load_hf: str | None = flag(
         None,
@@ -62,9 +56,7 @@ class CheckpointConfig:
         excludes={"load": "weights have one source", "model_preset": "the folder describes its model"},
     )
     load_strict: bool = flag(
-        False,
-        "Refuse to load a broken checkpoint, instead of falling back to the newest complete one.",
-        needs="load or auto_resume",
+        False, "Refuse a broken checkpoint, instead of loading the newest complete one.", needs="load or auto_resume"
     )
     auto_resume: bool = flag(
         False,
@@ -76,9 +68,7 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, "Do not load random number generator states.")
     finetune: bool = flag(False, "Load weights only, and start at iteration 0.", needs="load")
     override: bool = flag(
-        False,
-        "Resume even if data, tokenizer, batch size, learning rate or other settings differ from the checkpoint's.",
-        needs="load",
+        False, "Resume even if data, tokenizer, batch size or others differ from the checkpoint's.", needs="load"
     )
 
 
@@ -125,9 +115,7 @@ class LoggingConfig:
     )
     verbose: bool = flag(False, "Show DeepSpeed's own output.")
     explain: bool = flag(
-        False,
-        "Print the layout, the rank groups, the DeepSpeed config and the result of every rule, and exit.",
-        excludes=("dry_run",),
+        False, "Print layout, rank groups, DeepSpeed config and the result of all rules; exit.", excludes=("dry_run",)
     )
     dry_run: bool = flag(
         False, "Build the layers of some ranks on the meta device, print their parameters, groups and memory, and exit."
@@ -156,28 +144,28 @@ class ObserveConfig:
         metavar="DIR",
     )
     trace_steps: str = flag(
-        "2:4",
-        "First and last iteration to trace, counted from the start of this process.",
-        metavar="A:B",
-        needs="trace",
+        "2:4", "First and last iteration to trace, from the start of this process.", metavar="A:B", needs="trace"
     )
     profile_steps: str | None = flag(
-        None, "First and last iteration to profile with torch's profiler, counted likewise.", metavar="A:B"
+        None, "First and last iteration of torch's profiler, likewise.", metavar="A:B", needs="profile_dir or trace"
     )
     flops_profile_step: int | None = flag(
         None,
         "Iteration to profile with DeepSpeed's FLOPs profiler (not with a pipeline).",
         within="[1, inf)",
+        needs="profile_dir or trace",
         excludes={
             "pipe_parallel_size": "the pipeline engine writes no profile; --explain prints the FLOPs of each stage"
         },
     )
-    profile_dir: str | None = flag(None, "Folder for profiles (default: --trace).", metavar="DIR")
-    run_dir: str | None = flag(
+    profile_dir: str | None = flag(
         None,
-        "Folder for tools/report.py: run.json with configuration and environment, and metrics.jsonl unless "
-        "--metrics-file is given.",
+        "Folder for profiles (default: --trace).",
         metavar="DIR",
+        needs="profile_steps or flops_profile_step or trace",
+    )
+    run_dir: str | None = flag(
+        None, "Folder for tools/report.py: configuration, environment and metrics of the run.", metavar="DIR"
     )
 
     @property

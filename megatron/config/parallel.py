@@ -6,6 +6,11 @@ from megatron.config.fields import derived, flag
 
 SCHEDULES = ("1f1b", "interleaved", "zbh1", "zbv", "dualpipev")
 """Choices of --pipeline-schedule."""
+_NO_COMPLETE_SAMPLE = {
+    "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
+    "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
+}
+"""What excludes ranks that have a part of each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +97,14 @@ class ParallelConfig:
         "DeepSpeed-Ulysses: number of ranks over which the sequence of each sample is split; around attention they "
         "exchange parts of the sequence for attention heads. With --context-parallel-size they split its parts.",
         within="[1, 1048576]",
-        excludes={
-            "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
-            "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
-        },
+        excludes=_NO_COMPLETE_SAMPLE,
     )
     context_parallel_size: int = flag(
         1,
         "Context parallelism: number of ranks over which the sequence of each sample is split, attention included. "
         "--cp-comm-type selects how the ranks communicate.",
         within="[1, 1048576]",
-        excludes={
-            "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
-            "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
-        },
+        excludes=_NO_COMPLETE_SAMPLE,
     )
     cp_comm_type: str = flag(
         "p2p",
@@ -117,10 +116,7 @@ class ParallelConfig:
         needs="context_parallel_size",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
-        (),
-        "Ranks of an a2a group, and ranks of a ring. Their product is --context-parallel-size.",
-        metavar="A2A P2P",
-        needs="cp_comm_type=a2a+p2p",
+        (), "Ranks of an a2a group, and of a ring of such groups.", metavar="A2A P2P", needs="cp_comm_type=a2a+p2p"
     )
     expert_model_parallel_size: int = flag(
         1,
@@ -133,18 +129,17 @@ class ParallelConfig:
             "zero_stage=3": "DeepSpeed divides weights among all data-parallel ranks, which have different experts",
             "offload_optimizer": "DeepSpeed computes the gradient norm of experts by code that is not tested here",
             "optimizer=adafactor": "its state depends on the ranks",
+            "zero_reduce_scatter or zero_contiguous_gradients": "DeepSpeed's other code for experts is not tested",
         },
     )
     expert_tensor_parallel_size: int = flag(
         0,
-        "Number of ranks over which each expert is split; as many as --model-parallel-size, which is the default.",
+        "Ranks that split an expert: as many as --model-parallel-size (default).",
         within="[1, 1048576]",
         masked_lm=False,
     )
     distributed_backend: str | None = flag(
-        None,
-        "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU, else DeepSpeed's for the accelerator).",
-        choices=("nccl", "gloo"),
+        None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
         30.0, "Timeout in minutes of collectives, in every process group, and of the start.", within="[0.01, 525600]"
@@ -153,9 +148,7 @@ class ParallelConfig:
         None, "Set by the launcher: the local rank of this process on its host.", within="[0, inf)"
     )
     world_size: int = flag(
-        1,
-        "With --explain or --dry-run: number of processes of the run; otherwise the launcher sets it.",
-        within="[1, 1048576]",
+        1, "With --explain or --dry-run: number of processes, which else the launcher sets.", within="[1, 1048576]"
     )
     elastic_layout: bool = flag(
         False,

@@ -43,9 +43,7 @@ class PositionConfig:
     )
     rotary_percent: float = _rotary_flag(1.0, "Share of each head's dimensions that is rotated.", within="(0, 1]")
     use_rope_scaling: bool = _rotary_flag(
-        False,
-        "Scale the long wavelengths of the rotation by Llama 3.1's rule.",
-        excludes=("position_embedding_type=yarn",),
+        False, "Scale the long wavelengths of RoPE by Llama 3.1's rule.", excludes=("position_embedding_type=yarn",)
     )
     rope_scaling_factor: float = flag(
         8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False, needs="use_rope_scaling"
@@ -63,19 +61,13 @@ class PositionConfig:
         0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)"
     )
     yarn_beta_fast: float = _yarn_flag(
-        32.0,
-        "Dimensions that turn this often or more within the original length keep their wavelength.",
-        within="(0, inf)",
+        32.0, "Dimensions that turn this often or more in that length keep their wavelength.", within="(0, inf)"
     )
     yarn_beta_slow: float = _yarn_flag(
-        1.0,
-        "Dimensions that turn this often or less within the original length are interpolated by YaRN's full factor.",
-        within="(0, inf)",
+        1.0, "Dimensions that turn at most this often in it are interpolated by the full factor.", within="(0, inf)"
     )
     yarn_mscale: float = _yarn_flag(
-        1.0,
-        "Queries and keys are multiplied by 0.1 x this x ln(factor) + 1, divided by the same of --yarn-mscale-all-dim.",
-        within="[0, inf)",
+        1.0, "Scale queries and keys by 0.1 x this x ln(factor) + 1, over --yarn-mscale-all-dim's.", within="[0, inf)"
     )
     yarn_mscale_all_dim: float = _yarn_flag(0.0, "See --yarn-mscale.", within="[0, inf)")
     yarn_correction_range_round_to_int: bool = _yarn_flag(
@@ -84,9 +76,7 @@ class PositionConfig:
         switches={"no-yarn-correction-range-round-to-int": False},
     )
     max_position_embeddings: int = flag(
-        0,
-        "Longest sequence, and rows of a learned table of positions (default: the sequence length).",
-        within="[1, 1073741824]",
+        0, "Longest sequence, and rows of a table of positions (default: --seq-length).", within="[1, 1073741824]"
     )
 
     @property

@@ -34,34 +34,19 @@ class OptimConfig:
     )
     lr_decay_iters: int | None = flag(None, "Number of iterations of the decay (default: all).", within="[1, inf)")
     lr_decay_samples: int | None = flag(
-        None,
-        "Number of samples of the decay, instead of iterations.",
-        within="[1, inf)",
-        instead_of=("lr_decay_iters",),
+        None, "Samples of the decay, instead of iterations.", within="[1, inf)", instead_of=("lr_decay_iters",)
     )
     lr_warmup_fraction: float = flag(
-        0.01,
-        "Fraction of the decay iterations used for linear warm-up.",
-        name="warmup",
-        aliases=("lr-warmup-fraction",),
-        within="[0, 1]",
+        0.01, "Share of the decay that is warm-up.", name="warmup", aliases=("lr-warmup-fraction",), within="[0, 1]"
     )
     lr_warmup_iters: int | None = flag(
-        None,
-        "Number of warm-up iterations, instead of a fraction.",
-        within="[0, inf)",
-        instead_of=("lr_warmup_fraction",),
+        None, "Warm-up iterations, instead of a fraction.", within="[0, inf)", instead_of=("lr_warmup_fraction",)
     )
     lr_warmup_samples: int | None = flag(
-        None,
-        "Number of warm-up samples, instead of iterations.",
-        within="[0, inf)",
-        instead_of=("lr_warmup_fraction", "lr_warmup_iters"),
+        None, "Warm-up samples instead.", within="[0, inf)", instead_of=("lr_warmup_fraction", "lr_warmup_iters")
     )
     lr_wsd_decay_style: str = flag(
-        "exponential",
-        "Style of the decay phase of WSD (warmup, stable, decay).",
-        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        "exponential", "Style of the decay phase of WSD.", choices=("linear", "cosine", "exponential", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = flag(
         None, "Number of iterations of WSD's decay phase.", within="[1, inf)", needs="lr_decay_style=WSD"
@@ -102,14 +87,10 @@ class OptimConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = _muon_flag(
-        1.0,
-        "Another factor of Muon's update; with 0.2 and the spectral mode it is as large as an update of Adam.",
-        within="(0, inf)",
+        1.0, "Another factor of Muon's update; 0.2 makes a spectral one as large as Adam's.", within="(0, inf)"
     )
     muon_split_qkv: bool = _muon_flag(
-        True,
-        "Orthogonalize queries, keys and values as three matrices (default: true).",
-        switches={"muon-no-split-qkv": False},
+        True, "Orthogonalize queries, keys, values separately (default: true).", switches={"muon-no-split-qkv": False}
     )
     override_lr_scheduler: bool = flag(
         False,
@@ -118,9 +99,7 @@ class OptimConfig:
         excludes=("use_checkpoint_lr_scheduler",),
     )
     use_checkpoint_lr_scheduler: bool = flag(
-        False,
-        "On resume, use the learning-rate schedule of the checkpoint instead of the command line's.",
-        aliases=("use-checkpoint-opt_param-scheduler",),
+        False, "Resume with the checkpoint's learning-rate schedule.", aliases=("use-checkpoint-opt_param-scheduler",)
     )
 
     def decay_steps(self, train: "TrainConfig") -> int:
@@ -158,11 +137,7 @@ class TrainConfig:
         within="[1, 1048576]",
     )
     gradient_accumulation_steps: int = flag(
-        1,
-        "Gradient accumulation steps: number of micro-batches per iteration.",
-        name="gas",
-        aliases=("gradient-accumulation-steps",),
-        within="[1, 1048576]",
+        1, "Micro-batches per iteration.", name="gas", aliases=("gradient-accumulation-steps",), within="[1, 1048576]"
     )
     global_batch_size: int = flag(
         0, "Samples per iteration: micro-batch size x gas x data-parallel size.", within="[1, 1073741824]"
@@ -195,10 +170,7 @@ class TrainConfig:
         pretraining=True,
     )
     train_samples: int | None = flag(
-        None,
-        "Number of training samples, instead of iterations.",
-        within="[1, 10000000000000]",
-        instead_of=("train_iters",),
+        None, "Training samples, instead of iterations.", within="[1, 10000000000000]", instead_of=("train_iters",)
     )
     exit_interval: int | None = flag(
         None, "Save and exit after an iteration divisible by this value.", within="[1, inf)"
@@ -214,26 +186,18 @@ class TrainConfig:
     )
     rewind_on_spike: bool = flag(
         False,
-        "At a spike of the loss, or after --max-consecutive-bad-steps, rewind to the newest checkpoint in --save and "
-        "skip the samples that caused it.",
+        "After a loss spike or bad steps, go back to the newest checkpoint, and skip the data.",
         needs="save_interval",
     )
     spike_factor: float = flag(
-        2.0,
-        "A loss of this many times the mean of the last 20 losses is a spike.",
-        within="(1, inf)",
-        needs="rewind_on_spike",
+        2.0, "A loss of this many times the mean of the last 20 is a spike.", within="(1, inf)", needs="rewind_on_spike"
     )
     eval_iters: int = flag(
-        100,
-        "Number of global batches per evaluation; 0 disables it (default: a tenth of the iterations, 1 to 100).",
-        within="[0, 10000000]",
+        100, "Batches per evaluation, or 0 (default: a tenth of --train-iters, 1 to 100).", within="[0, 10000000]"
     )
     eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
     skip_train: bool = flag(
-        False,
-        "Do not train: evaluate the checkpoint of --load on the validation and the test split, and exit.",
-        pretraining=True,
+        False, "Evaluate the checkpoint of --load on the validation and test splits, and exit.", pretraining=True
     )
     seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
     batch_steps: Steps = derived(())

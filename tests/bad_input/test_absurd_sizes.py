@@ -62,7 +62,7 @@ def test_the_length_of_a_run_takes_no_memory(words: str) -> None:
 
 
 def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.cli.deepspeed_json.compile.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.cli.deepspeed_json.find_spec", lambda name: None)
     (path := tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
     (line,) = complaints(f"--deepspeed_config {path}")
     assert line.startswith("wandb.enabled true needs wandb, which is not installed: ")

@@ -8,7 +8,7 @@ import pytest
 from support.command_lines import complaints, parse
 
 from megatron.cli.flags import read_flags
-from megatron.cli.values import layer_list
+from megatron.cli.provided import layer_list
 from megatron.config import ModelConfig
 from megatron.config.experts import as_runs
 

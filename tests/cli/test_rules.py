@@ -9,7 +9,7 @@ from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
 
 from megatron.cli import parse_run
 from megatron.cli.validation import RULES, violations
-from megatron.cli.validation.relations import condition
+from megatron.cli.validation.rules import condition
 from megatron.common.errors import ConfigError
 from megatron.config import flag_fields, sections
 

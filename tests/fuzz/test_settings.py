@@ -12,7 +12,8 @@ from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged, outcome, s
 
 from megatron.cli import parse_run
 from megatron.cli.deepspeed_json.file import TOP_KEYS
-from megatron.cli.parser import names_of, value_type
+from megatron.cli.parser import names_of
+from megatron.cli.provided import value_type
 from megatron.config import sections
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select

@@ -16,7 +16,9 @@ from megatron.checkpoint.huggingface import divided, joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.config.model import padded_vocabulary
 from megatron.engines.containers import sequential_model
-from megatron.model.huggingface.llama import family_of, read_config, source_shapes, write_config
+from megatron.model.huggingface import config_of as read_config
+from megatron.model.huggingface import source_shapes, write_config
+from megatron.model.huggingface.llama import family_of
 from megatron.model.rotary import frequencies, rotation_tables
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.inspection import find

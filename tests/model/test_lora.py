@@ -13,7 +13,8 @@ from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface.llama import read_config, source_shapes
+from megatron.model.huggingface import config_of as read_config
+from megatron.model.huggingface import source_shapes
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.convert.lora import merged, write_peft

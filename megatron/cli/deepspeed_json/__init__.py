@@ -1,1 +1,322 @@
-"""DeepSpeed's JSON config: its file, the settings that also have a flag, and the config of a run compiled from both."""
+"""The DeepSpeed config of a run: what the flags and a JSON file (see ``file``) say of it, compiled into one.
+
+A setting with both a flag and a key may be provided in either place; in both, the values must be equal.
+Keys without a flag are passed on unchanged.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.cli.deepspeed_json.file import DEFAULT_OPTIMIZER, MAX_GRAD_NORM, OPTIMIZERS, optimizer_name
+from megatron.cli.provided import Provided
+from megatron.config import RunConfig, flag_value
+from megatron.model.partition import inputs_in_flight
+
+KeyPath = tuple[str | int, ...]
+"""Where a value is in a config; a number is an index of a list."""
+
+ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _or_default(value: Any) -> Any:
+    return value or None
+
+
+def _optimizer_flag(type_: str) -> str:
+    """The value of --optimizer for an "optimizer.type"; AdamW is what ``adam`` means, and Adam the same by default."""
+    return type_.lower().replace("adamw", "adam")
+
+
+def optimizer_type(name: str) -> str:
+    """The key of OPTIMIZERS for a value of --optimizer."""
+    return {"adam": DEFAULT_OPTIMIZER, "sgd": "SGD"}.get(name, name.title())
+
+
+class Setting(NamedTuple):
+    """A setting with a flag and a key."""
+
+    field: str
+    key: KeyPath
+    read: Callable[[Any], Any] = _same
+    """Converts the JSON value to the field's."""
+    write: Callable[[Any], Any] = _same
+    """Converts the field's value to the JSON value; None is left to DeepSpeed."""
+    allowed: Callable[[RunConfig], bool] = lambda run: True
+    """Whether it may be written at all."""
+    optimizer: str | None = None
+    """The optimizer, as in --optimizer, without which the key is of another setting."""
+
+
+def _offload_settings(offload: str) -> list[Setting]:
+    """Settings of the section ``offload``. The two offload sections share their flags."""
+    return [
+        Setting(offload, (ZERO, offload, "device"), write=lambda device: None if device == "none" else device),
+        Setting("nvme_path", (ZERO, offload, "nvme_path"), allowed=lambda run: getattr(run.zero, offload) == "nvme"),
+        Setting(
+            "offload_pin_memory",
+            (ZERO, offload, "pin_memory"),
+            write=lambda pinned: None if pinned else False,
+            allowed=lambda run: getattr(run.zero, offload) != "none",
+        ),
+    ]
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("global_batch_size", ("train_batch_size",), read=int),
+    Setting("micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
+    Setting("gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
+    Setting("clip_grad", (*PARAMS, MAX_GRAD_NORM), read=float, allowed=lambda run: False),
+    Setting("clip_grad", ("gradient_clipping",), read=float),
+    Setting("fp16", ("fp16", "enabled"), write=_or_default),
+    # A static scale of 0 asks for a dynamic one.
+    Setting("loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
+    Setting(
+        "initial_loss_scale",
+        ("fp16", "initial_scale_power"),
+        read=lambda power: 2.0**power,
+        write=lambda scale: round(math.log2(scale)),
+    ),
+    Setting("loss_scale_window", ("fp16", "loss_scale_window"), int),
+    Setting("hysteresis", ("fp16", "hysteresis"), int),
+    Setting("min_scale", ("fp16", "min_loss_scale"), write=int),
+    Setting("bf16", ("bf16", "enabled"), write=_or_default),
+    Setting(
+        "fp32_allreduce",
+        ("communication_data_type",),
+        read=lambda dtype: dtype == "fp32",
+        write=lambda enabled: "fp32" if enabled else None,
+    ),
+    Setting("grad_accum_dtype", ("data_types", "grad_accum_dtype")),
+    Setting("zero_stage", (ZERO, "stage"), read=int),
+    Setting("zero_reduce_scatter", (ZERO, "reduce_scatter")),
+    Setting("zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
+    Setting("zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, lambda size: int(size) or None),
+    Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, lambda size: int(size) or None),
+    Setting("zero_overlap_comm", (ZERO, "overlap_comm")),
+    Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_or_default),
+    *_offload_settings("offload_optimizer"),
+    *_offload_settings("offload_param"),
+    Setting("partition_activations", (RECOMPUTE, "partition_activations")),
+    Setting("contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization")),
+    Setting("checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
+    Setting("synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
+    Setting("profile_backward", (RECOMPUTE, "profile")),
+    Setting("optimizer", ("optimizer", "type"), read=_optimizer_flag, write=optimizer_type),
+    Setting("lr", (*PARAMS, "lr"), read=float),
+    Setting("adam_beta1", (*PARAMS, "betas", 0), read=float),
+    Setting("adam_beta2", (*PARAMS, "betas", 1), read=float),
+    Setting("adam_eps", (*PARAMS, "eps"), read=float),
+    Setting("weight_decay", (*PARAMS, "weight_decay"), read=float),
+    Setting("sgd_momentum", (*PARAMS, "momentum"), read=float, optimizer="sgd"),
+    Setting("muon_momentum", (*PARAMS, "momentum"), read=float, optimizer="muon"),
+)
+
+
+def read_settings(tree: Mapping[str, Any], path: str) -> dict[str, Provided]:
+    """The settings that the config in the file ``path`` provides, by field. Of two keys with one, the last counts."""
+
+    def provided(key: KeyPath, value: Any, read: Callable[[Any], Any] = _same) -> Provided:
+        name = ".".join(part for part in key if isinstance(part, str))
+        return Provided(read(value), f"{name} {json.dumps(value)} in {path}")
+
+    optimizer = value_at(tree, ("optimizer", "type"))
+    settings = {
+        setting.field: provided(setting.key, value, setting.read)
+        for setting in SETTINGS
+        if (value := value_at(tree, setting.key)) is not None
+        and setting.optimizer in (None, optimizer and _optimizer_flag(optimizer))
+    }
+    torch_adam = value_at(tree, key := (*PARAMS, "torch_adam"))
+    offloads = "offload_optimizer" in settings and settings["offload_optimizer"].value != "none"
+    # Without offload torch's Adam is the default; the flag is for an offloaded step only.
+    if torch_adam is False or (torch_adam and offloads):
+        settings["cpu_torch_adam"] = provided(key, torch_adam)
+    return settings
+
+
+def value_at(tree: Any, key: KeyPath) -> Any:
+    """The value at ``key``, or None if the tree has none."""
+    for part in key:
+        if isinstance(part, str) and part not in tree:
+            return None
+        tree = tree[part]
+    return tree
+
+
+_NO_REPORTS = 2**31 - 1
+"""Steps between DeepSpeed's own reports to disable them; its pipeline engine does not accept null."""
+_PARTITIONED = ("pipe_partitioned", "grad_partitioned")
+_ALLOWS_UNTESTED = "zero_allow_untested_optimizer"
+"""The key without which DeepSpeed runs only its own optimizers and Adam under ZeRO."""
+_RIGHT_WITH_ZERO = ("SGD", "Lion", "Muon")
+"""Optimizers that need this key, and whose updates under ZeRO are right; Lamb's are not."""
+_FORCES_ITS_OWN = "zero_force_ds_cpu_optimizer"
+"""Whether DeepSpeed offloads its own optimizers only. Offloaded, Lion is ours."""
+_MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+"""Sections of DeepSpeed's monitors, and the package that each imports."""
+
+
+def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The finished config for ``deepspeed.initialize``: everything in the file, completed from the run.
+
+    Args:
+        run: the resolved run, whose batch sizes agree.
+        provided: what the user provided, which is written even if DeepSpeed does not need it.
+        file: tree of the config file, or an empty one. It is not changed.
+
+    The optimizer section asks for torch's AdamW unless the step is offloaded or --optimizer or the file names another
+    optimizer. The engine replaces it by apex's if --fused-kernels allows it.
+    """
+    tree = copy.deepcopy(dict(file))
+    name = _run_optimizer(run, file)
+    optimizer = tree.setdefault("optimizer", {})
+    optimizer["type"] = name
+    params = optimizer.setdefault("params", {})
+    params.pop(MAX_GRAD_NORM, None)  # written as "gradient_clipping"
+    if "betas" in OPTIMIZERS[name]:
+        params.setdefault("betas", [run.optim.adam_beta1, run.optim.adam_beta2])
+    _write_settings(tree, run, provided)
+    if "torch_adam" in OPTIMIZERS[name]:
+        params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
+        if params["torch_adam"]:
+            params.setdefault("fused", True)  # one kernel for the step, on the CPU as well
+    if run.zero.zero_stage > 0 and name in _RIGHT_WITH_ZERO:
+        tree.setdefault(_ALLOWS_UNTESTED, True)
+    if run.zero.offloads_optimizer and name == "Lion":
+        tree[_FORCES_ITS_OWN] = False
+    if _cause_of_complete_tensors(run):
+        tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
+    if run.observe.flops_profile_step is not None:
+        tree["flops_profiler"] = {
+            "enabled": True,
+            "profile_step": run.observe.flops_profile_step - 1,  # counted from 0
+            "output_file": str(Path(str(run.observe.profile_dir)) / "flops-profile.txt"),
+        }
+    if run.activation.contiguous_checkpointing and tree[RECOMPUTE].get("number_checkpoints") is None:
+        in_flight = inputs_in_flight(run) if run.parallel.uses_pipeline else run.model.num_layers
+        tree[RECOMPUTE]["number_checkpoints"] = in_flight
+    if tree.get("steps_per_print") is None:
+        tree["steps_per_print"] = run.log_interval if run.logging.verbose else _NO_REPORTS
+        if not run.logging.verbose:  # it waits for the GPU twice in each micro-batch, for a report that is not printed
+            tree.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
+    tree.setdefault("wall_clock_breakdown", False)
+    return tree
+
+
+def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str, Provided]) -> None:
+    """Add to ``tree`` the settings of ``run`` that it does not have, and that DeepSpeed needs or the user provided."""
+    params = OPTIMIZERS[tree["optimizer"]["type"]]
+    needed = {
+        "fp16": run.precision.fp16,
+        ZERO: run.zero.zero_stage > 0,
+        RECOMPUTE: run.activation.checkpoint_activations,
+    }
+    for setting in SETTINGS:
+        of_other_optimizer = setting.optimizer not in (None, run.optim.optimizer) or (
+            setting.key[:2] == PARAMS and setting.key[2] not in params
+        )
+        required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
+        # In half precision the file's stage 0 becomes 1; everything else that it has is the run's value.
+        missing = value_at(tree, setting.key) is None or setting.field == "zero_stage"
+        if required and setting.allowed(run) and not of_other_optimizer and missing:
+            value = setting.write(flag_value(run, setting.field))
+            if value is not None:
+                *sections, name = setting.key
+                section: Any = tree
+                for part in sections:
+                    section = section.setdefault(part, {})
+                section[name] = value
+
+
+def _run_optimizer(run: RunConfig, file: Mapping[str, Any]) -> str:
+    """The key of OPTIMIZERS that the file names, or else --optimizer."""
+    return optimizer_name(file.get("optimizer", {}).get("type", "")) or optimizer_type(run.optim.optimizer)
+
+
+def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> Iterator[str]:
+    """A message for each key of a config file that does not fit the run."""
+    yield from _optimizer_conflicts(run, file, provided)
+    old, new = value_at(file, (*PARAMS, MAX_GRAD_NORM)), file.get("gradient_clipping")
+    if None not in (old, new) and old != new:
+        yield (
+            f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete the "
+            "former, which is the early name of the latter"
+        )
+    cause, section = _cause_of_complete_tensors(run), file.get("pipeline", {})
+    for key in _PARTITIONED:
+        if cause and section.get(key):
+            yield f"pipeline.{key} true cannot be combined with {cause}: set it to false, or remove it"
+    schedule = run.parallel.pipeline_schedule
+    if schedule != "1f1b" and file.get("wall_clock_breakdown"):
+        # DeepSpeed 0.19.8 would raise AssertionError: bwd_microstep timer has already been started.
+        yield (
+            f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {schedule}: set it to false, or "
+            "remove it; --trace measures each pass"
+        )
+    for name, package in _MONITORS.items():
+        if file.get(name, {}).get("enabled") and find_spec(package) is None:
+            remedy = f"pip install {package}, or set it to false"
+            yield f"{name}.enabled true needs {package}, which is not installed: {remedy}"
+    if run.observe.flops_profile_step is not None and "flops_profiler" in file:
+        yield "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
+    yield from _gradient_scaling_conflicts(run, file)
+
+
+def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
+    """Where DeepSpeed 0.19.8 refuses the keys that divide gradients before their reduction, or computes another mean.
+
+    With reduce-scatter at stages 2 and 3 it raises AssertionError. Without, it divides by the factor, and does not
+    multiply by it again if the factor is the number of ranks: ``__avg_scatter_contiguous_grads`` in
+    runtime/zero/stage3.py, and ``gradient_reduction_w_predivide`` in stage_1_and_2.py, which is right without sequence
+    parallelism.
+    """
+    parallel, stage = run.parallel, run.zero.zero_stage
+    prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
+    divides = f"gradient_predivide_factor {factor:g}"
+    if stage >= 2 and run.zero.zero_reduce_scatter:
+        for key, is_given in ((divides, factor != 1), ("prescale_gradients true", prescales)):
+            if is_given:
+                yield f"{key} does not work with reduce-scatter at ZeRO {stage}: remove it"
+    elif factor != 1 and not prescales and parallel.replica_size >= 1:
+        is_wrong = stage == 3 or (stage > 0 and parallel.sequence_ranks > 1 and not run.zero.zero_reduce_scatter)
+        if is_wrong and factor == parallel.data_parallel_size * parallel.sequence_ranks:
+            yield f"{divides} makes gradients too small at ZeRO {stage}, where it is the number of ranks: remove it"
+
+
+def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> Iterator[str]:
+    name, zero = _run_optimizer(run, file), run.zero
+    is_right = name in _RIGHT_WITH_ZERO
+    if zero.zero_stage > 0 and (is_right or name == "Lamb") and not file.get(_ALLOWS_UNTESTED, is_right):
+        without = "--zero-stage 0" if run.precision.dtype == "fp32" else "fp32 at --zero-stage 0"
+        yield f'optimizer {name} is untested with ZeRO: use AdamW, {without}, or "{_ALLOWS_UNTESTED}": true'
+    if zero.offloads_optimizer and name == "Lion" and file.get(_FORCES_ITS_OWN):
+        yield f'"{_FORCES_ITS_OWN}": true excludes Lion with --offload-optimizer, which is not DeepSpeed\'s: remove it'
+    if name == "Lamb" and run.parallel.device == "cpu" and not zero.offloads_optimizer:
+        yield f"optimizer {name} needs a GPU, and this host has none: use AdamW"
+    of_adam = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_eps": "eps", "cpu_torch_adam": "torch_adam"}
+    for field, param in of_adam.items():
+        if field in provided and param not in OPTIMIZERS[name]:
+            yield f"{provided[field].source} has no effect on optimizer {name}: remove it"
+
+
+def _cause_of_complete_tensors(run: RunConfig) -> str | None:
+    """Why tensors between stages must not be partitioned over the tensor-parallel ranks; None if they may be."""
+    parallel = run.parallel
+    if not parallel.uses_pipeline:
+        return None
+    if parallel.sequence_parallel:
+        return "--sequence-parallel, by which no two tensor-parallel ranks send the same tensor"
+    if parallel.pipeline_schedule != "1f1b":
+        return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends complete tensors only"
+    if run.model.encoder_num_layers:
+        return "a decoder that reads an encoder's output, of which DeepSpeed partitions only the first tensor"
+    return None

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -68,16 +67,10 @@ _TOO_LARGE = 2**63
 _KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """A DeepSpeed config file, without the values that are wrong or ``"auto"``."""
-
-    path: str
-    tree: dict[str, Any]
-
-
-def read_config_file(path: str) -> tuple[ConfigFile, list[str]]:
+def read_config_file(path: str) -> tuple[dict[str, Any], list[str]]:
     """The config in ``path``, and a message for each key that is unknown, refused, duplicate or of a wrong value.
+
+    The config is without the values that are wrong or ``"auto"``.
 
     Raises:
         ConfigError: the file is missing, unreadable, or not a JSON object.
@@ -97,7 +90,7 @@ def read_config_file(path: str) -> tuple[ConfigFile, list[str]]:
         lines.setdefault(key, line)
     tree = check.section(tree, TOP_KEYS, ())
     check.optimizer(tree)
-    return ConfigFile(path, tree), check.problems
+    return tree, check.problems
 
 
 def _parse(path: str, text: str) -> dict[str, Any]:

@@ -3,20 +3,19 @@
 ``RULES`` also feeds ``--explain``, the planner and docs/layouts.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from megatron.cli.provided import Provided, inside, interval_as_text, is_above
-from megatron.cli.validation.relations import relation_rules
-from megatron.cli.validation.rules import FUNCTIONS, Rule
+from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
-from megatron.config import RunConfig, flag_fields
+from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name
 from megatron.model.spec import ArchitectureSpec
 
 # Their rules register themselves, in this order.
-from megatron.cli.validation import layout, pipeline, training, model, experts, data, output  # noqa: F401, I001  # isort: skip
-
-__all__ = ["RULES", "Rule", "broken_rule", "oversized", "value_problems", "violations", "warnings"]
+from megatron.cli.validation import layout, training, model  # noqa: F401, I001  # isort: skip
 
 RULES: list[Rule] = [*FUNCTIONS, *relation_rules()]
 
@@ -84,3 +83,43 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     if needs_data and not {"data_path", "train_data_path", "mock_data"} & provided.keys():
         problems.append("--data-path is required (or --train-data-path, or --mock-data)")
     return problems
+
+
+_ACCELERATE_MODES = {
+    "MEGATRON_LM": "--use_megatron_lm is for models of megatron-core: use --use_deepspeed, and set "
+    "--model-parallel-size and --pipe-parallel-size of this program",
+    "FSDP": "--use_fsdp has no effect on this program: use --use_deepspeed, and set its --zero-stage",
+    "PARALLELISM_CONFIG": "--use_parallelism_config has no effect on this program: set its flags "
+    "--model-parallel-size, --pipe-parallel-size and --ds-sequence-parallel-size",
+}
+"""Modes of ``accelerate launch`` by the end of the variable that is true in them, with what to do instead."""
+_ACCELERATE_SETTINGS = {
+    "DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "GRADIENT_CLIPPING": "clip_grad",
+    "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer",
+    "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param",
+}
+"""Its settings, by the end of the variable, to fields of the same meaning."""
+
+
+def accelerate_conflicts(run: RunConfig, environ: Mapping[str, str], config_file: str | None) -> Iterator[str]:
+    """A message for each setting of ``accelerate launch`` that contradicts ``run``, whose JSON is ``config_file``.
+
+    They are for ``accelerate.Accelerator``, which the programs here do not use.
+    """
+    for mode, advice in _ACCELERATE_MODES.items():
+        if environ.get(f"ACCELERATE_USE_{mode}", "").lower() in ("true", "1"):
+            yield f"accelerate launch {advice}"
+    settings: dict[str, tuple[str, Any]] = {"MIXED_PRECISION": ("--bf16 and --fp16", run.precision.dtype)}
+    for name, field in _ACCELERATE_SETTINGS.items():
+        settings[name] = (flag_name(flag_fields()[field]), flag_value(run, field))
+    for name, (flags, ours) in settings.items():
+        theirs = environ.get(f"ACCELERATE_{name}", "").lower()
+        same = float(theirs) == ours if theirs.replace(".", "").isdecimal() else theirs == ours
+        if theirs not in ("", "no", "auto") and not same:
+            name = name.removeprefix("DEEPSPEED_").lower()
+            yield f"{name} {theirs} of accelerate and {flags} of this run, {ours}, contradict each other: change one"
+    file = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    if file.lower() not in ("", "none") and Path(file).resolve() != Path(config_file or "").resolve():
+        yield f"deepspeed_config_file {file} of accelerate is not read here: add --deepspeed_config {file}"

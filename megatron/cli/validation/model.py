@@ -1,12 +1,16 @@
-"""Rules about the model: adapters, positions, attention, and what a decoder needs."""
+"""Rules about the model: adapters, positions, attention, what a decoder needs, and mixtures of experts."""
 
+import itertools
+
+from megatron.cli.validation.layout import partition_fits, stages_have_layers
 from megatron.cli.validation.rules import Messages, enabled, rule
-from megatron.common.errors import counted
+from megatron.common.errors import counted, nearest_multiples
 from megatron.config import RunConfig
-from megatron.config.adapters import LORA_TARGETS
+from megatron.config.experts import LORA_TARGETS, layers_of_runs
 from megatron.config.positions import ROTARY
 from megatron.model import partition
 from megatron.model.architectures import architecture_of
+from megatron.parallel.pipeline.schedule import chunks_of
 
 
 @rule(
@@ -21,6 +25,29 @@ def lora_targets(run: RunConfig) -> Messages:
         given = chosen & set(parts)
         if given and target not in chosen and given != set(parts):
             yield f"--lora-target {' '.join(sorted(given))} needs all of {' '.join(parts)}: add the others"
+
+
+@rule(
+    "every stage has an adapter",
+    why="With --lora-rank a stage without transformer layers has nothing to train, and DeepSpeed's optimizers need a "
+    "parameter. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.",
+    otherwise="fails on the empty list of parameters",
+)
+def stages_have_adapters(run: RunConfig) -> Messages:
+    parallel, method = run.parallel, run.parallel.pipeline_partition
+    if not (run.model.lora_rank and parallel.uses_pipeline) or run.model.num_layers < 1:
+        return
+    if any(stages_have_layers(run)) or any(partition_fits(run)):
+        return
+    if method not in ("parameters", "flops"):
+        layers, schedule, stages = partition.layers_per_chunk(run), parallel.pipeline_schedule, parallel.pipe_stages
+        chunks_by_stage = [chunks_of(schedule, stage, stages, parallel.chunks_per_stage) for stage in range(stages)]
+        if all(any(layers[chunk] for chunk in chunks) for chunks in chunks_by_stage):
+            return
+    yield (
+        f"--pipeline-partition {method} may leave a stage without a transformer layer, and so without an adapter of "
+        "--lora-rank: remove it, or give the number of layers of each stage"
+    )
 
 
 @rule("YaRN stretches waves from short to long ones", why="It extends a model that is trained already.")
@@ -114,12 +141,6 @@ def decoder_length(run: RunConfig) -> Messages:
         yield "--decoder-seq-length is required"
 
 
-@rule("the spans of a sample have sentinels", why="Each span that is taken out of a text leaves one in its place.")
-def sentinels(run: RunConfig) -> Messages:
-    if _is_t5(run) and run.data.vocab_extra_ids < 1:
-        yield "--vocab-extra-ids 0 leaves no sentinel for a span: use 100, or more"
-
-
 @rule("decoder positions cover the sequence", why="Each token of the decoder needs a learned position.")
 def decoder_positions(run: RunConfig) -> Messages:
     tokens, rows = run.data.decoder_seq_length, run.model.max_position_embeddings
@@ -155,3 +176,103 @@ def split_rank(run: RunConfig) -> Messages:
     elif model.decoder_num_layers < stages - split:
         stages_of = counted(stages - split, "stage")
         yield f"{flag} gives {stages_of} to the decoder of {counted(model.decoder_num_layers, 'layer')}: raise it"
+
+
+@rule("the router chooses from the experts", why="It cannot choose more than there are.")
+def chosen_experts(run: RunConfig) -> Messages:
+    experts, chosen = run.model.num_experts, run.model.moe_router_topk
+    if 0 < experts < chosen:
+        yield f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
+
+
+@rule("a list of layers with experts is of all layers", why="Each layer has experts or an MLP.")
+def listed_layers(run: RunConfig) -> Messages:
+    model, listed = run.model, run.model.moe_layer_freq
+    if not isinstance(listed, str) or not model.has_experts:
+        return
+    if (count := len(layers_of_runs(listed))) != model.num_layers > 0:
+        yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {model.num_layers}: give one each"
+    elif not any(layers_of_runs(listed)):
+        yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
+
+
+@rule("tensor-parallel ranks divide each expert", why="Each rank holds an equal share of its columns.")
+def expert_size(run: RunConfig) -> Messages:
+    ranks, model = run.parallel.model_parallel_size, run.model
+    sizes = {
+        "--moe-ffn-hidden-size": model.expert_size,
+        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
+    }
+    for name, size in sizes.items():
+        if ranks > 0 and size % ranks:
+            yield (
+                f"{name} {size} is not a multiple of --model-parallel-size {ranks}: use "
+                f"{nearest_multiples(size, ranks)}"
+            )
+
+
+@rule(
+    "experts are split as the other layers are",
+    why="Tokens are sent to the rank with the same part of another expert: the ranks of tensor parallelism correspond.",
+)
+def expert_tensor_parallel_size(run: RunConfig) -> Messages:
+    size, ranks = run.parallel.expert_tensor_parallel_size, run.parallel.model_parallel_size
+    if size not in (0, ranks) and run.model.has_experts:
+        yield f"--expert-tensor-parallel-size {size} differs from --model-parallel-size {ranks}: use {ranks}"
+
+
+@rule("expert-parallel ranks divide the experts", why="Each rank holds as many experts.")
+def experts_over_ranks(run: RunConfig) -> Messages:
+    experts, ranks = run.model.num_experts, run.parallel.expert_model_parallel_size
+    if ranks > 0 and experts % ranks:
+        yield (
+            f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {ranks}: use "
+            f"{nearest_multiples(experts, ranks)}"
+        )
+
+
+@rule(
+    "expert-parallel ranks divide the data-parallel ranks",
+    why="Ranks that read other samples divide the experts among them.",
+)
+def experts_over_data_ranks(run: RunConfig) -> Messages:
+    ranks, parallel = run.parallel.expert_model_parallel_size, run.parallel
+    if ranks < 1 or parallel.replica_size < 1 or parallel.world_size % parallel.replica_size:
+        return
+    if parallel.data_parallel_size % ranks:
+        yield (
+            f"--expert-model-parallel-size {ranks} does not divide the data-parallel size "
+            f"{parallel.data_parallel_size}: use a divisor of it, or more processes"
+        )
+
+
+@rule(
+    "with expert parallelism each stage has a layer with experts",
+    why="DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no "
+    "group of them. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.",
+    otherwise="hangs in an all-reduce",
+)
+def experts_on_each_stage(run: RunConfig) -> Messages:
+    model, parallel = run.model, run.parallel
+    method = parallel.pipeline_partition
+    if not (model.has_experts and parallel.expert_model_parallel_size > 1 and parallel.pipe_stages > 1):
+        return
+    if model.num_layers < 1 or any(stages_have_layers(run)) or any(partition_fits(run)):
+        return
+    if method in ("parameters", "flops"):
+        yield (
+            f"--pipeline-partition {method} may leave a stage without a layer with experts: remove it, or give the "
+            "number of layers of each stage"
+        )
+        return
+    ends = list(itertools.accumulate(partition.layers_per_chunk(run), initial=0))
+    has_experts = [
+        any(model.layer_has_experts(number + 1) for number in range(*part)) for part in itertools.pairwise(ends)
+    ]
+    for stage in range(parallel.pipe_stages):
+        chunks = chunks_of(parallel.pipeline_schedule, stage, parallel.pipe_stages, parallel.chunks_per_stage)
+        if not any(has_experts[chunk] for chunk in chunks):
+            yield (
+                f"--pipeline-partition {method} leaves stage {stage} without a layer with experts "
+                f"(--moe-layer-freq {model.moe_layer_freq}): divide the layers otherwise"
+            )

@@ -1,13 +1,15 @@
-"""The registry of rules about which settings may be combined.
+"""Rules about which settings may be combined: a registry of functions, and what the config's fields state.
 
-"X needs Y" and "X excludes Y" are metadata of the config's fields: see ``relations``. A rule that compares or computes
-values is a decorated function.
+"X needs Y" and "X excludes Y" are metadata of the fields (see ``megatron.config.fields.flag``), checked in one way for
+all. A rule that compares or computes values is a decorated function.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from dataclasses import Field, dataclass
+from typing import Any, NamedTuple, TypeAlias
 
-from megatron.config import RunConfig
+from megatron.config import RunConfig, flag_fields, flag_value
+from megatron.config.fields import flag_name, negative_flag
 
 Messages: TypeAlias = Iterator[str]
 """What is wrong with a run by one rule, and what to do. Only the first message is used."""
@@ -49,3 +51,93 @@ def rule(name: str, *, why: str, otherwise: str = "", only_warns: bool = False) 
 def enabled(settings: Mapping[str, bool]) -> str:
     """The names of the settings that are true, for a message."""
     return " and ".join(name for name, on in settings.items() if on)
+
+
+NEEDS, IGNORED, EXCLUDES = "a flag needs another", "a flag has no effect without another", "flags exclude each other"
+REASONS = {
+    NEEDS: "Without the other it would not work, or would be silently ignored.",
+    IGNORED: "Scripts of Megatron-LM give such flags in any case.",
+    EXCLUDES: "They contradict each other, or their combination is not supported.",
+}
+"""The kinds of rules that fields state."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """That the value of a flag is not its default or, if there are ``values``, that it is one of them.
+
+    A switch whose default depends on the run, which is None, has to be on.
+    """
+
+    field: Field
+    values: tuple[str, ...]
+
+    def holds(self, run: RunConfig) -> bool:
+        """Whether it is true of ``run``."""
+        value = flag_value(run, self.field.name)
+        if self.values:
+            return _as_text(value) in self.values
+        return value != self.field.default and (value, self.field.default) != (False, None)
+
+    def given(self, run: RunConfig) -> str:
+        """The flag as ``run`` has it."""
+        return f"{flag_name(self.field)} {_as_text(flag_value(run, self.field.name))}" if self.values else str(self)
+
+    def __str__(self) -> str:
+        if not self.values:
+            return negative_flag(self.field) if self.field.default is True else flag_name(self.field)
+        *others, last = self.values
+        return f"{flag_name(self.field)} {', '.join(others)}{' or ' if others else ''}{last}"
+
+
+def condition(text: str) -> Condition:
+    """The condition that the metadata of a field writes as ``zero_stage=2|3`` or ``save``."""
+    name, _, values = text.partition("=")
+    return Condition(flag_fields()[name], tuple(values.split("|")) if values else ())
+
+
+def conditions_as_text(text: str) -> str:
+    """Conditions of the metadata as a user writes them, such as ``--load or --auto-resume``."""
+    return " or ".join(str(condition(part)) for part in text.split(" or "))
+
+
+def relation_rules() -> Iterator[Rule]:
+    """A rule for each relation that a field states; of those that it needs, the first that is broken counts."""
+    for field in flag_fields().values():
+        earlier: list[Rule] = []
+        for kind, key in ((IGNORED, "ignored_without"), (NEEDS, "needs"), (EXCLUDES, "excludes")):
+            for text, why in field.metadata["flag"][key].items():
+                one = _relation(field, kind, text, why, () if kind == EXCLUDES else tuple(earlier))
+                earlier.append(one)
+                yield one
+
+
+def _relation(field: Field, kind: str, text: str, why: str, earlier: tuple[Rule, ...]) -> Rule:
+    """The rule that ``field`` states as ``text``, which is kept as long as one of the ``earlier`` ones is broken."""
+    values, _, alternatives = text.rpartition(": ")
+    own = condition(f"{field.name}={values}" if values else field.name)
+    others = tuple(map(condition, alternatives.split(" or ")))
+    reason = f"{why}; " if why else ""
+
+    def messages(run: RunConfig) -> Messages:
+        met = [other for other in others if other.holds(run)]
+        if not own.holds(run) or bool(met) != (kind == EXCLUDES) or any(rule.check(run) for rule in earlier):
+            return
+        given = own.given(run)
+        if kind == EXCLUDES:
+            yield f"{given} and {met[0].given(run)} exclude each other: {reason}remove one"
+        else:
+            verb = "needs" if kind == NEEDS else "has no effect without"
+            yield f"{given} {verb} {conditions_as_text(alternatives)}: {reason}add it, or remove {given}"
+
+    return Rule(
+        f"{own} {'excludes' if kind == EXCLUDES else 'needs'} {conditions_as_text(alternatives)}",
+        f"{why[0].upper()}{why[1:]}." if why else REASONS[kind],
+        messages,
+        only_warns=kind == IGNORED,
+        kind=kind,
+    )
+
+
+def _as_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

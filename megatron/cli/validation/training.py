@@ -1,11 +1,14 @@
-"""Rules about devices, precision, ZeRO, the optimizer, batch sizes and learning rate."""
+"""Rules about devices, precision, ZeRO, the optimizer, batch sizes, learning rate, data and output."""
 
 import math
 from importlib.util import find_spec
 
 from megatron.cli.validation.rules import Messages, enabled, rule
-from megatron.common.errors import nearest_multiples
+from megatron.common.errors import counted, nearest_multiples
 from megatron.config import RunConfig
+from megatron.config.data import read_blend
+from megatron.config.output import steps
+from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, unused_merges
 from megatron.model.architectures import architecture_of
 
 
@@ -34,6 +37,15 @@ def device_precision(run: RunConfig) -> Messages:
         yield "--fp16 does not work on the CPU: use --bf16, or neither for fp32"
 
 
+@rule("loss scales are powers of two and whole", why="DeepSpeed stores the exponent of the first, and whole numbers.")
+def loss_scales(run: RunConfig) -> Messages:
+    first, least = run.precision.initial_loss_scale, run.precision.min_scale
+    if first >= 1 and not math.log2(first).is_integer():
+        yield f"--initial-loss-scale {first:g} is not a power of two: use {2 ** round(math.log2(first))}"
+    if least != int(least):
+        yield f"--min-scale {least:g} is not a whole number: use {round(least)}"
+
+
 @rule("NCCL and apex need GPUs", why="On the CPU, gloo and torch's own kernels run.")
 def gpus(run: RunConfig) -> Messages:
     needs_apex = run.model.fused_kernels == "apex"
@@ -45,49 +57,6 @@ def gpus(run: RunConfig) -> Messages:
         yield f"{given} needs CUDA, and this run is on {run.parallel.device}: remove it"
     if needs_apex and find_spec("apex") is None:
         yield "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
-
-
-@rule("the initial loss scale is a power of two", why="DeepSpeed stores its exponent.")
-def initial_loss_scale(run: RunConfig) -> Messages:
-    scale = run.precision.initial_loss_scale
-    if scale >= 1 and not math.log2(scale).is_integer():
-        power = 2 ** round(math.log2(scale))
-        yield f"--initial-loss-scale {scale:g} is not a power of two: use {power}"
-
-
-@rule("the smallest loss scale is a whole number", why="DeepSpeed stores it as an integer.")
-def min_scale(run: RunConfig) -> Messages:
-    if run.precision.min_scale != int(run.precision.min_scale):
-        yield f"--min-scale {run.precision.min_scale:g} is not a whole number: use {round(run.precision.min_scale)}"
-
-
-@rule(
-    "gradients that stay where the backward pass adds them up have the type of the weights",
-    why="They are not copied to another buffer before the end of a step.",
-    otherwise="silently accumulates in half precision",
-)
-def accumulation_in_place(run: RunConfig) -> Messages:
-    settings = {
-        "--zero-coalesce-grad-reduction": run.zero.zero_coalesce_grad_reduction,
-        "--gradient-accumulation-fusion": run.model.gradient_accumulation_fusion,
-    }
-    in_fp32 = run.precision.grad_accum_dtype == "fp32" != run.precision.dtype
-    if in_fp32 and (given := enabled(settings)):
-        yield f"{given} cannot be combined with --grad-accum-dtype fp32: remove one"
-
-
-@rule(
-    "coalesced reduction at ZeRO 2 excludes overlapped reduction",
-    why="Gradients are reduced when the last backward pass has finished.",
-    otherwise="silently reduces them without overlap",
-)
-def coalesced_without_overlap(run: RunConfig) -> Messages:
-    zero = run.zero
-    if zero.zero_coalesce_grad_reduction and zero.zero_overlap_comm and zero.zero_stage == 2:
-        yield (
-            "--zero-coalesce-grad-reduction at --zero-stage 2 leaves nothing to overlap: remove it, or "
-            "--zero-overlap-comm"
-        )
 
 
 @rule(
@@ -121,19 +90,6 @@ def watchdog_before_timeout(run: RunConfig) -> Messages:
         yield (
             f"--watchdog-minutes {watchdog:g} is too late for collectives that time out after {timeout:g} minutes: use "
             f"--distributed-timeout-minutes {watchdog + _WATCHDOG_MINUTES:g} or more, or a smaller limit"
-        )
-
-
-@rule(
-    "the micro-batch average of the loss needs a mask",
-    why="Without --eod-mask-loss all micro-batches count the same number of tokens, and both averages are equal.",
-)
-def loss_normalization(run: RunConfig) -> Messages:
-    masks_loss = run.data.eod_mask_loss or run.data.sft or architecture_of(run.model).masked_lm
-    if run.train.loss_normalization == "micro-batch" and not masks_loss:
-        yield (
-            "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove "
-            "--loss-normalization"
         )
 
 
@@ -192,3 +148,101 @@ def warmup(run: RunConfig) -> Messages:
     if optim.lr_decay_style == "WSD" and warmup + last > decay:
         flag = "--lr-wsd-decay-samples" if optim.lr_wsd_decay_samples else "--lr-wsd-decay-iters"
         yield f"the warm-up of {warmup} {unit}s and {flag} {last} do not fit into {decay} {unit}s: shorten one"
+
+
+@rule(
+    "the tokenizer suits the model",
+    why="GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.",
+)
+def tokenizer(run: RunConfig) -> Messages:
+    data, model = run.data, architecture_of(run.model)
+    if model.provider is not None:
+        return
+    is_null = data.tokenizer_type == NULL_TOKENIZER
+    if data.tokenizer_type not in model.tokenizers and not (
+        is_null and (data.mock_data or not model.masked_lm or model.is_encoder_decoder)
+    ):
+        instead = " or ".join(model.tokenizers)
+        mock = ", or add --mock-data" if is_null else ""
+        yield f"--tokenizer-type {data.tokenizer_type} does not suit {run.model.architecture}: use {instead}{mock}"
+
+
+@rule("BPE needs merges", why="The vocabulary does not determine how text is tokenized.")
+def merges(run: RunConfig) -> Messages:
+    data = run.data
+    if data.tokenizer_type == "GPT2BPETokenizer" and data.merge_file is None and _needs_tokenizer(run):
+        suits = "WhitespaceTokenizer" in architecture_of(run.model).tokenizers
+        other = "; for a vocabulary of whole words use --tokenizer-type WhitespaceTokenizer" if suits else ""
+        yield f"--merge-file is required with --tokenizer-type GPT2BPETokenizer{other}"
+
+
+@rule(
+    "--merge-file is for a tokenizer with merges",
+    why="Command lines for Megatron-LM name a file of merges with any tokenizer.",
+    only_warns=True,
+)
+def merges_of_words(run: RunConfig) -> Messages:
+    yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
+
+
+@rule("a tokenizer has a vocabulary", why="It is in a file, or for NullTokenizer a number.")
+def tokenizer_files(run: RunConfig) -> Messages:
+    data = run.data
+    if data.tokenizer_type != NULL_TOKENIZER and data.vocab_file is None and _needs_tokenizer(run):
+        if data.tokenizer_type in PUBLISHED:
+            yield f"--tokenizer-model is required with --tokenizer-type {data.tokenizer_type}"
+        yield "--vocab-file is required"
+
+
+def _needs_tokenizer(run: RunConfig) -> bool:
+    """Whether a tokenizer with files is needed: a provided model may do without."""
+    return run.data.vocab_file is not None or architecture_of(run.model).provider is None
+
+
+@rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
+def pairs(run: RunConfig) -> Messages:
+    tokens = run.data.seq_length
+    architecture = architecture_of(run.model)
+    if architecture.masked_lm and not architecture.is_encoder_decoder and 0 < tokens < 5:
+        yield f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
+
+
+@rule(
+    "a blend has a weight before each prefix",
+    why="The share of each data set is its weight divided by the sum of all weights.",
+)
+def blends(run: RunConfig) -> Messages:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            if words := getattr(run.data, name):
+                read_blend(words)
+        except ValueError as error:
+            yield f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
+
+
+@rule("traced and profiled iterations are part of the run", why="The output would be empty otherwise.")
+def step_ranges(run: RunConfig) -> Messages:
+    observe, last = run.observe, run.train.train_iters
+    for flag, text in (("--trace-steps", observe.trace_steps), ("--profile-steps", observe.profile_steps)):
+        if text is None or (flag == "--trace-steps" and observe.trace is None):
+            continue
+        if not steps(text):
+            yield f"{flag} {text}: give the first iteration and the last, such as 2:4"
+        elif 0 < last < steps(text)[0]:
+            yield f"{flag} {text} begins after the last iteration, {last}: choose earlier ones"
+    if last > 0 and (observe.flops_profile_step or 0) > last:
+        yield f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
+
+
+@rule("--rank names ranks of the run", why="Other ranks have no layers to build.")
+def dry_ranks(run: RunConfig) -> Messages:
+    world = run.parallel.world_size
+    try:
+        ranks = run.logging.ranks or []
+    except ValueError:
+        yield f"--rank {run.logging.rank} is not a list of numbers: give one such as 0,513"
+        return
+    beyond = [rank for rank in ranks if not 0 <= rank < world]
+    if beyond:
+        processes = f"{'is' if world == 1 else 'are'} {counted(world, 'process')}"
+        yield f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"

@@ -6,7 +6,7 @@ h hidden, f inside the MLP, q columns of all query heads, k of all key heads, v 
 from dataclasses import replace
 
 from megatron.config import ModelConfig
-from megatron.config.adapters import LORA_TARGETS
+from megatron.config.experts import LORA_TARGETS
 from megatron.model.spec import KeptActivations, LayerSpec, ParameterSpec
 
 EMBED = "embed"

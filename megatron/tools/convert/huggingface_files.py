@@ -10,7 +10,7 @@ from megatron.common.errors import CheckpointError, DataError
 from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.model.architectures import BERT
-from megatron.model.huggingface import HF_CONFIG, bert, format_of, gpt2, read_json, t5
+from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
 from megatron.tokenizer.wordpiece import PAD, WordPieceTokenizer, check_special, read_pieces
@@ -110,8 +110,8 @@ def read_run_tokenizer(
     is not that of the model.
     """
     data = description["config"]["data"]
-    kind, is_bert = data["tokenizer_type"], format_of(config) is bert
-    if format_of(config) is t5:
+    kind, is_bert = data["tokenizer_type"], format_of(config) is BERT_FORMAT
+    if format_of(config) is T5_FORMAT:
         return None  # transformers has no WordPiece with sentinels
     if kind in (GPT2_BPE, LOWER_CASE, CASED):
         vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
@@ -139,7 +139,13 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     Raises CheckpointError or DataError if it cannot be used.
     """
     form = format_of(config)
-    return read_folder_bpe(folder) if form is gpt2 else read_folder_word_pieces(folder) if form is bert else None
+    return (
+        read_folder_bpe(folder)
+        if form is GPT2_FORMAT
+        else read_folder_word_pieces(folder)
+        if form is BERT_FORMAT
+        else None
+    )
 
 
 def read_folder_bpe(folder: Path) -> BPE | None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron.checkpoint.huggingface import divided
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
-from megatron.config.adapters import LORA_TARGETS
-from megatron.model.huggingface.llama import family_of, source_shapes
+from megatron.config.experts import LORA_TARGETS
+from megatron.model.huggingface import source_shapes
+from megatron.model.huggingface.llama import family_of
 from megatron.tools.convert.whole_model import WholeModel
 
 

@@ -18,7 +18,7 @@ from megatron.config.tokenizer_files import (
 )
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import GPT2, T5
-from megatron.model.huggingface import format_of, llama, t5
+from megatron.model.huggingface import format_of
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -96,7 +96,7 @@ def open_source(
         description = read_description(found)
         assert description is not None, "it describes the model"
         tokenizer = _run_tokenizer(path, description, files)
-    elif format_of(config) in (llama, t5):
+    elif format_of(config).keeps_rows:
         tokenizer = _published_tokenizer(path, config, files)
     else:
         bpe = _folder_bpe(found, files)

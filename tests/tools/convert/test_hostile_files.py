@@ -179,7 +179,7 @@ def test_a_config_of_another_model(changes: dict, message: str):
     ("changes", "message"),
     [
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
-        ({"pre_tokens": 2}, "--pre-tokens 2, so its attention sees less than its 4 positions"),
+        ({"pre_tokens": 2}, "without attention to all 4 positions (--pre-tokens 2), which"),
     ],
 )
 def test_unsupported_settings_of_hugging_face_are_refused(changes: dict, message: str):

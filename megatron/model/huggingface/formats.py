@@ -1,0 +1,249 @@
+"""Formats of Hugging Face's models as tables: settings of config.json, and names and shapes of weights. No torch here.
+
+``Format`` is what differs between them; the functions below read and write any of them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.common.errors import CheckpointError, ConfigError
+from megatron.config import ModelConfig
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import LayerSpec, ParameterSpec
+
+Shapes = dict[str, dict[str, tuple[int, ...]]]
+"""Our name of each weight to name and shape of the tensors that it consists of."""
+Names = Mapping[str, tuple[str, Any]]
+"""Field of ModelConfig to the name of the same value in config.json, and its default there.
+
+The default is None for a value that a file must have, and 0 for one that follows from others.
+"""
+Fields = dict[str, Any]
+"""Values of ModelConfig by field."""
+PREFIX = "transformer."
+"""Which names have in files of a complete GPT-2, and not in those of the model without a head."""
+RESIDUAL = "the residual taken before the norm (no --apply-residual-connection-post-layernorm)"
+"""What models of most formats have, for messages."""
+_GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
+"""Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How files of a kind of model describe it, and what they call its weights."""
+
+    title: str
+    """Its name in messages."""
+    sizes: Names
+    numbers: Names
+    fixed: Mapping[str, Any]
+    """Settings that have other values there, but not here."""
+    multiple: tuple[str, str] | None = ("hidden_size", "num_attention_heads")
+    """Fields of which the first must be a multiple of the second."""
+    keeps_rows: bool = False
+    """Whether rows of the embedding beyond the tokens of the tokenizer are a part of the model."""
+    read: Callable[[Mapping[str, Any]], tuple[Fields, list[str]]]
+    """Further fields from config.json, and a message for each setting that is wrong."""
+    derive: Callable[[Fields], Fields] = lambda values: {}
+    """Fields that follow from others, once all are right."""
+    missing: Callable[[ModelConfig], Mapping[str, bool]]
+    """What models of this format have, to whether a model lacks it."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """Settings of config.json besides sizes, numbers and the fixed ones."""
+    tied: Mapping[str, str]
+    """Names that files may have besides, to the weights that they repeat."""
+    names: Callable[[ModelConfig, int, LayerSpec, str], list[str]]
+    """Model, number of transformer layers before a layer, layer and one of its modules to modules in files."""
+    transposes: bool = False
+    """Whether linear layers are Conv1D: y = x W + b, where ours is y = x W^T + b."""
+
+
+def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: int | None) -> ModelConfig:
+    """The model that the config.json at ``path`` describes, with the vocabulary of its tokenizer if that is known.
+
+    Raises CheckpointError with a line for each setting that is wrong or not supported.
+    """
+    values, problems = _read_values(form, tree)
+    fields, more = form.read(tree)
+    problems += more
+    if form.multiple and not problems:
+        (large, factor), names = (
+            (values[field] for field in form.multiple),
+            [form.sizes[field][0] for field in form.multiple],
+        )
+        if large % (factor or large):
+            problems.append(f"{names[0]} {large} is not a multiple of {names[1]} {factor}")
+    if not problems and (vocab_size or 0) > values["vocab_size"]:
+        problems.append(f"vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    if problems:
+        raise CheckpointError(f"{path}: {problem}" for problem in problems)
+    if not form.keeps_rows:
+        values["vocab_size"] = vocab_size or values["vocab_size"]
+    values |= {"padded_vocab_size": values["vocab_size"], **fields}
+    return ModelConfig(**values | form.derive(values))
+
+
+def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    given = {name: value for name, value in tree.items() if value is not None}
+    names = {**form.sizes, **form.numbers}
+    values: Fields = {field: given.get(name, default) for field, (name, default) in names.items()}
+    problems = [
+        f"{name} is {given[name]!r}, and only {value!r} can be taken over"
+        for name, value in form.fixed.items()
+        if name in given and given[name] != value
+    ]
+    problems += [
+        f"{name} is {values[field]!r}, and should be a whole number above 0"
+        for field, (name, default) in form.sizes.items()
+        if (name in given or default is None) and (type(values[field]) is not int or values[field] < 1)
+    ]
+    problems += [
+        f"{name} is {values[field]!r}, and should be a number"
+        for field, (name, _) in form.numbers.items()
+        if type(values[field]) not in (int, float)
+    ]
+    return values, problems
+
+
+def config_to(form: Format, config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of ``config`` with weights of ``dtype`` (such as float32).
+
+    Raises ConfigError with a line for each setting that models of the format do not have.
+    """
+    if problems := [name for name, is_missing in form.missing(config).items() if is_missing]:
+        raise ConfigError(
+            f"the model was trained without {name}, which Hugging Face's {form.title} has; use merge"
+            for name in problems
+        )
+    values = {name: getattr(config, field) for field, (name, _) in {**form.sizes, **form.numbers}.items()}
+    return {**form.fixed, **values, **form.write(config), "torch_dtype": dtype}
+
+
+def shapes_of(form: Format, config: ModelConfig) -> Shapes:
+    """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of.
+
+    Queries, keys and values are one weight of ours, as are keys and values of an encoder's output, gate and up, and
+    the same matrix of all experts of a layer.
+    """
+    sources: Shapes = {}
+    d = config.head_size
+    rows = (config.num_attention_heads * d, config.query_groups * d, config.query_groups * d)
+    for ours, block, layer, parameter in _our_parameters(config):
+        module, _, kind = parameter.name.rpartition(".")
+        names, shape = form.names(config, block, layer, module), parameter.shape
+        if form.transposes and layer.is_block:
+            shape = shape[::-1]
+        shapes = [shape]
+        if module.startswith("mlp.experts"):
+            shapes = [shape[-2:]] * len(names)
+        elif len(names) == 3:
+            shapes = [(size, *shape[1:]) for size in rows]
+        elif len(names) == 2:
+            shapes = [shape[1:] if module == "mlp.dense_h_to_4h" else (shape[0] // 2, *shape[1:])] * 2
+        theirs = ["cls.predictions.bias"] if kind == "word_bias" else [f"{name}.{kind}" for name in names]
+        sources[ours] = dict(zip(theirs, shapes, strict=True))
+    return sources
+
+
+def _our_parameters(config: ModelConfig) -> Iterator[tuple[str, int, LayerSpec, ParameterSpec]]:
+    """Name, number of transformer layers before it, layer and spec of each weight, in the order of the layers."""
+    block = 0
+    for prefix, layer in architecture_of(config).prefixed_layers(config):
+        for parameter in layer.parameters:
+            yield prefix + parameter.name, block, layer, parameter
+        block += layer.is_block
+
+
+def gelu_name(config: ModelConfig) -> str:
+    """Hugging Face's name of the activation."""
+    return next(name for name, is_tanh in _GELU_KINDS.items() if is_tanh == config.openai_gelu)
+
+
+def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
+    """The field of the activation ``kind`` that the setting ``name`` has, and a message if it is no GELU."""
+    if str(kind) not in _GELU_KINDS:
+        return {}, [f"{name} is {kind!r}, and can be {' or '.join(_GELU_KINDS)}"]
+    return {"openai_gelu": _GELU_KINDS[kind]}, []
+
+
+def named(blocks: str, parts: Mapping[str, tuple[str, ...]], others: Mapping[str, str]) -> Callable[..., list[str]]:
+    """``Format.names`` from a table of the modules in a transformer layer, and one of layers or modules elsewhere."""
+
+    def names(config: ModelConfig, block: int, layer: LayerSpec, module: str) -> list[str]:
+        if layer.is_block:
+            return [f"{blocks}.{block}.{name}" for name in parts[module]]
+        return [others[layer.class_name if layer.class_name in others else module]]
+
+    return names
+
+
+def _read_gpt2(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    fields, problems = read_gelu("activation_function", tree.get("activation_function", "gelu_new"))
+    eod = tree.get("eos_token_id")
+    return fields | ({"eod_token": eod} if type(eod) is int else {}), problems
+
+
+GPT2_FORMAT = Format(
+    title="GPT-2",
+    sizes={
+        "num_layers": ("n_layer", 12),
+        "hidden_size": ("n_embd", 768),
+        "num_attention_heads": ("n_head", 12),
+        "ffn_hidden_size": ("n_inner", 0),
+        "max_position_embeddings": ("n_positions", 1024),
+        "vocab_size": ("vocab_size", 50257),
+    },
+    numbers={
+        "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
+        "hidden_dropout": ("resid_pdrop", 0.1),
+        "attention_dropout": ("attn_pdrop", 0.1),
+        "init_method_std": ("initializer_range", 0.02),
+    },
+    fixed={
+        "model_type": "gpt2",
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    read=_read_gpt2,
+    derive=lambda values: {
+        "ffn_hidden_size": values["ffn_hidden_size"] or 4 * values["hidden_size"],
+        "eod_token": values.get("eod_token", values["vocab_size"] - 1),
+    },
+    missing=lambda config: {
+        "biases in all linear layers": not config.linear_bias,
+        "an output projection that is the embedding": config.untie_embeddings_and_output_weights,
+        "a table of positions": not config.has_position_table,
+        "heads of hidden size / heads": config.head_size * config.num_attention_heads != config.hidden_size,
+        "keys and values for each head": config.query_groups != config.num_attention_heads,
+        "queries and keys that are not normalized": config.qk_layernorm,
+        RESIDUAL: config.apply_residual_connection_post_layernorm,
+        f"attention to all {config.max_position_embeddings} positions (--pre-tokens {config.pre_tokens})": (
+            config.pre_tokens < config.max_position_embeddings - 1
+        ),
+    },
+    write=lambda config: {
+        "architectures": ["GPT2LMHeadModel"],
+        "bos_token_id": config.eod_token,
+        "eos_token_id": config.eod_token,
+        "activation_function": gelu_name(config),
+        "embd_pdrop": config.hidden_dropout,
+    },
+    tied={"lm_head.weight": f"{PREFIX}wte.weight"},
+    names=named(
+        f"{PREFIX}h",
+        {
+            "input_layernorm": ("ln_1",),
+            "attention.query_key_value": ("attn.c_attn",),
+            "attention.dense": ("attn.c_proj",),
+            "post_attention_layernorm": ("ln_2",),
+            "mlp.dense_h_to_4h": ("mlp.c_fc",),
+            "mlp.dense_4h_to_h": ("mlp.c_proj",),
+        },
+        {"WordEmbedding": f"{PREFIX}wte", "PositionEmbedding": f"{PREFIX}wpe", "LayerNorm": f"{PREFIX}ln_f"},
+    ),
+    transposes=True,
+)
