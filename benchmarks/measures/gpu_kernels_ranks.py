@@ -26,7 +26,7 @@ from megatron.launch.distributed import distributed
 from megatron.model.architectures import GPT2
 from megatron.model.moe import MoEParallelTransformerLayer
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.ops import stacked_linear
+from megatron.ops import linear
 from megatron.ops.activation import bias_gelu, dropout_add, lean_swiglu
 from megatron.ops.attention import device_facts
 from megatron.ops.choices import attention_kernel
@@ -286,7 +286,7 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _experts(rows: Tensor, matrices: Tensor, *, grouped: bool, counts: list[int]) -> Tensor:
-    kernel = stacked_linear.grouped if grouped else stacked_linear.one_by_one
+    kernel = linear.grouped if grouped else linear.one_by_one
     return kernel(rows, matrices, counts, lambda gradient, weight: False)
 
 

@@ -19,7 +19,7 @@ from megatron.config import ModelConfig
 from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
 from megatron.ops.activation import mlp_activation
-from megatron.ops.stacked_linear import StackedLinearKernel, stacked_linear_kernel
+from megatron.ops.linear import StackedLinearKernel, stacked_linear_kernel
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim

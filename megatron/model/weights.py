@@ -4,7 +4,6 @@ i inputs, o outputs, in all t tensor-parallel ranks together
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron.ops.norm import choose_norm
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, sharded_norm
-from megatron.parallel.tensor.lora import ColumnParallelAdapter, LowRank, RowParallelAdapter
+from megatron.parallel.tensor.lora import LowRank, ParallelAdapter
 
 
 def weight(config: ModelConfig, name: str) -> WeightInit:
@@ -43,7 +42,7 @@ def column_parallel(
         "init": weight(config, name),
         "parts": parts,
     }
-    lora = _adapter(config, name.rpartition(".")[2], ColumnParallelAdapter, inputs, outputs, **kwargs)
+    lora = _adapter(config, name, inputs, outputs, is_column_parallel=True, **kwargs)
     kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": linear_kernel(config)}
     return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
 
@@ -57,19 +56,17 @@ def row_parallel(
         "sequence_dim": sequence_parallel_dim(config, layout),
         "init": residual_weight(config, name),
     }
-    lora = _adapter(config, name.rpartition(".")[2], RowParallelAdapter, inputs, outputs, **kwargs)
+    lora = _adapter(config, name, inputs, outputs, is_column_parallel=False, **kwargs)
     kwargs |= {"has_bias": config.linear_bias, "kernel": linear_kernel(config)}
     return RowParallelLinear(inputs, outputs, lora=lora, **kwargs)
 
 
-def _adapter(
-    config: ModelConfig, target: str, kind: Callable[..., nn.Module], *sizes: int, **arguments: Any
-) -> nn.Module | None:
-    """The adapter of the linear layer ``target``, made as ``kind(*sizes, **arguments)``; None if it has none."""
-    if target not in config.adapted:
+def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> ParallelAdapter | None:
+    """The adapter of the linear layer ``name``; None if it has none."""
+    if name.rpartition(".")[2] not in config.adapted:
         return None
     settings = LowRank(config.lora_rank, config.lora_alpha / config.lora_rank, config.lora_dropout)
-    return kind(*sizes, settings=settings, **arguments)
+    return ParallelAdapter(*sizes, settings=settings, **arguments)
 
 
 def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:

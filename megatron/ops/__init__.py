@@ -4,8 +4,7 @@ Every operation has a plain torch version, which works on each device and is the
 with. A layer chooses the variant once, when it is built. A precision is added as one more variant, such as a
 ``LinearKernel`` in FP8.
 
-linear.py            the matmuls of a linear layer: output, gradient of the input, gradient of the weight
-stacked_linear.py    the matmuls of several weights, each with its own rows, such as experts
+linear.py            the matmuls of a linear layer, with one weight or several: output, gradients of input and weight
 attention.py         the core of attention; packed_attention.py and partial_attention.py limit it to documents, windows
                      and parts of the keys
 norm.py              LayerNorm and RMSNorm

@@ -3,7 +3,7 @@
 v/t columns of a rank's logits, with padding, r rows: b x s
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -88,9 +88,7 @@ def _gradient(
     return torch.where(column < columns, of_logits, 0.0).to(logits.dtype)
 
 
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function)
+_compiled = cache(torch.compile)
 
 
 def _chunks(logits: Tensor, columns: int) -> Iterator[slice]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megatron.ops import activation, cross_entropy, linear, norm, stacked_linear
+from megatron.ops import activation, cross_entropy, linear, norm
 
 DTYPES = (torch.float32, torch.bfloat16)
 SIZE = 24
@@ -80,7 +80,7 @@ def test_stacked_linear(dtype: torch.dtype) -> None:
     """One matmul for each weight equals ``F.linear`` of its rows."""
     counts, inputs = [3, 0, 4], [_leaf(dtype, 7, SIZE) for _ in range(2)]
     weights = [nn.Parameter(_leaf(dtype, 3, 5, SIZE).detach()) for _ in range(2)]
-    ours = stacked_linear.one_by_one(inputs[0], weights[0], counts, lambda gradient, weight: False)
+    ours = linear.one_by_one(inputs[0], weights[0], counts, lambda gradient, weight: False)
     plain = torch.cat([F.linear(x, w) for x, w in zip(inputs[1].split(counts), weights[1], strict=True)])
     for output in (ours, plain):
         output.float().square().sum().backward()
