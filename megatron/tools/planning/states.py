@@ -20,16 +20,13 @@ from megatron.model.spec import LayerSpec, is_trained
 
 FP32 = 4
 _ONE_MOMENT = ("lion", "sgd", "adafactor", "adagrad")
-"""Optimizers with a moment for each parameter; the others have two."""
 _ALIGNMENT = 2
 """Each owner's partition is a multiple of this many elements at ZeRO 1 and 2."""
 _COUNTER = 4
 """Bytes in which torch's Adam counts the steps of each of its tensors."""
-
-# DeepSpeed's defaults.
 _PERSISTENT = 100_000
-_LIVE = 1_000_000_000
-_SUB_GROUP = 1_000_000_000
+"""Elements up to which ZeRO 3 also keeps a full weight."""
+_LIVE = _SUB_GROUP = 1_000_000_000
 
 
 class Weight(NamedTuple):
@@ -150,26 +147,23 @@ def owners(run: RunConfig) -> int:
 def _weights(run: RunConfig, weights: Weights) -> int:
     element = bytes_of(run)
     if run.zero.zero_stage == 3:
-        gathered = sum(count * weight.numel for weight, count in weights.counts if weight.numel <= _persistent(run))
+        most = _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
+        gathered = sum(count * weight.numel for weight, count in weights.counts if weight.numel <= most)
         shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
         return (shards + gathered) * element
     if run.zero.zero_stage == 0:
         return weights.numel * element
-    frozen = weights.numel - weights.trained.numel
-    return (frozen + sum(group.part * group.owners for group in _groups(run, weights.trained))) * element
+    flat = sum(group.part * group.owners for group in _groups(run, weights.trained))
+    return (weights.numel - weights.trained.numel + flat) * element
 
 
 def _gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
         return weights.numel * (FP32 + element)  # the sum, and the gradients of the last micro-batch
-    full = weights.numel * element
-    if run.zero.zero_stage < 2:
-        return full
-    reduced = 0 if run.zero.offloads_optimizer else _reduced_gradients(run, weights, owner)
-    if not run.coalesces_grad_reduction:
-        return reduced
-    return full + (reduced if run.zero.zero_stage == 3 else 0)  # ZeRO 3 always has memory for its shards
+    full = weights.numel * element if run.zero.zero_stage < 2 or run.coalesces_grad_reduction else 0
+    has_part = run.zero.zero_stage == 3 or (run.zero.zero_stage == 2 and not full)  # ZeRO 3 always has its shards
+    return full + (_reduced_gradients(run, weights, owner) if has_part and not run.zero.offloads_optimizer else 0)
 
 
 def _new_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
@@ -215,9 +209,9 @@ def _moments(run: RunConfig, weight: Weight) -> int:
     optim = run.optim
     if optim.optimizer == "adafactor" and len(weight.shape) > 1:
         return weight.numel // weight.shape[-1] + weight.numel // weight.shape[-2]
-    has_one = weight.is_block_matrix if optim.optimizer == "muon" else optim.optimizer in _ONE_MOMENT
     if optim.optimizer == "sgd" and not optim.sgd_momentum:
         return 0
+    has_one = weight.is_block_matrix if optim.optimizer == "muon" else optim.optimizer in _ONE_MOMENT
     return weight.numel if has_one else 2 * weight.numel
 
 
@@ -226,7 +220,8 @@ def _buffers(run: RunConfig, weights: Weights) -> int:
     if zero.zero_stage == 0 or _sums_in_fp32(run) or _copies_once(run):
         return 0
     if zero.zero_stage == 3:
-        passing = sum(count * weight.numel for weight, count in weights.counts if weight.numel > _persistent(run))
+        most = _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
+        passing = sum(count * weight.numel for weight, count in weights.counts if weight.numel > most)
         gathered = min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))
         return (_bucket(run, weights) + gathered) * bytes_of(run)
     copies = 2 if zero.zero_overlap_comm else 1
@@ -246,8 +241,8 @@ def _step(run: RunConfig, weights: Weights, owner: int | None) -> int:
     Reduced gradients replace the unsharded ones.
     """
     if run.zero.zero_stage == 0:
-        is_reduced = owners(run) > 1  # in a copy
-        return is_reduced * min(weights.numel, DEFAULT_REDUCE_BUCKET) * bytes_of(run)
+        copied = min(weights.numel, DEFAULT_REDUCE_BUCKET) if owners(run) > 1 else 0
+        return copied * bytes_of(run)
     step = _optimizer_step(run, weights)
     if not run.coalesces_grad_reduction:
         return step
@@ -319,11 +314,6 @@ def _overlapping(run: RunConfig, weights: Weights) -> list[int]:
             for owner in range((end - size) // part * ranks, ((end - 1) // part + 1) * ranks):
                 found[owner] += size
     return found
-
-
-def _persistent(run: RunConfig) -> int:
-    """Elements up to which ZeRO 3 also keeps a full weight."""
-    return _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
 
 
 def _setting(run: RunConfig, key: str, default: int) -> int:

@@ -3,6 +3,7 @@
 import math
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from megatron.cli.flags import read_flags
@@ -14,8 +15,8 @@ from megatron.config import RunConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.machine import DEVICES, Device, Machine, device_of_name
-from megatron.tools.planning.request import make_request, words
-from megatron.tools.planning.search import Candidate, Plan, search
+from megatron.tools.planning.request import as_flag, make_request, words
+from megatron.tools.planning.search import Candidate, search
 
 _CHOSEN = (
     "model_parallel_size",
@@ -41,6 +42,8 @@ _CHOSEN_IF_NEEDED = (
     "recompute_num_layers",
 )
 """Flags that are kept as long as a layout with them fits."""
+_ALL = (*_CHOSEN, *_CHOSEN_IF_NEEDED)
+_BATCH = {"global_batch_size", "step_batch_size_schedule"}
 _MOST_SIZES = 3
 """Numbers of hosts for which a layout fits, among which the fastest is chosen."""
 
@@ -84,20 +87,17 @@ def plan_survivors(
     Raises ConfigError if the planner does not know the arguments, such as ``--deepspeed_config``.
     """
     given, _, _ = read_flags(arguments, architecture)
-    for fixed in (_without(given, _CHOSEN), _without(given, (*_CHOSEN, *_CHOSEN_IF_NEEDED))):
-        fixed = _with_batch(fixed, run)
-        plans = []
-        for hosts in range(len(slots), least - 1, -1):
-            plan = _search(fixed, run, slots[:hosts], device, architecture)
-            if plan.fitting:
-                plans.append((hosts, plan))
-            if len(plans) == _MOST_SIZES:
-                break
+    for chosen in (_CHOSEN, _ALL):
+        fixed = {name: value for name, value in given.items() if name not in chosen}
+        if not _BATCH & given.keys():
+            fixed["global_batch_size"] = as_flag("global_batch_size", run.train.global_batch_size)
+        numbers = range(len(slots), least - 1, -1)
+        searched = ((hosts, _fitting(fixed, run, slots[:hosts], device, architecture)) for hosts in numbers)
+        plans = list(islice((one for one in searched if one[1]), _MOST_SIZES))
         if plans:
-            hosts, plan = min(plans, key=lambda one: one[1].fitting[0].timing.total)
-            best = plan.fitting[0]
-            chosen = {name: best.given[name] for name in (*_CHOSEN, *_CHOSEN_IF_NEEDED) if name in best.given}
-            return PlannedLayout(hosts, best, words({**fixed, **chosen}), len(plan.fitting))
+            hosts, fitting = min(plans, key=lambda one: one[1][0].timing.total)
+            flags = {name: fitting[0].given[name] for name in _ALL if name in fitting[0].given}
+            return PlannedLayout(hosts, fitting[0], words({**fixed, **flags}), len(fitting))
     return None
 
 
@@ -111,14 +111,14 @@ def arguments_at_world_size(
     Every rank gets the same answer. Raises ConfigError if no layout of all these ranks does.
     """
     given, _, _ = read_flags(arguments, architecture)
-    if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
+    if not _BATCH & given.keys():
         raise ConfigError("--elastic-layout needs --global-batch-size, which stays the same on other numbers of ranks")
     run, _ = resolve_run(given, environ, architecture)
     ranks, on_host = run.parallel.world_size, ranks_on_host(environ) or run.parallel.world_size
     slots = [on_host] * (ranks // on_host) if ranks % on_host == 0 else [ranks]
     device = device_here(run.parallel.device) or DEVICES["a100"]._replace(memory=math.inf)
     is_given = {"model_parallel_size", "pipe_parallel_size"} & given.keys()
-    fitting = _search(given, run, slots, device, architecture).fitting if is_given else []
+    fitting = _fitting(given, run, slots, device, architecture) if is_given else []
     if any(_sizes(candidate.run) == _sizes(run) for candidate in fitting):
         return list(arguments), f"the layout as given, on {counted(ranks, 'rank')}"
     planned = plan_survivors(arguments, run, slots, device, least=len(slots), architecture=architecture)
@@ -144,13 +144,14 @@ def device_here(kind: str, query: Callable[[], str] = name_of_gpu) -> Device | N
     return DEVICES["cpu"] if kind == "cpu" else device_of_name(query())
 
 
-def _search(
+def _fitting(
     fixed: Mapping[str, Provided],
     run: RunConfig,
     slots: Sequence[int],
     device: Device,
     architecture: ArchitectureSpec,
-) -> Plan:
+) -> list[Candidate]:
+    """The layouts with the flags ``fixed`` that fit on hosts with these ``slots``, the fastest first."""
     request = make_request(
         words(fixed),
         Machine(device, min(slots)),
@@ -159,21 +160,9 @@ def _search(
         vocab_size=run.model.vocab_size or None,
         architecture=architecture,
     )
-    return search(request)
+    return search(request).fitting
 
 
 def _sizes(run: RunConfig) -> tuple[int, int]:
     """Sizes that the planner searches unless flags give them."""
     return run.parallel.context_parallel_size, run.parallel.expert_model_parallel_size
-
-
-def _without(given: Mapping[str, Provided], names: Sequence[str]) -> dict[str, Provided]:
-    return {name: value for name, value in given.items() if name not in names}
-
-
-def _with_batch(given: Mapping[str, Provided], run: RunConfig) -> dict[str, Provided]:
-    """``given`` with the global batch size of ``run``, unless flags give it."""
-    if {"global_batch_size", "step_batch_size_schedule"} & given.keys():
-        return dict(given)
-    size = run.train.global_batch_size
-    return {**given, "global_batch_size": Provided(size, f"--global-batch-size {size}")}
