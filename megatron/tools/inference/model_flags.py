@@ -33,12 +33,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it was moved since training")
     group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")
-    group.add_argument(
-        "--tokenizer-model",
-        "--tokenizer-name-or-path",
-        metavar="PATH",
-        help="folder with them, instead of the two flags",
-    )
+    group.add_argument("--tokenizer-model", "--tokenizer-name-or-path", metavar="PATH", help="folder with both files")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="accepted if it matches the model")
     types = group.add_mutually_exclusive_group()
     types.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default="fp32", help="in bfloat16")
@@ -61,13 +56,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
         metavar="N",
         help="preceding tokens that each token attends to (default: the model's)",
     )
-    group.add_argument(
-        "--next-tokens",
-        "--next-tockens",
-        type=int,
-        metavar="N",
-        help="following tokens; has no effect on a causal model",
-    )
+    group.add_argument("--next-tokens", "--next-tockens", type=int, metavar="N", help="no effect on a causal model")
     group.add_argument(
         "--shape-order", choices=("BSH", "SBH"), help="dimension order of hidden states (default: the model's)"
     )

@@ -77,24 +77,19 @@ def smallest_change(run: RunConfig, stage: int, available: float) -> str:
 
 def _changes(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Changes of ``run`` that keep the global batch and the number of ranks, the smallest first."""
+    size, steps = run.train.micro_batch_size, run.train.gradient_accumulation_steps
     recomputing = replace(run.activation, checkpoint_activations=True, recompute_granularity="full")
-    recomputations = [("", run)]
+    activations = {"": run.activation}
     if not run.activation.checkpoint_activations:
-        recomputations.append(("--checkpoint-activations", replace(run, activation=recomputing)))
-    for stage in range(run.zero.zero_stage, 2 if run.parallel.uses_pipeline else 4):
-        for recompute_flag, recomputed in recomputations:
-            staged = replace(recomputed, zero=replace(run.zero, zero_stage=stage))
-            for size in _halves(run.train.micro_batch_size):
-                steps = run.train.gradient_accumulation_steps * (run.train.micro_batch_size // size)
-                train = replace(run.train, micro_batch_size=size, gradient_accumulation_steps=steps)
-                zero_flag = f"--zero-stage {stage}" if stage > run.zero.zero_stage else ""
-                batch_flags = f"--batch-size {size} --gas {steps}" if size < run.train.micro_batch_size else ""
-                flags = " ".join(filter(None, (zero_flag, recompute_flag, batch_flags)))
-                if flags:
-                    yield flags, replace(staged, train=train)
-
-
-def _halves(size: int) -> Iterator[int]:
-    while size:
-        yield size
-        size = size // 2 if size % 2 == 0 else 0
+        activations["--checkpoint-activations"] = recomputing
+    least, most = run.zero.zero_stage, 1 if run.parallel.uses_pipeline else 3
+    stages = {"": least, **{f"--zero-stage {stage}": stage for stage in range(least + 1, most + 1)}}
+    halves = [2**power for power in range(size.bit_length()) if size % 2**power == 0]
+    for zero_flag, stage in stages.items():
+        zero = replace(run.zero, zero_stage=stage)
+        for recompute_flag, activation in activations.items():
+            for parts in halves:
+                train = replace(run.train, micro_batch_size=size // parts, gradient_accumulation_steps=steps * parts)
+                batch_flags = f"--batch-size {size // parts} --gas {steps * parts}" if parts > 1 else ""
+                if flags := " ".join(filter(None, (zero_flag, recompute_flag, batch_flags))):
+                    yield flags, replace(run, activation=activation, zero=zero, train=train)

@@ -7,12 +7,10 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from statistics import mean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.common.errors import counted
-from megatron.common.units import prefix_of
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
 from megatron.tools.reporting.files import Points
@@ -269,24 +267,27 @@ def _draw_losses(axes: "Axes", runs: Mapping[str, Mapping[str, Points]], baselin
 
 def _draw_panel(axes: "Axes", curves: Sequence[Points], panel: Panel) -> None:
     """One quantity of all runs."""
-    scale, prefix = 1.0, ""
-    if panel.factor:
-        fitting, prefix = prefix_of(panel.factor * max(max(points.values(), default=0.0) for points in curves))
-        scale = panel.factor / fitting
+    from matplotlib.ticker import EngFormatter
+
     for number, points in enumerate(curves):
-        _plot(axes, {iteration: value * scale for iteration, value in points.items()}, color=f"C{number}")
-    axes.set(title=panel.title, xlabel="iteration", ylabel=f"{prefix}{panel.unit}")
+        if not points:
+            continue
+        values = {iteration: value * (panel.factor or 1) for iteration, value in points.items()}
+        _plot(axes, values, color=f"C{number}")
+    axes.set(title=panel.title, xlabel="iteration", ylabel="" if panel.factor else panel.unit)
     axes.set_ylim(bottom=0)
+    if panel.factor:
+        axes.yaxis.set_major_formatter(EngFormatter(panel.unit))
 
 
 def _plot(axes: "Axes", points: Points, **style: Any) -> None:
     """A line through the points; adjacent points are averaged if there are more than can be distinguished."""
-    items = list(points.items())
-    size = -(-len(items) // _MOST_POINTS) or 1
-    groups = [list(zip(*items[begin : begin + size], strict=True)) for begin in range(0, len(items), size)]
-    marker = {"marker": "o"} if len(groups) == 1 else {}
-    xs, ys = ([mean(group[axis]) for group in groups] for axis in (0, 1))
-    axes.plot(xs, ys, **marker | style)
+    import numpy as np
+
+    parts = np.array_split(list(points.items()), min(len(points), _MOST_POINTS))
+    means = np.array([part.mean(axis=0) for part in parts])
+    marker = {"marker": "o"} if len(points) == 1 else {}
+    axes.plot(means[:, 0], means[:, 1], **marker | style)
 
 
 def _perplexity(loss: float) -> str:
