@@ -63,23 +63,16 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
     group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's
 
 
-def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Tensor-parallel size: all processes. Raises ConfigError if the launcher started another number than asked for."""
-    check_place(environ)
-    started = world_size(environ)
-    if args.model_parallel_size not in (None, started):
-        raise ConfigError(
-            f"--model-parallel-size {args.model_parallel_size} with {started} started: start as many with "
-            f"deepspeed --num_gpus {args.model_parallel_size}"
-        )
-    return started
-
-
 def shared_source(
     args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
 ) -> tuple[Source, int]:
-    """The model that ``args`` name, and the number of processes, which share it. Raises as the functions it calls."""
-    ranks = tensor_ranks(args, environ)
+    """The model that ``args`` name, and the number of processes, all of which share it. Raises as ``source_of``."""
+    check_place(environ)
+    ranks, asked = world_size(environ), args.model_parallel_size
+    if asked not in (None, ranks):
+        raise ConfigError(
+            f"--model-parallel-size {asked} with {ranks} started: start as many with deepspeed --num_gpus {asked}"
+        )
     source = source_of(args, environ, accepted)
     config_on(source.config, ranks, args.dtype)  # an error here is printed once, not by all ranks
     return source, ranks
