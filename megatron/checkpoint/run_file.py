@@ -19,6 +19,8 @@ from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2
 
 RUN_FILE = "run.json"
+_REMOVED = ("flex_attention",)
+"""Fields of the model that earlier versions had, and on which no weight depends."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class SavedRun:
     def model(self) -> dict[str, Any]:
         """The fields of the run's ModelConfig. Without an architecture it is GPT-2, which was once the only one."""
         saved = self.config["model"].items()
-        return {"architecture": GPT2.name} | {key: tuple(v) if isinstance(v, list) else v for key, v in saved}
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in saved if key not in _REMOVED}
+        return {"architecture": GPT2.name} | values
 
     @property
     def skipped_samples(self) -> tuple[range, ...]:

@@ -19,3 +19,10 @@ def test_the_configuration_is_the_one_that_was_saved(words: str, tmp_path: Path)
     config = SavedRun(tmp_path, "global_step6", description).whole_model_config()
     assert config == replace(model, padded_vocab_size=config.vocab_size, dtype=config.dtype)
     assert layer_groups(config) == layer_groups(config)
+
+
+def test_fields_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
+    description = json.loads(json.dumps(describe(parse(""), 6)))
+    description["config"]["model"]["flex_attention"] = False
+    config = SavedRun(tmp_path, "global_step6", description).whole_model_config()
+    assert config.hidden_size == parse("").model.hidden_size
