@@ -78,8 +78,8 @@ def _seen(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
 def _proof(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     case = open_case(args.load, data_fields)
     found = proof.prove(case.history, case.saved.skipped_samples, args.metrics_file)
-    _print(args, proof.as_dict(found), proof.as_text(found, case.saved.path))
-    return not found.errors
+    _print(args, found, proof.as_text(found, case.saved.path))
+    return found["proven"]
 
 
 def _overlap(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:

@@ -58,8 +58,7 @@ def main() -> None:
     import torch
 
     from megatron.tools.inference.model import opened_model
-    from megatron.tools.serving.request_queue import RequestQueue
-    from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch
+    from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch, RequestQueue
     from megatron.tools.serving.server import build_app, serve, serve_worker
 
     threads = torch.get_num_threads()

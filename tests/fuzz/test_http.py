@@ -14,8 +14,7 @@ from megatron.common.errors import DataError
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
 from megatron.tools.serving.protocol import RequestLimits
-from megatron.tools.serving.request_queue import RequestQueue
-from megatron.tools.serving.scheduler import RankBroadcast, run_driver
+from megatron.tools.serving.scheduler import Driver, RankBroadcast, RequestQueue
 from megatron.tools.serving.server import Service, build_app
 
 FIELDS = (
@@ -142,7 +141,7 @@ def test_requests(requests: list[tuple[bytes, list[tuple[bytes, bytes]]]], name:
         queue = RequestQueue(most_waiting=2, seconds=20)
         service = Service("my", 0, Words(), RequestLimits(64, 32, 4), 4000, None, local_only=True)  # type: ignore[arg-type]
         group = SimpleNamespace(size=lambda: 1)
-        driver = asyncio.create_task(asyncio.to_thread(run_driver, queue, Chosen(), RankBroadcast(group)))  # type: ignore[arg-type]
+        driver = asyncio.create_task(asyncio.to_thread(Driver(queue, Chosen(), RankBroadcast(group)).run))  # type: ignore[arg-type]
         app = build_app(service, queue)
         answers = [answer(app, "/v1/completions", headers, body) for body, headers in requests]
         answered = asyncio.gather(*answers, answer(app, f"/v1/models/{name}", [], b""))

@@ -4,8 +4,7 @@ No data are read. The history has the sample indices of each start of the run; t
 overlaps. The metrics were written by the runs themselves, in every iteration.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,36 @@ from megatron.common.errors import counted
 from megatron.tools.reporting.files import read_metrics
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The result."""
+def prove(history: Sequence[Segment], skipped_samples: Sequence[range], metrics: Path | None) -> dict[str, Any]:
+    """Check the history, and the metrics against it; for JSON and for ``as_text``.
 
-    segments: Sequence[Segment]
-    skipped_samples: Sequence[range]
-    logged: int | None
-    """Iterations of the history that are in the metrics; None without metrics."""
-    repeated: Sequence[range]
-    """Iterations that were lost in a restart, or in a return to a checkpoint after a spike, and run again."""
-    errors: Sequence[str]
-
-    @property
-    def iterations(self) -> int:
-        return self.segments[-1].last if self.segments else 0
-
-    @property
-    def samples(self) -> int:
-        return self.segments[-1].end_place if self.segments else 0
-
-
-def prove(history: Sequence[Segment], skipped_samples: Sequence[range], metrics: Path | None) -> Proof:
-    """Check the history, and the metrics against it. Raises DataError if the metrics cannot be read."""
+    ``logged`` is the number of iterations of the history that are in the metrics; None without metrics. ``made_again``
+    are iterations that were lost in a restart, or in a return to a checkpoint after a spike, and run again. Raises
+    DataError if the metrics cannot be read.
+    """
     errors = [*_history_errors(history), *_skipped_errors(skipped_samples)]
-    logged = None
-    repeated: list[range] = []
+    logged: int | None = None
+    repeated: list[list[int]] = []
+    last, samples = (history[-1].last, history[-1].end_place) if history else (0, 0)
     if metrics is not None:
         effective, repeated = _effective(
             (where, record["iteration"], record["consumed_samples"])
             for where, record in read_metrics(metrics)
             if "consumed_samples" in record
         )
-        last = history[-1].last if history else 0
         inside = [line for line in effective if line[1] <= last]
         logged = len(inside)
         errors += _metrics_errors(history, inside, metrics)
-    return Proof(history, skipped_samples, logged, repeated, errors)
+    return {
+        "proven": not errors,
+        "iterations": last,
+        "samples": samples,
+        "stretches": [vars(segment) for segment in history],
+        "left_out": [[span.start, span.stop] for span in skipped_samples],
+        "logged": logged,
+        "made_again": repeated,
+        "faults": errors,
+    }
 
 
 def _history_errors(history: Sequence[Segment]) -> Iterator[str]:
@@ -82,13 +74,13 @@ Line = tuple[str, int, int]
 """Location of a line, its iteration, and the samples consumed after it."""
 
 
-def _effective(lines: Iterable[Line]) -> tuple[list[Line], list[range]]:
-    """The lines of the iterations that led to the weights, and the iterations that were repeated."""
+def _effective(lines: Iterable[Line]) -> tuple[list[Line], list[list[int]]]:
+    """The lines of the iterations that led to the weights, and the first and last of those that were repeated."""
     kept: list[Line] = []
     repeated = []
     for line in lines:
         if kept and line[1] <= kept[-1][1]:
-            repeated.append(range(line[1], kept[-1][1] + 1))
+            repeated.append([line[1], kept[-1][1]])
             kept = [earlier for earlier in kept if earlier[1] < line[1]]
         kept.append(line)
     return kept, repeated
@@ -104,34 +96,20 @@ def _metrics_errors(history: Sequence[Segment], lines: Sequence[Line], path: Pat
             yield f"{where}: {consumed} samples after iteration {iteration}, but {expected} in the checkpoint"
 
 
-def as_dict(proof: Proof) -> dict[str, Any]:
-    """The proof for JSON."""
-    return {
-        "proven": not proof.errors,
-        "iterations": proof.iterations,
-        "samples": proof.samples,
-        "stretches": [vars(segment) for segment in proof.segments],
-        "left_out": [[span.start, span.stop] for span in proof.skipped_samples],
-        "logged": proof.logged,
-        "made_again": [[span.start, span.stop - 1] for span in proof.repeated],
-        "faults": list(proof.errors),
-    }
-
-
-def as_text(proof: Proof, checkpoint: Path) -> Iterator[str]:
+def as_text(proof: Mapping[str, Any], checkpoint: Path) -> Iterator[str]:
     """In lines."""
-    yield f"{checkpoint}: {counted(proof.iterations, 'iteration')}, {counted(proof.samples, 'sample')}"
+    yield f"{checkpoint}: {counted(proof['iterations'], 'iteration')}, {counted(proof['samples'], 'sample')}"
     yield f"  {'iterations':>15}  {'samples':>21}  {'batch':>6}  layout"
-    for segment in proof.segments:
-        iterations = f"{segment.finished + 1:,}-{segment.last:,}"
-        samples = f"{segment.first_place:,}-{segment.end_place - 1:,}"
-        layout = ", ".join(f"{axis} {size}" for axis, size in segment.layout.items())
-        yield f"  {iterations:>15}  {samples:>21}  {segment.global_batch_size:>6,}  {layout}"
-    for span in proof.skipped_samples:
-        yield f"skipped after a spike: samples {span.start:,} to {span.stop - 1:,}"
-    if proof.logged is not None:
-        yield f"metrics: {counted(proof.logged, 'line')} about these iterations"
-    for span in proof.repeated:
-        yield f"repeated after a restart or a spike: iterations {span.start:,} to {span.stop - 1:,}"
-    yield from (f"WRONG: {error}" for error in proof.errors)
-    yield "not proven" if proof.errors else "proven: no sample was repeated, none was skipped"
+    for segment in proof["stretches"]:
+        iterations = f"{segment['finished'] + 1:,}-{segment['last']:,}"
+        samples = f"{segment['first_place']:,}-{segment['end_place'] - 1:,}"
+        layout = ", ".join(f"{axis} {size}" for axis, size in segment["layout"].items())
+        yield f"  {iterations:>15}  {samples:>21}  {segment['global_batch_size']:>6,}  {layout}"
+    for start, stop in proof["left_out"]:
+        yield f"skipped after a spike: samples {start:,} to {stop - 1:,}"
+    if proof["logged"] is not None:
+        yield f"metrics: {counted(proof['logged'], 'line')} about these iterations"
+    for first, last in proof["made_again"]:
+        yield f"repeated after a restart or a spike: iterations {first:,} to {last:,}"
+    yield from (f"WRONG: {error}" for error in proof["faults"])
+    yield "proven: no sample was repeated, none was skipped" if proof["proven"] else "not proven"

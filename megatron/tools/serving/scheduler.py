@@ -1,12 +1,13 @@
-"""The scheduler: which requests are computed together, on all ranks in the same order (continuous batching)."""
+"""The queue of requests, and the scheduler: which are computed together, on all ranks alike (continuous batching)."""
 
+import asyncio
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,109 @@ from torch.distributed import ProcessGroup
 
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.batches import is_reset_within
-from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining
+from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining, Piece
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.protocol import CompletionRequest, RequestError
-from megatron.tools.serving.request_queue import Job, RequestQueue, put_all
+
+
+class Job:
+    """A request in the queue. It is no longer wanted when its client disconnects or its time is over."""
+
+    def __init__(self, request: CompletionRequest, on_end: Callable[["Job"], None]) -> None:
+        self.request = request
+        self.is_wanted = True
+        self.unreleased: list[Piece] = []
+        """Pieces that the generator's thread has not passed to the event loop yet."""
+        self.loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[Piece | RequestError | None] = asyncio.Queue()
+        self._on_end = on_end
+        self._timers: list[asyncio.TimerHandle] = []
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All pieces as they arrive. Raises RequestError if generation ends early."""
+        try:
+            while (arrived := await self._arrived.get()) is not None:
+                if isinstance(arrived, RequestError):
+                    raise arrived
+                yield arrived
+        finally:
+            self.is_wanted = False
+            for timer in self._timers:
+                timer.cancel()
+            self._on_end(self)
+
+    def put(self, *arrived: Piece | RequestError | None) -> None:
+        """Called by the generator's thread: pieces, None after the last, or the error that ends the request."""
+        put_all([(self, arrived)])
+
+    def released(self, is_done: bool) -> tuple[Piece | None, ...]:
+        """What to put after a step: all pieces of a stream so far; of other requests nothing until the end."""
+        if not (is_done or getattr(self.request, "stream", True)):
+            return ()
+        pieces, self.unreleased = self.unreleased, []
+        return (*pieces, None) if is_done else tuple(pieces)
+
+    def take(self, arrived: Piece | RequestError | None) -> None:
+        """``put`` one, in the thread of the event loop."""
+        self._arrived.put_nowait(arrived)
+
+    def end_in(self, seconds: float, error: RequestError) -> None:
+        """Answer with ``error`` after ``seconds``, if the job is not finished."""
+        self._timers.append(self.loop.call_later(seconds, self._end, error))
+
+    def _end(self, error: RequestError) -> None:
+        self.is_wanted = False
+        self.take(error)
+        self._on_end(self)  # the client may have stopped reading
+
+
+def put_all(arrived: Sequence[tuple[Job, tuple[Piece | RequestError | None, ...]]]) -> None:
+    """``put`` for several jobs, which wakes the event loop once."""
+
+    def put() -> None:
+        for job, pieces in arrived:
+            for piece in pieces:
+                job.take(piece)
+
+    if arrived and not arrived[0][0].loop.is_closed():  # as it is when the server shut down before the last piece
+        arrived[0][0].loop.call_soon_threadsafe(put)
+
+
+class RequestQueue:
+    """Accepts requests in order of arrival, up to a limit."""
+
+    def __init__(self, *, most_waiting: int, seconds: float, most_running: int = 1) -> None:
+        """A request is answered within ``seconds``, including the time to receive it and to wait."""
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        """For the generator's thread; None ends it."""
+        self._open: set[Job] = set()
+        self._most, self.seconds = most_running + most_waiting, seconds
+        self.running = 0
+        """Number of requests in progress, and tokens generated since the start: set by the generator's thread."""
+        self.generated_tokens = 0
+
+    @property
+    def pending(self) -> int:
+        """Number of requests in progress or waiting."""
+        return len(self._open)
+
+    def submit(self, request: CompletionRequest, *, spent: float = 0.0) -> Job:
+        """Append a request that took ``spent`` seconds to receive. Raises RequestError if too many are waiting."""
+        if self.pending >= self._most:
+            raise RequestError("too many requests are waiting; try again in a moment", status=503, retry=True)
+        job = Job(request, self._open.discard)
+        self._open.add(job)
+        late = RequestError(f"not finished within {self.seconds:g} s; ask for fewer tokens", status=504)
+        job.end_in(max(self.seconds - spent, 0.0), late)
+        self.jobs.put(job)
+        return job
+
+    def end_all(self, seconds: float, reason: str) -> None:
+        """Answer requests that are not finished within ``seconds`` with an error."""
+        for job in self._open:
+            job.end_in(seconds, RequestError(reason, status=503, retry=True))
 
 
 class RequestBatch(ContinuousBatch):
@@ -94,15 +192,6 @@ _ERROR = "the server failed on this request: see its log"
 _NOT_FINITE = "the model's logits are not finite for this request: check its weights, or use another --dtype"
 
 
-def run_driver(queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
-    """Answer the requests in ``queue`` on the first rank until it ends.
-
-    An error fails the request that joins, or all in progress; logits that are not finite fail only their request. With
-    several ranks an error is raised, since they may be out of step.
-    """
-    _Driver(queue, batch, ranks).run()
-
-
 def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
     """Process the same requests on another rank until the first rank ends."""
     while not (change := ranks.share() or Change()).is_end:
@@ -115,10 +204,12 @@ def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
             batch.advance()
 
 
-class _Driver:
-    """The scheduler: requests join and leave the batch between two tokens, in order of arrival.
+class Driver:
+    """Answers requests on the first rank: they join and leave the batch between two tokens, in order of arrival.
 
-    Those that wait with short prompts join together; the others wait for these, or for one long prompt, only.
+    Those that wait with short prompts join together; the others wait for these, or for one long prompt, only. An error
+    fails the request that joins, or all in progress; logits that are not finite fail only their request. With several
+    ranks an error is raised, since they may be out of step.
     """
 
     def __init__(self, queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:

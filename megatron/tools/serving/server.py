@@ -28,8 +28,7 @@ from megatron.tools.serving.protocol import (
     error_body,
     read_completion,
 )
-from megatron.tools.serving.request_queue import RequestQueue
-from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch, run_driver, run_worker
+from megatron.tools.serving.scheduler import Driver, RankBroadcast, RequestBatch, RequestQueue, run_worker
 
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
@@ -231,7 +230,7 @@ def serve(
 
     def generate() -> None:
         torch.set_num_threads(threads)
-        run_driver(queue, batch, ranks)
+        Driver(queue, batch, ranks).run()
 
     with ThreadPoolExecutor(1, "generator") as pool:
         generation = pool.submit(generate)

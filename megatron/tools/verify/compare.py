@@ -91,8 +91,6 @@ class Differences:
     """Of the other elements, in the same unit."""
     first: str | None
     """The first quantity that is out of bounds, in the order in which training computes them."""
-    first_tensor: str | None
-    """The parameter that ``first`` is about, if it is about one."""
 
     def agree(self, bounds: Bounds) -> bool:
         """Whether everything is within ``bounds``. NaN never is."""
@@ -181,35 +179,33 @@ def compare(reference: Result, other: Result, bounds: Bounds) -> Differences:
     first_weights = _of_weights(reference.first_weights, other.first_weights, reference.learning_rates[step], clear)
     weights = _of_weights(reference.weights, other.weights, sum(reference.learning_rates), clear)
     beyond = [
-        *((f"initial {name}", name) for name, (_, rest) in first_weights.items() if not rest <= bounds.other_weights),
+        *(f"initial {name}" for name, (_, rest) in first_weights.items() if not rest <= bounds.other_weights),
         *_beyond(losses[: step + 1], bounds.loss, "loss of iteration"),
         *(
-            (f"gradient of {name}{_multiple(reference.gradients[name][0], other.gradients.get(name))}", name)
+            f"gradient of {name}{_multiple(reference.gradients[name][0], other.gradients.get(name))}"
             for name in reversed(gradients)
             if not gradients[name] <= bounds.gradient
         ),
         *_beyond(norms[: step + 1], bounds.grad_norm, "gradient norm of iteration"),
-        *((f"{name} after the first step", name) for name, (clear_ones, _) in first_weights.items()
+        *(f"{name} after the first step" for name, (clear_ones, _) in first_weights.items()
           if not clear_ones <= bounds.weights),
         *_beyond(losses, bounds.loss, "loss of iteration"),
         *_beyond(norms, bounds.grad_norm, "gradient norm of iteration"),
-        *((f"final {name}", name) for name, (clear_ones, rest) in weights.items()
+        *(f"final {name}" for name, (clear_ones, rest) in weights.items()
           if not (clear_ones <= bounds.weights and rest <= bounds.other_weights)),
     ]  # fmt: skip
-    first, tensor = next(iter(beyond), (None, None))
     return Differences(
         loss=_largest(losses),
         grad_norm=_largest(norms),
         gradient=_largest(gradients.values()) if gradients else None,
         weights=_largest(clear_ones for clear_ones, _ in weights.values()),
         other_weights=_largest(rest for _, rest in weights.values()),
-        first=first,
-        first_tensor=tensor,
+        first=next(iter(beyond), None),
     )
 
 
-def _beyond(differences: Sequence[float], bound: float, quantity: str) -> list[tuple[str, None]]:
-    return [(f"{quantity} {n}", None) for n, difference in enumerate(differences, 1) if not difference <= bound]
+def _beyond(differences: Sequence[float], bound: float, quantity: str) -> list[str]:
+    return [f"{quantity} {n}" for n, difference in enumerate(differences, 1) if not difference <= bound]
 
 
 def _of_series(reference: Sequence[float | None], other: Sequence[float | None]) -> list[float]:

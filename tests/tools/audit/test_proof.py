@@ -17,7 +17,7 @@ SECOND = Segment(10, 15, 40, 80, 8, {**LAYOUT, "DP": 1}, "a")
 
 def test_segments_that_join_are_proven(tmp_path: Path) -> None:
     found = prove((FIRST, SECOND), (range(8, 12),), None)
-    assert found.errors == [] and (found.iterations, found.samples, found.logged) == (15, 80, None)
+    assert found["faults"] == [] and (found["iterations"], found["samples"], found["logged"]) == (15, 80, None)
     text = "\n".join(as_text(found, tmp_path))
     assert "samples 8 to 11" in text and text.endswith("proven: no sample was repeated, none was skipped")
 
@@ -35,7 +35,7 @@ def test_segments_that_join_are_proven(tmp_path: Path) -> None:
 )
 def test_segments_that_do_not_join_are_not_proven(tmp_path: Path, changes: dict, fault: str) -> None:
     found = prove((FIRST, replace(SECOND, **changes)), (), None)
-    assert found.errors[0] == fault
+    assert found["faults"][0] == fault
     assert "\n".join(as_text(found, tmp_path)).endswith("not proven")
 
 

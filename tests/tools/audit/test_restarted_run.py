@@ -38,16 +38,14 @@ def test_the_run_equals_an_uninterrupted_one(restarted: Restarted) -> None:
 
 def test_proof_of_a_restarted_run(restarted: Restarted, case: Case, tmp_path: Path) -> None:
     found = prove(case.history, case.saved.skipped_samples, restarted.metrics)
-    assert found.errors == [] and found.logged == 6 and found.repeated == [range(3, 5)]
-    assert [(part.finished, part.last, part.first_place, part.end_place) for part in found.segments] == [
-        (0, 2, 0, 8),
-        (2, 6, 8, 24),
-    ]
-    assert [part.layout["DP"] for part in found.segments] == [2, 1]
+    assert found["faults"] == [] and found["logged"] == 6 and found["made_again"] == [[3, 4]]
+    names = ("finished", "last", "first_place", "end_place")
+    assert [[part[name] for name in names] for part in found["stretches"]] == [[0, 2, 0, 8], [2, 6, 8, 24]]
+    assert [part["layout"]["DP"] for part in found["stretches"]] == [2, 1]
     lines = [line for line in read_metrics(restarted.metrics) if "consumed_samples" in line]
     lines[-1]["consumed_samples"] += 4
     (tmp_path / "metrics").write_text("\n".join(map(json.dumps, lines)))
-    (error,) = prove(case.history, (), tmp_path / "metrics").errors
+    (error,) = prove(case.history, (), tmp_path / "metrics")["faults"]
     assert error == f"{tmp_path}/metrics:8: 28 samples after iteration 6, but 24 in the checkpoint"
 
 

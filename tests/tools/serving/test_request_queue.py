@@ -7,8 +7,7 @@ import pytest
 
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.protocol import RequestError
-from megatron.tools.serving.request_queue import RequestQueue
-from megatron.tools.serving.scheduler import RankBroadcast, run_driver
+from megatron.tools.serving.scheduler import Driver, RankBroadcast, RequestQueue
 
 
 class _Alone:
@@ -66,7 +65,7 @@ async def _text(queue, request) -> str:
 
 
 def _with_a_driver(queue, talk, most: int = 1) -> None:
-    thread = threading.Thread(target=run_driver, args=(queue, _Numbers(most), RankBroadcast(_Alone())))
+    thread = threading.Thread(target=Driver(queue, _Numbers(most), RankBroadcast(_Alone())).run)
     thread.start()
     try:
         asyncio.run(talk)
