@@ -116,8 +116,8 @@ def write_checkpoint(
     from megatron.tools.convert.load_and_save import write_checkpoint as write
 
     published = [name for name in ("tokenizer.json", "tokenizer.model") if name in carried]
-    names = tokenizer.names if tokenizer is not None else (*published[:1], None, None)
-    vocab_file, merge_file, *_ = (name and args.output / name for name in names)
+    names = tokenizer.names if tokenizer is not None else published[:1]
+    vocab_file, merge_file, *_ = *(args.output / name for name in names), None, None
     kind = None if tokenizer is None else tokenizer.kind
     with new_output(args) as folder:
         folder.mkdir()

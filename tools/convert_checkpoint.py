@@ -67,14 +67,11 @@ def _merge(args: argparse.Namespace) -> None:
     found = find_source(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model, run_metadata
-    from megatron.tools.convert.whole_model import write_file, write_tensors
+    from megatron.tools.convert.whole_model import write_tensors
 
     model = read_model(found)
     with new_output(args) as output:
-        if is_file:
-            write_file(model.weights, output, run_metadata(model))
-        else:
-            write_tensors(model.weights, output, max_shard_size=size, metadata=run_metadata(model))
+        write_tensors(model.weights, output, max_shard_size=None if is_file else size, metadata=run_metadata(model))
     report(args, model)
 
 
@@ -93,9 +90,8 @@ def _to_hf(args: argparse.Namespace) -> None:
     size = shard_size(args)
     found = find_source(args, "tag", "folder", "universal", "safetensors")
 
-    from megatron.tools.convert.huggingface import write_huggingface
     from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_tokenizer
-    from megatron.tools.convert.load_and_save import read_model
+    from megatron.tools.convert.load_and_save import read_model, write_huggingface
     from megatron.tools.convert.lora import merged
 
     model = merged(read_model(found)) if args.merge_lora else read_model(found)
@@ -134,10 +130,10 @@ def _from_hf(args: argparse.Namespace) -> None:
     from megatron.tools.convert.huggingface_files import carried_files, count_tokens, read_folder_tokenizer
 
     tokenizer = read_folder_tokenizer(found.path, read_config(found.path))
-    tokens = len(tokenizer) if tokenizer is not None else count_tokens(found.path)
+    tokens = len(tokenizer.tokens) if tokenizer is not None else count_tokens(found.path)
     read_config(found.path, vocab_size=tokens)  # refuses a vocabulary that is larger than the model's
 
-    from megatron.tools.convert.huggingface import read_huggingface
+    from megatron.tools.convert.load_and_save import read_huggingface
 
     model, carried = read_huggingface(found.path, vocab_size=tokens), carried_files(found.path)
     write_checkpoint(args, model, tokenizer, source=found.path, carried=carried)
@@ -166,14 +162,13 @@ def _from_megatron(args: argparse.Namespace) -> None:
     files = tokenizer_files(GPT2_BPE, args.vocab_file, args.merge_file, None)
     bpe = read_bpe(*files) if has_tokenizer else None
 
-    from megatron.tools.convert.megatron_files import read_shards
-    from megatron.tools.convert.megatron_model import GivenModel, whole_model
+    from megatron.tools.convert.from_megatron import GivenModel, read_shards, whole_model
 
     shards = read_shards(args.path)
     given = GivenModel(
         heads=args.num_attention_heads,
-        vocab_size=len(bpe.vocabulary) if bpe else args.vocab_size,
-        eod_token=bpe.vocabulary[EOD] if bpe else None,
+        vocab_size=len(bpe.tokens) if bpe else args.vocab_size,
+        eod_token=bpe.tokens[EOD] if bpe else None,
         version=args.checkpoint_version,
         openai_gelu=args.openai_gelu,
         layernorm_epsilon=args.layernorm_epsilon,
@@ -181,7 +176,8 @@ def _from_megatron(args: argparse.Namespace) -> None:
     model = whole_model(shards, given)
     write_checkpoint(args, model, bpe)
     report(args, model)
-    print(f"  query_key_value read as of checkpoint version {given.version_of(shards):g}")
+    version = shards.version if given.version is None else given.version
+    print(f"  query_key_value read as of checkpoint version {version:g}")
 
 
 def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:

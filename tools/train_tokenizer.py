@@ -1,21 +1,20 @@
 """Train a tokenizer on text: writes vocab.json and, for the BPE, merges.txt; for WordPiece vocab.txt."""
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError, DataError, counted
+from megatron.config.tokenizer_files import GPT2_BPE
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
-from megatron.tools.convert.huggingface_files import BPE
+from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
 from megatron.tools.preprocess.corpus import (
     add_input_flags,
     check_inputs,
@@ -27,20 +26,25 @@ from megatron.tools.preprocess.corpus import (
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
 
 CHUNK_BYTES = 1 << 20
+KINDS = (GPT2_BPE, "WhitespaceTokenizer", LOWER_CASE, CASED)
 
 
 def main() -> None:
     """Parse the flags, train, write, and print what was written."""
     args = parse_arguments()
     corpus = Corpus(args.input, args.input_format, args.json_keys)
-    vocabulary, files = TRAINERS[args.tokenizer_type](corpus, args.vocab_size, args.min_frequency)
+    vocabulary = train(args.tokenizer_type, corpus, args.vocab_size, args.min_frequency)
     if not corpus.documents:
         raise DataError(f"{', '.join(map(str, args.input))}: no text to train on")
-    write(args.output_dir, files)
+    with ExitStack() as stack:
+        for name, text in vocabulary.files().items():
+            stack.enter_context(atomic_file(args.output_dir / name, "--output-dir")).write(text)
+    tokens = vocabulary.tokens
     too_few = f" (the text yields no more; {args.vocab_size} were requested)"
-    short = "" if len(vocabulary) == args.vocab_size else too_few
+    short = "" if len(tokens) == args.vocab_size else too_few
+    end = next(f"{token} = {tokens[token]}" for token in (EOD, SEP) if token in tokens)
     print(
-        f"{args.output_dir}: {len(vocabulary)} tokens{short}, {_special(vocabulary)}, "
+        f"{args.output_dir}: {len(tokens)} tokens{short}, {end}, "
         f"from {counted(corpus.documents, 'document')}, {corpus.bytes / 1e6:.2f} MB"
     )
 
@@ -50,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(__doc__)
     add = parser.add_argument
     add_input_flags(parser)
-    add("--tokenizer-type", choices=tuple(TRAINERS), default="GPT2BPETokenizer", help="kind of tokenizer")
+    add("--tokenizer-type", choices=KINDS, default=GPT2_BPE, help="kind of tokenizer")
     add("--vocab-size", type=int, required=True, metavar="N", help="size of the vocabulary, including special tokens")
     add("--min-frequency", type=int, default=2, metavar="N", help="minimum count of a pair or a word to become a token")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to write into")
@@ -90,50 +94,15 @@ class Corpus:
                     progress.update(chunk.size)
 
 
-Vocabulary = dict[str, int]
-Trained = tuple[Vocabulary, dict[str, str]]
-"""A vocabulary, and the content of its files by name."""
-
-
-def _bpe(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:
-    # The library's progress bars also write empty lines to stdout.
-    vocabulary, merges = train_gpt2_bpe(corpus, vocab_size, min_frequency, show_progress=sys.stderr.isatty())
-    return vocabulary, BPE(vocabulary, merges).files()
-
-
-def _whitespace(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:
-    vocabulary = train_whitespace(corpus, vocab_size, min_frequency)
-    return vocabulary, {"vocab.json": _json(vocabulary)}
-
-
-def _wordpiece(corpus: Corpus, vocab_size: int, min_frequency: int, *, lower_case: bool) -> Trained:
-    vocabulary = train_wordpiece(corpus, vocab_size, min_frequency, lower_case=lower_case)
-    return vocabulary, {"vocab.txt": "".join(f"{piece}\n" for piece in vocabulary)}
-
-
-TRAINERS: dict[str, Callable[[Corpus, int, int], Trained]] = {
-    "GPT2BPETokenizer": _bpe,
-    "WhitespaceTokenizer": _whitespace,
-    "BertWordPieceLowerCase": partial(_wordpiece, lower_case=True),
-    "BertWordPieceCase": partial(_wordpiece, lower_case=False),
-}
-"""Trainers, called with (text, vocabulary size, minimum count)."""
-
-
-def _json(vocabulary: Vocabulary) -> str:
-    return json.dumps(vocabulary, ensure_ascii=False) + "\n"
-
-
-def _special(vocabulary: Vocabulary) -> str:
-    """The token that ends a document, with its id."""
-    return next(f"{token} = {vocabulary[token]}" for token in (EOD, SEP) if token in vocabulary)
-
-
-def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files atomically. Raises ConfigError or ResourceError if they cannot be written."""
-    with ExitStack() as stack:
-        for name, text in files.items():
-            stack.enter_context(atomic_file(folder / name, "--output-dir")).write(text)
+def train(kind: str, corpus: Corpus, vocab_size: int, min_frequency: int) -> Vocabulary:
+    """Train a tokenizer of ``kind``. Raises ConfigError if ``vocab_size`` is too small for it."""
+    if kind == GPT2_BPE:
+        # The library's progress bars also write empty lines to stdout.
+        is_shown = sys.stderr.isatty()
+        return Vocabulary(kind, *train_gpt2_bpe(corpus, vocab_size, min_frequency, show_progress=is_shown))
+    if kind == "WhitespaceTokenizer":
+        return Vocabulary(kind, train_whitespace(corpus, vocab_size, min_frequency))
+    return Vocabulary(kind, train_wordpiece(corpus, vocab_size, min_frequency, lower_case=kind == LOWER_CASE))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer.base import EOD
-from megatron.tools.convert.huggingface_files import BPE, write_tokenizer
+from megatron.tools.convert.huggingface_files import Vocabulary
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel, load_model
@@ -123,4 +123,5 @@ def write_model(size: Size, folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(folder)
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     names += [f"word{number}" for number in range(eod - len(names))]
-    write_tokenizer(BPE({name: id for id, name in enumerate([*names, EOD])}, []), folder, positions=positions)
+    tokens = {name: id for id, name in enumerate([*names, EOD])}
+    Vocabulary("GPT2BPETokenizer", tokens).write(folder, positions=positions)

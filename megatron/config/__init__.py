@@ -47,17 +47,17 @@ class RunConfig:
     """The configuration of a run. Equal values mean equal runs."""
 
     model: ModelConfig
-    parallel: ParallelConfig
-    precision: PrecisionConfig
-    zero: ZeroConfig
-    activation: ActivationConfig
-    optim: OptimConfig
-    train: TrainConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    observe: ObserveConfig
-    ds_config: Mapping[str, Any]
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    zero: ZeroConfig = ZeroConfig()
+    activation: ActivationConfig = ActivationConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    observe: ObserveConfig = ObserveConfig()
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
     """The finished DeepSpeed config."""
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Flags that a program has added (``extra_args_provider`` of ``pretrain``), by their names in argparse."""

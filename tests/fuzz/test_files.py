@@ -18,11 +18,11 @@ from megatron.checkpoint.files import MANIFEST, Record, _render, check_content, 
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.tensor_files import check_structure, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest
-from megatron.config import DataConfig
+from megatron.config import DataConfig, ModelConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.model.huggingface import config_of, read_json
-from megatron.tools.convert.huggingface_files import read_folder_bpe
+from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.convert.inspection import facts, find, read_config, read_description
 from megatron.tools.convert.whole_model import check_sizes as check_model
 from megatron.tools.convert.whole_model import read_tensors
@@ -203,7 +203,7 @@ def test_hugging_face_folders(config: object, tokenizer: object) -> None:
             model = outcome(lambda: config_of(read_json(folder / "config.json"), folder / "config.json"), 4)
             if model is not None:
                 outcome(lambda: check_model(model, 30, "it"), 4)
-            outcome(lambda: read_folder_bpe(folder), 3, 4)
+            outcome(lambda: read_folder_tokenizer(folder, ModelConfig()), 3, 4)
 
 
 JOB = {"--input": [["a.jsonl", 10, 20]], "--json-keys": ["text"]}

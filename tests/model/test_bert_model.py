@@ -14,7 +14,7 @@ from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.mpu import ParallelLayout
-from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
+from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 
 CONFIG = ModelConfig(

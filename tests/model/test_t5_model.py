@@ -13,7 +13,7 @@ from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import T5
 from megatron.mpu import ParallelLayout
-from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
+from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 from megatron.tools.inference.batches import TextToTextBatch
 from megatron.tools.inference.model import LanguageModel

@@ -87,7 +87,7 @@ def write_folder(folder: Path) -> None:
     from support.command_lines import parse
     from support.whole_models import made_up_weights
 
-    from megatron.tools.convert.huggingface import write_huggingface
+    from megatron.tools.convert.load_and_save import write_huggingface
     from megatron.tools.convert.whole_model import WholeModel
 
     words = "t5 --hidden-size 32 --decoder-num-layers 4 --attention-dropout 0 --hidden-dropout 0"

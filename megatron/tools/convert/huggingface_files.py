@@ -4,101 +4,77 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 from megatron.common.errors import CheckpointError, DataError
 from megatron.config import ModelConfig
-from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
+from megatron.config.tokenizer_files import GPT2_BPE, TOKENIZER_FILES, tokenizer_files
 from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
 from megatron.tokenizer.wordpiece import PAD, WordPieceTokenizer, check_special, read_pieces
 
-VOCAB, MERGES, PIECES = "vocab.json", "merges.txt", "vocab.txt"
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 LOWER_CASE, CASED = BERT.tokenizers
 
 
 @dataclass(frozen=True)
-class BPE:
-    """A byte-level BPE, as in GPT-2's two files."""
+class Vocabulary:
+    """A tokenizer that is written here: a byte-level BPE, BERT's WordPiece, or complete words. Others are copied."""
 
-    vocabulary: Mapping[str, int]
-    merges: Sequence[tuple[str, str]]
-    kind: ClassVar[str] = GPT2_BPE
-    names: ClassVar[tuple[str, str]] = (VOCAB, MERGES)
-    """Of its files."""
-    model_settings: ClassVar[Mapping[str, Any]] = {}
-    settings: ClassVar[Mapping[str, Any]] = {
-        "tokenizer_class": "GPT2Tokenizer",
-        "add_prefix_space": False,
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD),
-    }
+    kind: str
+    """The value of ``--tokenizer-type``."""
+    tokens: Mapping[str, int]
+    merges: Sequence[tuple[str, str]] = ()
 
-    def __len__(self) -> int:
-        return len(self.vocabulary)
-
-    def write(self, folder: Path) -> None:
-        """Write ``vocab.json`` and ``merges.txt``."""
-        for name, text in self.files().items():
-            (folder / name).write_text(text, encoding="utf-8")
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its files: vocabulary and, of a BPE, merges."""
+        return TOKENIZER_FILES[self.kind]
 
     def files(self) -> dict[str, str]:
-        """Name and content of both files."""
-        lines = ["#version: 0.2", *(f"{left} {right}" for left, right in self.merges)]  # Hugging Face ignores the first
-        vocabulary = json.dumps(dict(self.vocabulary), ensure_ascii=False)
-        return {VOCAB: vocabulary + "\n", MERGES: "\n".join(lines) + "\n"}
+        """Name and content of each file."""
+        if self.kind in (LOWER_CASE, CASED):
+            lines = sorted(self.tokens, key=self.tokens.__getitem__)
+        else:
+            lines = [json.dumps(dict(self.tokens), ensure_ascii=False)]
+        merges = ["#version: 0.2", *map(" ".join, self.merges)]  # Hugging Face ignores the first line
+        texts = ("".join(f"{line}\n" for line in text) for text in (lines, merges))
+        return dict(zip(self.names, texts, strict=False))
 
-
-@dataclass(frozen=True)
-class WordPieces:
-    """BERT's WordPiece: the pieces of its ``vocab.txt``, and whether texts become lower case first."""
-
-    pieces: Mapping[str, int]
-    lower_case: bool
-    names: ClassVar[tuple[str, None]] = (PIECES, None)
-
-    @property
-    def kind(self) -> str:
-        """The value of ``--tokenizer-type``."""
-        return LOWER_CASE if self.lower_case else CASED
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What ``tokenizer_config.json`` says of it."""
-        return {"tokenizer_class": "BertTokenizer", "do_lower_case": self.lower_case}
+    def write(self, folder: Path, *, positions: int | None = None) -> None:
+        """Write the files, and for a context of ``positions`` tokens Hugging Face's ``tokenizer_config.json``."""
+        for name, text in self.files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if positions is None:
+            return
+        settings: dict[str, Any] = {"model_max_length": positions}
+        if self.kind == GPT2_BPE:
+            ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD)
+            settings |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **ends}
+        else:
+            settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": self.kind == LOWER_CASE}
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
     def model_settings(self) -> dict[str, Any]:
         """What the model's ``config.json`` says of it."""
-        return {"pad_token_id": self.pieces[PAD]}
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def write(self, folder: Path) -> None:
-        """Write ``vocab.txt``."""
-        lines = sorted(self.pieces, key=self.pieces.__getitem__)
-        (folder / PIECES).write_text("".join(f"{piece}\n" for piece in lines), encoding="utf-8")
+        return {} if self.kind == GPT2_BPE else {"pad_token_id": self.tokens[PAD]}
 
 
-Vocabulary: TypeAlias = BPE | WordPieces
-"""A tokenizer that is converted. Those of the Llama family are copied as they are."""
-
-
-def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
+def read_bpe(vocab_file: str | None, merge_file: str | None) -> Vocabulary:
     """The tokenizer in two files. Raises DataError if they are missing or broken, or do not match."""
     GPT2BPETokenizer(vocab_file, merge_file)
     assert vocab_file is not None and merge_file is not None, "the tokenizer has checked them"
-    vocabulary = read_byte_vocabulary(vocab_file)
-    return BPE(vocabulary, read_merges(merge_file, vocabulary))
+    tokens = read_byte_vocabulary(vocab_file)
+    return Vocabulary(GPT2_BPE, tokens, read_merges(merge_file, tokens))
 
 
-def read_word_pieces(vocab_file: str, merge_file: str | None, *, lower_case: bool) -> WordPieces:
+def read_word_pieces(vocab_file: str, merge_file: str | None, *, lower_case: bool) -> Vocabulary:
     """The tokenizer in a ``vocab.txt``. Raises DataError if it is missing or broken, or merges are given."""
     WordPieceTokenizer(vocab_file, merge_file, lower_case=lower_case)
-    return WordPieces(read_pieces(vocab_file), lower_case)
+    return Vocabulary(LOWER_CASE if lower_case else CASED, read_pieces(vocab_file))
 
 
 def read_run_tokenizer(
@@ -106,104 +82,73 @@ def read_run_tokenizer(
 ) -> Vocabulary | None:
     """The tokenizer of a training run, from the given files or those in its ``run.json``.
 
-    None if it is no BPE of GPT-2 or WordPiece of BERT, or is T5's. Raises DataError as ``read_bpe``, and if its size
-    is not that of the model.
+    None if it is no BPE of GPT-2 or WordPiece of BERT, or is T5's, whose sentinels transformers' WordPiece lacks.
+    Raises DataError as ``read_bpe``, and if its size is not that of the model.
     """
     data = description["config"]["data"]
-    kind, is_bert = data["tokenizer_type"], format_of(config) is BERT_FORMAT
-    if format_of(config) is T5_FORMAT:
-        return None  # transformers has no WordPiece with sentinels
+    kind, form = data["tokenizer_type"], format_of(config)
     if kind in (GPT2_BPE, LOWER_CASE, CASED):
         vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
-    if not is_bert:
+    if form is not BERT_FORMAT:
         vocab_file, merge_file = tokenizer_files(GPT2_BPE, vocab_file, merge_file, None)
-    if vocab_file is merge_file is None:
+    if form is T5_FORMAT or vocab_file is merge_file is None:
         return None
-    tokenizer: Vocabulary
-    if is_bert and vocab_file is not None:
+    if form is BERT_FORMAT and vocab_file is not None:
         tokenizer = read_word_pieces(vocab_file, merge_file, lower_case=kind != CASED)
     else:
         tokenizer = read_bpe(vocab_file, merge_file)
-    if len(tokenizer) != config.vocab_size:
-        flags = "the --vocab-file" if is_bert else "the --vocab-file and the --merge-file"
+    if len(tokenizer.tokens) != config.vocab_size:
+        flags = "the --vocab-file" if form is BERT_FORMAT else "the --vocab-file and the --merge-file"
         raise DataError(
-            f"{vocab_file} has {len(tokenizer)} tokens, and the model {config.vocab_size}; give {flags} that it was "
-            "trained with"
+            f"{vocab_file} has {len(tokenizer.tokens)} tokens, and the model {config.vocab_size}; give {flags} that it "
+            "was trained with"
         )
     return tokenizer
 
 
 def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | None:
-    """The tokenizer of a Hugging Face folder with the model ``config``; None if it is not converted, or there is none.
+    """The tokenizer of a Hugging Face folder with the model ``config``, from its own files or ``tokenizer.json``.
 
-    Raises CheckpointError or DataError if it cannot be used.
+    None if it is not converted, or there is none. Raises CheckpointError or DataError if it cannot be used.
     """
     form = format_of(config)
-    return (
-        read_folder_bpe(folder)
-        if form is GPT2_FORMAT
-        else read_folder_word_pieces(folder)
-        if form is BERT_FORMAT
-        else None
-    )
-
-
-def read_folder_bpe(folder: Path) -> BPE | None:
-    """The tokenizer of a Hugging Face folder, from two files or from ``tokenizer.json``; None if there is none.
-
-    Raises CheckpointError or DataError if it cannot be used.
-    """
-    if (folder / VOCAB).exists() and (folder / MERGES).exists():
-        return read_bpe(str(folder / VOCAB), str(folder / MERGES))
-    if not (file := folder / TOKENIZER).exists():
+    if form is not GPT2_FORMAT and form is not BERT_FORMAT:
         return None
-    vocabulary, tree = _read_tokenizer_json(file, "BPE", "a byte-level BPE, which GPT-2 uses")
-    try:
-        merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in tree["model"]["merges"])
-        return BPE(vocabulary, [(left, right) for left, right in merges])
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{file} has no merges; move the file away to convert without it") from None
+    kind = GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE
+    paths = [folder / name for name in TOKENIZER_FILES[kind]]
+    if not all(path.exists() for path in paths):
+        file = folder / TOKENIZER
+        return _read_tokenizer_json(file, is_bpe=form is GPT2_FORMAT) if file.exists() else None
+    if form is GPT2_FORMAT:
+        return read_bpe(*map(str, paths))
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+    return read_word_pieces(str(paths[0]), None, lower_case=bool(settings.get("do_lower_case", True)))
 
 
-def read_folder_word_pieces(folder: Path) -> WordPieces | None:
-    """BERT's tokenizer in a Hugging Face folder, from ``vocab.txt`` or ``tokenizer.json``; None if there is none.
+def _read_tokenizer_json(file: Path, *, is_bpe: bool) -> Vocabulary:
+    """The tokenizer in a ``tokenizer.json``, added tokens included.
 
-    Raises CheckpointError or DataError if it cannot be used.
+    Raises CheckpointError unless it is GPT-2's kind, or BERT's; DataError for ids with gaps.
     """
-    if (folder / PIECES).exists():
-        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
-        return read_word_pieces(str(folder / PIECES), None, lower_case=bool(settings.get("do_lower_case", True)))
-    if not (file := folder / TOKENIZER).exists():
-        return None
-    pieces, tree = _read_tokenizer_json(file, "WordPiece", "a WordPiece, which BERT uses")
-    check_special(str(file), pieces)
-    normalizer = tree.get("normalizer")
-    return WordPieces(pieces, isinstance(normalizer, dict) and bool(normalizer.get("lowercase")))
-
-
-def _read_tokenizer_json(file: Path, kind: str, what: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """The vocabulary in a ``tokenizer.json``, added tokens included, and all of its content.
-
-    Raises CheckpointError unless its model is of ``kind``, which messages call ``what``; DataError for ids with gaps.
-    """
-    tree = read_json(file)
+    tree, merges = read_json(file), []
     try:
-        is_kind = tree["model"]["type"] == kind
-        added = {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
-        vocabulary = {**tree["model"]["vocab"], **added}
+        model, normalizer = tree["model"], tree.get("normalizer")
+        tokens = {**model["vocab"], **{token["content"]: token["id"] for token in tree.get("added_tokens", ())}}
+        is_right = model["type"] == ("BPE" if is_bpe else "WordPiece")
+        if is_bpe and is_right:
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            merges = [(left, right) for left, right in pairs]
     except (KeyError, TypeError, AttributeError, ValueError):
-        is_kind = False
-    if not is_kind:
+        is_right = False
+    if not is_right:
+        what = "a byte-level BPE, which GPT-2 uses" if is_bpe else "a WordPiece, which BERT uses"
         raise CheckpointError(f"{file} is not {what}; move the file away to convert without it")
-    check_ids(str(file), vocabulary)
-    return vocabulary, tree
-
-
-def write_tokenizer(tokenizer: Vocabulary, folder: Path, *, positions: int) -> None:
-    """Write its files and Hugging Face's ``tokenizer_config.json``."""
-    tokenizer.write(folder)
-    settings = {"model_max_length": positions, **tokenizer.settings}
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    check_ids(str(file), tokens)
+    if is_bpe:
+        return Vocabulary(GPT2_BPE, tokens, merges)
+    check_special(str(file), tokens)
+    lower_case = isinstance(normalizer, dict) and normalizer.get("lowercase")
+    return Vocabulary(LOWER_CASE if lower_case else CASED, tokens)
 
 
 CARRIED = (

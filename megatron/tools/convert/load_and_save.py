@@ -1,9 +1,10 @@
-"""Read the model at a path, in any of the formats; write one as a checkpoint."""
+"""Read the model at a path, in any of the formats; write one as a checkpoint, or as a Hugging Face folder."""
 
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +15,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
+from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import rank_weights
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError
-from megatron.config import (
-    ActivationConfig,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    ObserveConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainConfig,
-    ZeroConfig,
-)
+from megatron.config import CheckpointConfig, DataConfig, RunConfig
 from megatron.config.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.model.architectures import architecture_of
+from megatron.model.huggingface import HF_CONFIG, read_json, write_config
+from megatron.model.huggingface import read_config as read_folder_config
 from megatron.tools.command_line import progress_bar
-from megatron.tools.convert.huggingface import read_huggingface
+from megatron.tools.convert.huggingface_files import Vocabulary
 from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
 from megatron.tools.convert.whole_model import (
     WholeModel,
@@ -45,12 +37,28 @@ from megatron.tools.convert.whole_model import (
     in_order,
     read_tensors,
     without_padding,
+    write_tensors,
 )
 
 
 def read_model(found: Found) -> WholeModel:
     """The full model. Raises CheckpointError if it is incomplete or damaged."""
-    return _READERS[found.kind](found)
+    if found.kind == "huggingface":
+        return read_huggingface(found.path)
+    config = found.saved.whole_model_config() if found.saved else read_config(found)
+    if config is None:
+        raise CheckpointError(
+            f"{found.path} does not describe its model, and there is no tag next to it: name that tag"
+        )
+    weights: Mapping[str, Tensor]
+    if found.kind == "universal":
+        weights = without_padding(_universal_weights(found.path), config)
+    elif found.saved:
+        return WholeModel(config, lazy_weights(found.saved), found.saved.description)
+    else:
+        weights = read_tensors(found.path)
+        check_sizes(config, len(weights), str(found.path))
+    return WholeModel(config, in_order(weights, config, str(found.path)), read_description(found))
 
 
 def read_weights(found: Found) -> Mapping[str, Tensor]:
@@ -58,6 +66,19 @@ def read_weights(found: Found) -> Mapping[str, Tensor]:
     if found.kind == "universal" and found.saved is None:
         return _universal_weights(found.path)
     return read_model(found).weights
+
+
+def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeModel:
+    """The model in a Hugging Face folder.
+
+    If its tokenizer has only ``vocab_size`` tokens, further rows of the table of GPT-2 and BERT, which are padding, are
+    dropped.
+    Raises CheckpointError for a model that is none of ours, and for files that are missing or not whole.
+    """
+    config, tensors = read_folder_config(folder, vocab_size=vocab_size), read_tensors(folder)
+    check_sizes(config, len(tensors), str(folder))
+    weights = our_weights(tensors, read_folder_config(folder), str(folder))
+    return WholeModel(config, without_padding(weights, config))
 
 
 def read_versions(found: Found) -> dict[str, Any] | None:
@@ -74,13 +95,6 @@ def read_versions(found: Found) -> dict[str, Any] | None:
 def run_metadata(model: WholeModel) -> dict[str, str]:
     """The header of merged weights, from which ``read_model`` knows the model."""
     return {RUN_KEY: json.dumps(model.description)}
-
-
-def _of_suite(found: Found) -> WholeModel:
-    saved = found.saved
-    assert saved is not None
-    config = saved.whole_model_config()
-    return WholeModel(config, lazy_weights(saved), saved.description)
 
 
 def lazy_weights(saved: SavedRun) -> LazyTensors:
@@ -114,16 +128,6 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
     return LazyTensors(outlines, lambda name: full(name, parts(name)))
 
 
-def _of_universal(found: Found) -> WholeModel:
-    if found.saved is None:
-        raise CheckpointError(
-            f"{found.path} does not describe its model, and there is no tag next to it: name that tag"
-        )
-    config = found.saved.whole_model_config()
-    weights = without_padding(_universal_weights(found.path), config)
-    return WholeModel(config, in_order(weights, config, str(found.path)), found.saved.description)
-
-
 def _universal_weights(path: Path) -> LazyTensors:
     """``zero/NAME/fp32.pt`` of each weight, in the order of the layer numbers in their names."""
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
@@ -135,26 +139,6 @@ def _universal_weights(path: Path) -> LazyTensors:
 def _fp32(file: Path) -> Tensor:
     value = read_file(file, mapped=True)
     return value["param"] if isinstance(value, Mapping) else value
-
-
-def _of_safetensors(found: Found) -> WholeModel:
-    config, weights = read_config(found), read_tensors(found.path)
-    assert config is not None, "read_config raises if the header does not describe it"
-    check_sizes(config, len(weights), str(found.path))
-    return WholeModel(config, in_order(weights, config, str(found.path)), read_description(found))
-
-
-def _of_huggingface(found: Found) -> WholeModel:
-    return read_huggingface(found.path)
-
-
-_READERS: dict[str, Callable[[Found], WholeModel]] = {
-    "tag": _of_suite,
-    "folder": _of_suite,
-    "universal": _of_universal,
-    "safetensors": _of_safetensors,
-    "huggingface": _of_huggingface,
-}
 
 
 TAG = "global_step0"
@@ -221,20 +205,11 @@ def _write_states(
 def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
     """The run that would have saved it."""
     config = model.config
-    tables, default = (
-        {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE},
-        architecture_of(config).tokenizers[0],
-    )
-    kind = tables.get(vocab_file.name, default) if vocab_file else default
+    kinds = {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE}
+    kind = kinds.get(vocab_file.name if vocab_file else "", architecture_of(config).tokenizers[0])
     rows = -(-config.vocab_size // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
     return RunConfig(
         model=replace(config, padded_vocab_size=rows),
-        parallel=ParallelConfig(),
-        precision=PrecisionConfig(),
-        zero=ZeroConfig(),
-        activation=ActivationConfig(),
-        optim=OptimConfig(),
-        train=TrainConfig(),
         data=DataConfig(
             seq_length=config.encoder_seq_length or config.max_position_embeddings,
             decoder_seq_length=config.decoder_seq_length,
@@ -244,9 +219,6 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, so
             merge_file=str(merge_file) if merge_file else None,
         ),
         checkpoint=CheckpointConfig(load_hf=str(source) if source else None, no_save_optim=True, no_save_rng=True),
-        logging=LoggingConfig(),
-        observe=ObserveConfig(),
-        ds_config={},
     )
 
 
@@ -256,3 +228,31 @@ def _padded_outlines(model: WholeModel, rows: int) -> dict[str, Tensor]:
         if spec.is_vocabulary:
             outlines[name] = outlines[name].new_empty((rows, *spec.shape[1:]), device="meta")
     return outlines
+
+
+def write_huggingface(
+    folder: Path,
+    model: WholeModel,
+    tokenizer: Vocabulary | None,
+    *,
+    max_shard_size: int,
+    carried: Mapping[str, Path],
+) -> None:
+    """Write ``config.json``, the weights, the tokenizer if there is one, and ``carried`` files, into a new ``folder``.
+
+    A config.json among them is that of the folder that the model was read from. Raises ConfigError if Hugging Face's
+    model does not support a setting, ResourceError if the disk is too small.
+    """
+    dtype = str(next(iter(outlines_of(model.weights).values())).dtype).removeprefix("torch.")
+    source = carried.get(HF_CONFIG)
+    config = write_config(model.config, dtype, read_json(source) if source else None)
+    if tokenizer is not None:
+        config |= tokenizer.model_settings
+    folder.mkdir(exist_ok=True)
+    (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(their_weights(model.weights, model.config), folder, max_shard_size=max_shard_size, metadata={})
+    if tokenizer is not None:
+        tokenizer.write(folder, positions=model.config.max_position_embeddings)
+    for name, file in carried.items():
+        if name != HF_CONFIG:
+            shutil.copyfile(file, folder / name)

@@ -1,10 +1,10 @@
 """The weights of a full model, and the files they are in: safetensors, or the pickles of older Hugging Face models."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, sha
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
-from megatron.model.architectures import GPT2, architecture_of
+from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_json
 from megatron.tools.command_line import progress_bar
 
@@ -29,30 +29,6 @@ class WholeModel:
     """In the order of the layers; of a ``LazyTensors`` each is read when it is asked for."""
     description: Mapping[str, Any] | None = None
     """``run.json`` of the training run, if this suite trained it."""
-
-
-class GPT2Names(NamedTuple):
-    """Names and prefixes of GPT-2's parameters, from its spec."""
-
-    words: str
-    """The table of tokens, in full."""
-    positions: str
-    """The table of positions, in full."""
-    norm: str
-    """The prefix of the final layer norm."""
-
-
-def gpt2_names(config: ModelConfig) -> GPT2Names:
-    """The names in a GPT-2 of Megatron-LM: with a table of positions, layer norms and a tied head."""
-    prefixes: dict[str, list[str]] = {}
-    for prefix, layer in GPT2.prefixed_layers(config):
-        prefixes.setdefault(layer.class_name, []).append(prefix)
-    (words,), (positions,) = prefixes["WordEmbedding"], prefixes["PositionEmbedding"]
-    return GPT2Names(
-        f"{words}word_embeddings.weight",
-        f"{positions}position_embeddings.weight",
-        prefixes["LayerNorm"][0],
-    )
 
 
 _LARGEST = 1 << 24
@@ -73,23 +49,16 @@ def check_sizes(config: ModelConfig, count: int, source: str) -> None:
         raise CheckpointError(f"{source} holds {count} tensors, which cannot be the model of {sizes} that it describes")
 
 
-def converted(
-    weights: Mapping[str, Tensor], outline: Callable[[str, Tensor], Tensor], convert: Callable[[str, Tensor], Tensor]
-) -> LazyTensors:
-    """``weights`` as ``convert`` changes each when it is read; ``outline`` does the same on the meta device."""
-    outlines = {name: outline(name, one.to("meta")) for name, one in outlines_of(weights).items()}
-    return LazyTensors(outlines, lambda name: convert(name, weights[name]))
-
-
 def without_padding(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
     """``weights`` without the rows of the vocabulary beyond that of ``config``."""
-    specs = architecture_of(config).named_parameters(config)
+    specs, outlines = architecture_of(config).named_parameters(config), outlines_of(weights)
 
     def cut(name: str, tensor: Tensor) -> Tensor:
         is_padded = name in specs and specs[name].is_vocabulary and tensor.dim() and len(tensor) > config.vocab_size
         return tensor[: config.vocab_size] if is_padded else tensor
 
-    return converted(weights, cut, cut)
+    cut_outlines = {name: cut(name, one.to("meta")) for name, one in outlines.items()}
+    return LazyTensors(cut_outlines, lambda name: cut(name, weights[name]))
 
 
 def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
@@ -121,52 +90,55 @@ _SHOWN = 4
 
 
 PICKLED = "pytorch_model.bin"
+_FILES = [name + ending for name in (SAFETENSORS, PICKLED) for ending in ("", INDEX_SUFFIX)]
 
 
-def read_tensors(path: Path) -> LazyTensors:
+def read_tensors(path: Path) -> Mapping[str, Tensor]:
     """The tensors in a file, or in the files of a folder, each read when it is asked for.
 
     Raises CheckpointError if a file or a tensor is missing, or a file is damaged.
     """
-    if path.is_file():
-        return SafetensorsFiles(path) if path.suffix == ".safetensors" else _read_pickled(path)
-    for name in (SAFETENSORS, PICKLED):
-        if (path / name).exists():
-            return read_tensors(path / name)
-        if (index := path / (name + INDEX_SUFFIX)).exists():
-            return SafetensorsFiles(index) if name == SAFETENSORS else _read_pickled_shards(index)
-    raise CheckpointError(f"{path}: neither {SAFETENSORS} nor {PICKLED} there, whole or with an index")
+    if not path.is_file():
+        file = next((path / name for name in _FILES if (path / name).exists()), None)
+        if file is None:
+            raise CheckpointError(f"{path}: neither {SAFETENSORS} nor {PICKLED} there, whole or with an index")
+        path = file
+    has_index = path.name.endswith(INDEX_SUFFIX)
+    if path.name.removesuffix(INDEX_SUFFIX).endswith(".safetensors"):
+        return SafetensorsFiles(path)
+    tensors: dict[str, Tensor] = {}
+    for file in shards_of(path) if has_index else [path]:
+        tensors |= _read_pickled(file)
+    if has_index and (missing := sorted(read_json(path)["weight_map"].keys() - tensors.keys())):
+        raise CheckpointError(f"{path} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
+    return tensors
 
 
-def _read_pickled(path: Path) -> LazyTensors:
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, in memory only while they are used."""
     tensors = read_file(path, mapped=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):
         raise CheckpointError(f"{path} contains more than named tensors; give a file of weights only")
-    return LazyTensors({name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.__getitem__)
-
-
-def _read_pickled_shards(index: Path) -> LazyTensors:
-    tensors: dict[str, LazyTensors] = {}
-    for shard in shards_of(index):
-        tensors |= dict.fromkeys(opened := _read_pickled(shard), opened)
-    if missing := sorted(read_json(index)["weight_map"].keys() - tensors.keys()):
-        raise CheckpointError(f"{index} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
-    return LazyTensors({name: file.outlines[name] for name, file in tensors.items()}, lambda name: tensors[name][name])
+    return tensors
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor], folder: Path, *, max_shard_size: int, metadata: Mapping[str, str]
-) -> list[Path]:
-    """Write safetensors files of at most ``max_shard_size`` bytes each, with an index if there are several.
+    tensors: Mapping[str, Tensor], output: Path, *, max_shard_size: int | None, metadata: Mapping[str, str]
+) -> None:
+    """Write the safetensors file ``output``, or a folder of files of at most ``max_shard_size`` bytes each.
 
-    A larger tensor has its own file. Creates ``folder``. Raises ResourceError if there is not enough disk space.
+    Several have an index, and a larger tensor its own file. One tensor is in memory at a time. Creates a folder. Raises
+    ResourceError if there is not enough disk space.
     """
-    folder.mkdir(exist_ok=True)
     outlines = outlines_of(tensors)
-    check_space_for(outlines, folder)
-    shards = split(outlines, max_shard_size)
+    check_space_for(outlines, output)
+    if max_shard_size is None:
+        _write_file(tensors, output, metadata)
+        return
+    output.mkdir(exist_ok=True)
+    shards = _split(outlines, max_shard_size)
     names = [SAFETENSORS]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -174,23 +146,17 @@ def write_tensors(
             "metadata": {"total_size": sum(outline.nbytes for outline in outlines.values())},
             "weight_map": {key: name for shard, name in zip(shards, names, strict=True) for key in shard},
         }
-        (folder / (SAFETENSORS + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (output / (SAFETENSORS + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for shard, name in progress_bar(zip(shards, names, strict=True), total=len(names), desc="writing"):
-        write_file(LazyTensors(shard, tensors.__getitem__), folder / name, metadata)
-    return [folder / name for name in names]
+        _write_file(LazyTensors(shard, tensors.__getitem__), output / name, metadata)
 
 
 _TYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Write one safetensors file, with one tensor in memory at a time.
-
-    Raises ResourceError if there is not enough disk space.
-    """
+def _write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
     # Not by the library, which takes all tensors of a file at once. Larger types come first, so that all are aligned.
     outlines = dict(sorted(outlines_of(tensors).items(), key=lambda item: -item[1].element_size()))
-    check_space_for(outlines, file.parent)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, outline in outlines.items():
@@ -206,20 +172,20 @@ def write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str,
             opened.write(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor]]:
+def _split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor]]:
     """The tensors in order, in parts of at most ``max_size`` bytes, or of one tensor that is larger."""
     parts: list[dict[str, Tensor]] = [{}]
-    space = max_size
+    size = 0
     for name, tensor in tensors.items():
-        if parts[-1] and tensor.nbytes > space:
+        if parts[-1] and size + tensor.nbytes > max_size:
             parts.append({})
-            space = max_size
+            size = 0
         parts[-1][name] = tensor
-        space -= tensor.nbytes
+        size += tensor.nbytes
     return parts
 
 
-def check_space_for(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises ResourceError if the disk of ``folder`` has not enough space for ``tensors``, of which none is read."""
+def check_space_for(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises ResourceError if the disk of ``path`` has not enough space for ``tensors``, of which none is read."""
     size = sum(tensor.nbytes for tensor in outlines_of(tensors).values())
-    check_disk_space(folder, f"{folder.parent}: the output", size, "name a folder on another disk")
+    check_disk_space(path.parent, f"{path.parent}: the output", size, "name a folder on another disk")

@@ -23,7 +23,7 @@ from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
+from megatron.tools.convert.huggingface_files import Vocabulary, read_bpe, read_folder_tokenizer
 from megatron.tools.convert.inspection import Found, find, read_config, read_description
 
 
@@ -99,8 +99,8 @@ def open_source(
     elif format_of(config).keeps_rows:
         tokenizer = _published_tokenizer(path, config, files)
     else:
-        bpe = _folder_bpe(found, files)
-        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.vocabulary)), _tokenizer_of(bpe)
+        bpe = _folder_bpe(path, config, files)
+        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.tokens)), _tokenizer_of(bpe)
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{path} is a model of {config.vocab_size} tokens, and the vocabulary has {tokenizer.vocab_size}; give the "
@@ -172,28 +172,27 @@ def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles)
     return build_tokenizer(kind, vocab_file, None, config.vocab_size)
 
 
-def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
-    """The tokenizer of a Hugging Face folder."""
-    own = read_folder_bpe(found.path)
+def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocabulary:
+    """The tokenizer of a Hugging Face folder with a GPT-2."""
+    own = read_folder_tokenizer(path, config)
     if files == TokenizerFiles():
         if own is None:
-            raise ConfigError(f"{found.path} holds no tokenizer; give --vocab-file and --merge-file")
+            raise ConfigError(f"{path} holds no tokenizer; give --vocab-file and --merge-file")
         return own
     vocab_file, merge_file = files.of_kind("GPT2BPETokenizer")
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if file is None or not Path(file).is_file():
             raise ConfigError(f"{flag} {file or 'is missing'}: a Hugging Face folder takes two files or none")
     assert vocab_file is not None and merge_file is not None
-    bpe, config = read_bpe(vocab_file, merge_file), read_config(found)
-    assert config is not None, "a Hugging Face folder has a config.json"
-    if own is None and len(bpe.vocabulary) != config.vocab_size:
-        raise ConfigError(f"{vocab_file} has {len(bpe.vocabulary)} tokens, and {found.path} has {config.vocab_size}")
-    if own is not None and (dict(bpe.vocabulary), list(bpe.merges)) != (dict(own.vocabulary), list(own.merges)):
-        raise ConfigError(f"{vocab_file}: another tokenizer than that in {found.path}; leave the two flags out")
+    bpe = read_bpe(vocab_file, merge_file)
+    if own is None and len(bpe.tokens) != config.vocab_size:
+        raise ConfigError(f"{vocab_file} has {len(bpe.tokens)} tokens, and {path} has {config.vocab_size}")
+    if own is not None and bpe != own:
+        raise ConfigError(f"{vocab_file}: another tokenizer than that in {path}; leave the two flags out")
     return bpe
 
 
-def _tokenizer_of(bpe: BPE) -> Tokenizer:
+def _tokenizer_of(bpe: Vocabulary) -> Tokenizer:
     with TemporaryDirectory() as folder:
         bpe.write(Path(folder))
         return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")

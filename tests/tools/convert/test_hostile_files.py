@@ -12,7 +12,7 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of as from_huggingface
 from megatron.model.huggingface import write_config as to_huggingface
-from megatron.tools.convert.huggingface import read_huggingface
+from megatron.tools.convert.load_and_save import read_huggingface
 from megatron.tools.convert.whole_model import read_tensors
 
 

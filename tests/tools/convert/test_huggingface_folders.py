@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.tracker import newest
 from megatron.common.errors import CheckpointError
+from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of, source_shapes
-from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
-from megatron.tools.convert.huggingface_files import WordPieces, read_folder_word_pieces, write_tokenizer
-from megatron.tools.convert.load_and_save import lazy_weights, write_checkpoint
+from megatron.tools.convert.huggingface_files import Vocabulary, read_folder_tokenizer
+from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, write_tensors
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -112,18 +112,19 @@ def test_a_bert_returns_equal_with_its_tokenizer(programs: Programs, tmp_path: P
 def test_word_pieces_are_read_from_either_file(tmp_path: Path, lower_case: bool):
     from transformers import BertTokenizer
 
-    pieces = WordPieces({piece: n for n, piece in enumerate(PIECES)}, lower_case)
-    write_tokenizer(pieces, tmp_path, positions=12)
-    assert read_folder_word_pieces(tmp_path) == pieces
+    kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+    config, pieces = ModelConfig(architecture="bert"), Vocabulary(kind, {piece: n for n, piece in enumerate(PIECES)})
+    pieces.write(tmp_path, positions=12)
+    assert read_folder_tokenizer(tmp_path, config) == pieces
     theirs = BertTokenizer.from_pretrained(tmp_path)
     assert theirs("The é", add_special_tokens=False)["input_ids"] == ([9, 12] if lower_case else [10, 11])
     (tmp_path / "vocab.txt").unlink()
     theirs.save_pretrained(tmp_path)
-    assert read_folder_word_pieces(tmp_path) == pieces
+    assert read_folder_tokenizer(tmp_path, config) == pieces
     tree = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tree, "model": {**tree["model"], "type": "BPE"}}))
     with pytest.raises(CheckpointError, match="tokenizer.json is not a WordPiece, which BERT uses"):
-        read_folder_word_pieces(tmp_path)
+        read_folder_tokenizer(tmp_path, config)
 
 
 class PeakMemory(TorchDispatchMode):
@@ -164,7 +165,7 @@ def test_memory_is_less_than_two_shards(tmp_path: Path):
         (folder / "config.json").write_text(json.dumps(settings))
         shapes = source_shapes(config_of(settings, folder)).values()
         weights = {key: torch.zeros(shape, dtype=torch.bfloat16) for one in shapes for key, shape in one.items()}
-        assert write_tensors(weights, folder, max_shard_size=shard, metadata={})
+        write_tensors(weights, folder, max_shard_size=shard, metadata={})
         del weights
         with PeakMemory() as memory:
             convert(folder, tmp_path / f"{name}-ours", shard)

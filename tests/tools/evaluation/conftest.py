@@ -37,11 +37,11 @@ def _make_model(folder: Path, texts: list[str]) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-    from megatron.tools.convert.huggingface_files import BPE
+    from megatron.tools.convert.huggingface_files import Vocabulary
     from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
     folder.mkdir()
-    BPE(*train_gpt2_bpe(texts, 301, 2)).write(folder)
+    Vocabulary("GPT2BPETokenizer", *train_gpt2_bpe(texts, 301, 2)).write(folder)
     likely = GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt").tokenize(f" {LIKELY}")
     torch.manual_seed(3)
     config = GPT2Config(

@@ -15,7 +15,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from megatron.tools.convert.huggingface_files import BPE, write_tokenizer
+    from megatron.tools.convert.huggingface_files import Vocabulary
     from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
     vocabulary, merges = train_gpt2_bpe([TEXT] * 3, 300, 2)
@@ -29,7 +29,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.nn.init.normal_(parameter, 0, 0.3)
     folder = tmp_path_factory.mktemp("foreign")
     model.save_pretrained(folder)
-    write_tokenizer(BPE(vocabulary, merges), folder, positions=128)
+    Vocabulary("GPT2BPETokenizer", vocabulary, merges).write(folder, positions=128)
     return folder
 
 
