@@ -19,7 +19,7 @@ import _project_root  # noqa: F401
 
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
-from megatron.tools.convert.inspection import Found, facts, find, integrity, read_config, read_description
+from megatron.tools.convert.inspection import Found, find, integrity
 
 
 def main() -> None:
@@ -41,10 +41,9 @@ def _inspect(found: Found, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
     from megatron.tools.convert.load_and_save import read_versions, read_weights
-    from megatron.tools.convert.report import heading, listing, parameters, parameters_as_json
+    from megatron.tools.convert.report import facts, heading, listing, parameters, parameters_as_json
 
-    known = facts(found, read_description(found), read_config(found))
-    known |= {"versions": read_versions(found), "whole": whole}
+    known = facts(found) | {"versions": read_versions(found), "whole": whole}
     if not args.json:
         print(heading(known) + "\n", flush=True)
     listed = parameters(read_weights(found))

@@ -15,12 +15,9 @@ from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, bro
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.common.errors import CheckpointError, counted
 from megatron.config import ModelConfig
-from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.model.huggingface import HF_CONFIG
 from megatron.model.huggingface import read_config as read_folder_config
-from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import progress_bar
-from megatron.training.summary import layer_kinds
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,6 @@ class Found:
     def what(self) -> str:
         """The kind for messages."""
         return KINDS[self.kind].words
-
-    @property
-    def description(self) -> Mapping[str, Any] | None:
-        """The content of ``run.json``, if there is one; merged weights have it in their own file."""
-        return self.saved.description if self.saved else None
 
 
 @dataclass(frozen=True)
@@ -99,23 +91,6 @@ def find(path: Path) -> Found:
     )
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata in the header of a safetensors file, or of the first of several."""
-    if path.is_dir():
-        file = path / SAFETENSORS
-        path = file if file.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            return file.metadata() or {}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise broken(path, error) from None
-
-
-def verify_weights(saved: SavedRun) -> None:
-    """Compare the files with weights with the manifest. Raises as ``verify``."""
-    verify(saved.path, "*" if saved.layout.zero_stage == 3 else "*model_states.pt")
-
-
 def verify(tag_folder: Path, pattern: str = "*") -> str:
     """Compare the files that match ``pattern`` with the sizes and hashes in the manifest. Returns a summary.
 
@@ -136,47 +111,6 @@ def verify(tag_folder: Path, pattern: str = "*") -> str:
     return f"yes: {counted(len(manifest), 'file')}, {total:,} bytes, as {MANIFEST} says"
 
 
-_SIZES = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "ffn_hidden_size": "inside the MLP",
-    "max_position_embeddings": "positions",
-    "vocab_size": "tokens",
-}
-_GENERATE, _CONVERT = "tools/generate.py", "tools/convert_checkpoint.py"
-_LOADERS = {
-    "folder": (_GENERATE, f"{_CONVERT} merge, to-hf"),
-    "tag": (_GENERATE, f"{_CONVERT} merge, to-hf"),
-    "universal": ("DeepSpeed with load_universal", _GENERATE, f"{_CONVERT} merge, to-hf"),
-    "safetensors": ("safetensors.torch.load_file", _GENERATE, f"{_CONVERT} to-hf"),
-    "huggingface": ("transformers.{auto_class}", _GENERATE, f"{_CONVERT} from-hf"),
-}
-"""Programs that load each kind of checkpoint, besides the training program."""
-
-
-def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConfig | None) -> dict[str, Any]:
-    """The facts about a checkpoint in ``run.json``, or in the header of merged weights."""
-    known: dict[str, Any] = {"path": str(found.path), "kind": found.what}
-    if found.kind == "folder" and found.saved:
-        known["newest"] = found.saved.tag
-        known["tags"] = sorted(file.parent.name for file in found.path.glob(f"*/{RUN_FILE}"))
-    if description is not None:
-        known |= {name: description.get(name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
-        known["layout"] = description["layout"]
-        known["holds"] = _holds(found, description)
-    if config is not None:
-        known["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
-        if config.query_groups != config.num_attention_heads:
-            known["model"]["query groups"] = config.query_groups
-        if config.head_size * config.num_attention_heads != config.hidden_size:
-            known["model"]["head size"] = config.head_size
-        if kinds := layer_kinds(config):
-            known["kinds"] = kinds
-    architecture = GPT2 if config is None else architecture_of(config)
-    return known | {"loaded_by": loaders(found, description, architecture)}
-
-
 def integrity(found: Found) -> str:
     """A line on whether the files are undamaged. Raises CheckpointError if they are not."""
     if found.saved and found.kind != "universal":
@@ -184,39 +118,14 @@ def integrity(found: Found) -> str:
     return "no manifest: what was saved is not known"
 
 
-def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
-    """The programs that load it, and how."""
-    classes = {GPT2.name: "AutoModelForCausalLM", T5.name: "AutoModelForSeq2SeqLM"}
-    generates = architecture.name in classes
-    auto_class = classes.get(architecture.name, "AutoModelForPreTraining")
-    others = [
-        program.format(auto_class=auto_class) for program in _LOADERS[found.kind] if generates or program != _GENERATE
-    ]
-    if found.kind == "huggingface":
-        others.insert(0, f"{architecture.program} --load-hf")
-    if description is None or found.kind not in ("folder", "tag"):
-        return others
-    how = "to resume" if description.get("has_optimizer") else "with --finetune, for it has no optimizer"
-    via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
-    return [f"{architecture.program} --load {how}{via}", *others]
-
-
-def _holds(found: Found, description: Mapping[str, Any]) -> list[str]:
-    if found.kind == "safetensors":
-        return ["weights"]
-    has_rng = description.get("has_rng") and found.kind != "universal"
-    state = {"the optimizer": description.get("has_optimizer"), "random streams": has_rng}
-    return ["weights", *(name for name, is_there in state.items() if is_there)]
-
-
 RUN_KEY = "run"
 """The key of ``run.json`` in the header of merged weights."""
 
 
-def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig | None:
-    """The configuration of the model, if known. ``vocab_size`` is that of a Hugging Face folder's tokenizer."""
+def read_config(found: Found) -> ModelConfig | None:
+    """The configuration of the model, if known."""
     if found.kind == "huggingface":
-        return read_folder_config(found.path, vocab_size=vocab_size)
+        return read_folder_config(found.path)
     description = read_description(found)
     if description is None:
         return None
@@ -227,16 +136,26 @@ def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig |
 
 
 def read_description(found: Found) -> Mapping[str, Any] | None:
-    """The ``run.json`` of the training run, if this suite trained it."""
-    return _kept_description(found.path) if found.kind == "safetensors" else found.description
-
-
-def _kept_description(path: Path) -> dict[str, Any]:
+    """The ``run.json`` of the training run, if this suite trained it; merged weights have it in their header."""
+    if found.kind != "safetensors":
+        return found.saved.description if found.saved else None
     try:
-        description = json.loads(read_metadata(path)[RUN_KEY])
+        description = json.loads(_header(found.path)[RUN_KEY])
         {**description["config"]["model"], **description["layout"]}
     except (KeyError, ValueError, TypeError, AttributeError):
         raise CheckpointError(
-            f"{path} does not describe its model; files of merge do, and from-hf reads a folder with config.json"
+            f"{found.path} does not describe its model; files of merge do, and from-hf reads a folder with config.json"
         ) from None
     return description
+
+
+def _header(path: Path) -> dict[str, str]:
+    """The metadata in the header of a safetensors file, or of the first of several."""
+    if path.is_dir():
+        file = path / SAFETENSORS
+        path = file if file.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise broken(path, error) from None

@@ -1,50 +1,75 @@
-"""What tools/inspect_checkpoint.py prints: the parameters of a checkpoint, or the differences between two."""
+"""What tools/inspect_checkpoint.py prints: facts and parameters of a checkpoint, or the differences between two."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.run_file import RUN_FILE
+from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.tools.command_line import progress_bar
+from megatron.tools.convert.inspection import Found, read_config, read_description
+from megatron.training.summary import layer_kinds
+
+_SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "ffn_hidden_size": "inside the MLP",
+    "max_position_embeddings": "positions",
+    "vocab_size": "tokens",
+}
+_GENERATE, _CONVERT = "tools/generate.py", "tools/convert_checkpoint.py"
+_LOADERS = {
+    "folder": (_GENERATE, f"{_CONVERT} merge, to-hf"),
+    "tag": (_GENERATE, f"{_CONVERT} merge, to-hf"),
+    "universal": ("DeepSpeed with load_universal", _GENERATE, f"{_CONVERT} merge, to-hf"),
+    "safetensors": ("safetensors.torch.load_file", _GENERATE, f"{_CONVERT} to-hf"),
+    "huggingface": ("{program} --load-hf", "transformers.{auto_class}", _GENERATE, f"{_CONVERT} from-hf"),
+}
+"""Programs that load each kind of checkpoint, besides the training program."""
+_AUTO_CLASSES = {GPT2.name: "AutoModelForCausalLM", T5.name: "AutoModelForSeq2SeqLM"}
+"""The classes of transformers for the architectures that generate text."""
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of a checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    norm: float
-    """2-norm, computed in fp64."""
-
-    @property
-    def layer(self) -> str:
-        """The first part of its name, which the parameters of a layer share."""
-        return self.name.removeprefix("tied_modules.").split(".")[0]
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-def parameters(weights: Mapping[str, Tensor]) -> list[Parameter]:
-    """The parameters of a checkpoint, in its order."""
-    return [
-        Parameter(
-            name,
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            torch.linalg.vector_norm(tensor, dtype=torch.float64).item(),
-        )
-        for name, tensor in progress_bar(weights.items(), desc="measuring")
+def facts(found: Found) -> dict[str, Any]:
+    """The facts about a checkpoint in ``run.json``, or in the header of merged weights."""
+    description, config = read_description(found), read_config(found)
+    known: dict[str, Any] = {"path": str(found.path), "kind": found.what}
+    if found.kind == "folder" and found.saved:
+        known["newest"] = found.saved.tag
+        known["tags"] = sorted(file.parent.name for file in found.path.glob(f"*/{RUN_FILE}"))
+    if description is not None:
+        known |= {name: description.get(name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
+        is_merged, is_universal = found.kind == "safetensors", found.kind == "universal"
+        has_optimizer = description.get("has_optimizer") and not is_merged
+        has_rng = description.get("has_rng") and not (is_merged or is_universal)
+        known["layout"] = description["layout"]
+        known["holds"] = ["weights", *["the optimizer"] * bool(has_optimizer), *["random streams"] * bool(has_rng)]
+    if config is not None:
+        known["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
+        if config.query_groups != config.num_attention_heads:
+            known["model"]["query groups"] = config.query_groups
+        if config.head_size * config.num_attention_heads != config.hidden_size:
+            known["model"]["head size"] = config.head_size
+        if kinds := layer_kinds(config):
+            known["kinds"] = kinds
+    architecture = GPT2 if config is None else architecture_of(config)
+    auto_class = _AUTO_CLASSES.get(architecture.name)
+    known["loaded_by"] = [
+        program.format(program=architecture.program, auto_class=auto_class or "AutoModelForPreTraining")
+        for program in _LOADERS[found.kind]
+        if auto_class or program != _GENERATE
     ]
+    if description is not None and found.kind in ("folder", "tag"):
+        how = "to resume" if description.get("has_optimizer") else "with --finetune, for it has no optimizer"
+        via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
+        known["loaded_by"].insert(0, f"{architecture.program} --load {how}{via}")
+    return known
 
 
 _TITLES = {
@@ -70,6 +95,42 @@ def heading(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        # Settings that are off are not shown; compared by identity, since 0 equals False.
+        entries = {
+            key: entry for key, entry in value.items() if not (entry is None or entry is False or entry == "none")
+        }
+        return ", ".join(f"{key.removeprefix('--').replace('-', ' ')} {entry}" for key, entry in entries.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "; ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float
+    """2-norm, computed in fp64."""
+
+    @property
+    def layer(self) -> str:
+        """The first part of its name, which the parameters of a layer share."""
+        return self.name.removeprefix("tied_modules.").split(".")[0]
+
+
+def parameters(weights: Mapping[str, Tensor]) -> list[Parameter]:
+    """The parameters of a checkpoint, in its order."""
+    found = []
+    for name, tensor in progress_bar(weights.items(), desc="measuring"):
+        norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+        found.append(Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), norm))
+    return found
+
+
 def listing(found: list[Parameter]) -> str:
     """A line for each parameter and each layer."""
     rows = list(_rows(found))
@@ -78,20 +139,6 @@ def listing(found: list[Parameter]) -> str:
         f"{name:{widths[0]}}  {shape:>{widths[1]}}  {dtype:{widths[2]}}  {norm}" for name, shape, dtype, norm in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def parameters_as_json(facts: Mapping[str, Any], found: list[Parameter]) -> str:
-    """Facts and parameters as JSON. A norm that is not finite is null."""
-    listed = [
-        {
-            "name": parameter.name,
-            "shape": parameter.shape,
-            "dtype": parameter.dtype,
-            "norm": parameter.norm if math.isfinite(parameter.norm) else None,
-        }
-        for parameter in found
-    ]
-    return json.dumps({**facts, "parameters": listed}, indent=2)
 
 
 def _rows(found: list[Parameter]) -> Iterator[tuple[str, str, str, str]]:
@@ -107,23 +154,16 @@ def _rows(found: list[Parameter]) -> Iterator[tuple[str, str, str, str]]:
 
 def _total(group: list[Parameter]) -> tuple[str, str, str]:
     norm = math.sqrt(sum(parameter.norm**2 for parameter in group))
-    return f"{sum(parameter.count for parameter in group):,}", "", f"{norm:.6g}"
+    return f"{sum(math.prod(parameter.shape) for parameter in group):,}", "", f"{norm:.6g}"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        # Settings that are off are not shown; compared by identity, since 0 equals False.
-        entries = {
-            key: entry for key, entry in value.items() if not (entry is None or entry is False or entry == "none")
-        }
-        return ", ".join(f"{key.removeprefix('--').replace('-', ' ')} {entry}" for key, entry in entries.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "; ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def parameters_as_json(facts: Mapping[str, Any], found: list[Parameter]) -> str:
+    """Facts and parameters as JSON. A norm that is not finite is null."""
+    listed = [one._asdict() | ({} if math.isfinite(one.norm) else {"norm": None}) for one in found]
+    return json.dumps({**facts, "parameters": listed}, indent=2)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference of a tensor between two checkpoints, a and b."""
 
     name: str
@@ -159,7 +199,10 @@ def differences_as_text(found: list[Difference], tolerance: float) -> str:
     """A line for each tensor that differs by more than the tolerance, and a summary."""
     beyond = [difference for difference in found if difference.relative > tolerance]
     width = max((len(difference.name) for difference in beyond), default=0)
-    lines = [f"{difference.name:{width}}  {difference.note or _numbers(difference)}" for difference in beyond]
+    lines = [
+        f"{name:{width}}  {note or f'absolute {absolute:.3g}, relative {relative:.3g}'}"
+        for name, absolute, relative, note in beyond
+    ]
     largest = max((difference.relative for difference in found), default=0.0)
     lines.append(
         f"{len(found) - len(beyond)} of {len(found)} tensors are equal, largest relative difference {largest:.3g}"
@@ -170,7 +213,7 @@ def differences_as_text(found: list[Difference], tolerance: float) -> str:
 def differences_as_json(found: list[Difference], tolerance: float) -> str:
     """The differences as JSON. An infinite one is null."""
     tensors = [
-        {name: None if value == math.inf else value for name, value in asdict(difference).items()}
+        {name: None if value == math.inf else value for name, value in difference._asdict().items()}
         for difference in found
     ]
     return json.dumps({"tolerance": tolerance, "equal": are_equal(found, tolerance), "tensors": tensors}, indent=2)
@@ -179,7 +222,3 @@ def differences_as_json(found: list[Difference], tolerance: float) -> str:
 def are_equal(found: list[Difference], tolerance: float) -> bool:
     """Whether no tensor differs by more than the tolerance."""
     return all(difference.relative <= tolerance for difference in found)
-
-
-def _numbers(difference: Difference) -> str:
-    return f"absolute {difference.absolute:.3g}, relative {difference.relative:.3g}"

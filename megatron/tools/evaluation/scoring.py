@@ -106,11 +106,6 @@ class Padded(NamedTuple):
     texts: Tensor | None = None
     """What an encoder reads: int64 [b, s of the longest text], -1 for padding"""
 
-    def to(self, device: str) -> "Padded":
-        """The same on ``device``."""
-        texts = None if self.texts is None else self.texts.to(device)
-        return Padded(self.tokens.to(device), self.labels.to(device), self.predicted.to(device), texts)
-
 
 @torch.no_grad()
 def score(
@@ -133,7 +128,7 @@ def score(
     for batch in range(-(-len(samples) // batch_size)):
         chosen = order[batch * batch_size : (batch + 1) * batch_size]
         if batch % replicas == replica:
-            scored = score_batch(model, pad([samples[index] for index in chosen]).to(device))
+            scored = score_batch(model, pad([samples[index] for index in chosen], device))
             if scored is not None and model.layout.tensor_group.rank() == 0:
                 sums[torch.from_numpy(chosen)] = scored.cpu()
         report(len(chosen))
@@ -143,8 +138,8 @@ def score(
     return Scores(nll.numpy(), wrong.numpy() == 0)
 
 
-def pad(samples: Sequence[Sample]) -> Padded:
-    """``samples`` as one batch."""
+def pad(samples: Sequence[Sample], device: str) -> Padded:
+    """``samples`` as one batch on ``device``."""
     inputs = max(len(sample.tokens) for sample in samples) - 1
     rows = np.zeros((len(samples), inputs + 1), dtype=np.int64)
     predicted = np.zeros((len(samples), inputs), dtype=bool)
@@ -152,14 +147,15 @@ def pad(samples: Sequence[Sample]) -> Padded:
         length = len(sample.tokens)
         row[:length] = sample.tokens
         flags[length - 1 - sample.predicted : length - 1] = True
-    tokens = torch.from_numpy(rows)
-    return Padded(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.from_numpy(predicted), _texts(samples))
-
-
-def _texts(samples: Sequence[Sample]) -> Tensor | None:
     longest = max(len(sample.text) for sample in samples)
-    rows = [[*sample.text, *[-1] * (longest - len(sample.text))] for sample in samples]
-    return torch.tensor(rows) if longest else None
+    texts = [[*sample.text, *[-1] * (longest - len(sample.text))] for sample in samples]
+    tokens = torch.from_numpy(rows).to(device)
+    return Padded(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        torch.from_numpy(predicted).to(device),
+        torch.tensor(texts, device=device) if longest else None,
+    )
 
 
 def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Evaluation tasks: from a file to samples, whose tokens are predicted, and from scores to metrics. No torch here."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,22 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, NumericsError, counted
+from megatron.common.errors import ConfigError, DataError, NumericsError, counted
+from megatron.common.reading import read_bytes
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
-from megatron.tools.evaluation.texts import (
-    count_words,
-    data_errors_as_usage,
-    detokenize_wikitext,
-    read_lines,
-    read_pairs,
-    read_text,
-    read_tokens,
-)
-from megatron.tools.preprocess.corpus import uncompressed
+from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
 
 Metric = int | float | None
 _MANY_TEXTS = (".jsonl", ".json", ".parquet")
 """Endings of files that hold many texts."""
+_PAIR = ("input", "target")
+"""Keys of a text and of what is to be written for it."""
+_CHUNK = 1 << 20
 
 
 class Sample(NamedTuple):
@@ -38,29 +35,20 @@ class Sample(NamedTuple):
     """What an encoder reads, of a model that has one."""
 
 
-class Windows(Sequence[Sample]):
-    """Windows of ``size`` inputs of a long text, each ``stride`` after the one before; computed on demand.
+def windows(tokens: np.ndarray, *, size: int, stride: int) -> list[Sample]:
+    """Windows of ``size`` inputs of a long text, each ``stride`` after the one before.
 
     Every token but the first is predicted exactly once: the first window predicts all of its tokens, each
     later one its ``stride`` new tokens, so that they have at least ``size - stride`` tokens before them.
     """
-
-    def __init__(self, tokens: np.ndarray, *, size: int, stride: int):
-        assert 1 <= stride <= size
-        self._tokens, self._size, self._stride = tokens, size, stride
-        self.predicted = max(len(tokens) - 1, 0)
-        """Total number of predicted tokens."""
-
-    def __len__(self) -> int:
-        return 1 + math.ceil(max(self.predicted - self._size, 0) / self._stride) if self.predicted else 0
-
-    def __getitem__(self, number: int) -> Sample:  # type: ignore[override]  # slices are not needed
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        start = number * self._stride
-        end = min(start + self._size, self.predicted)
-        seen_before = start + self._size - self._stride if number else 0
-        return Sample(self._tokens[start : end + 1], end - seen_before)
+    samples, seen = [], 0
+    last = len(tokens) - 1
+    while seen < last:
+        begin = max(seen + stride - size, 0) if samples else 0
+        end = min(begin + size, last)
+        samples.append(Sample(tokens[begin : end + 1], end - seen))
+        seen = end
+    return samples
 
 
 def last_inputs(tokens: Sequence[int], predicted: int, size: int) -> Sample:
@@ -104,35 +92,31 @@ class Task(NamedTuple):
 
 def make_task(name: str, request: Request, tokenizer: Tokenizer) -> Task:
     """The task ``name`` of ``TASKS`` on a file. Raises ConfigError for a file that is missing or unusable."""
-    return TASKS[name](request, tokenizer)
+    try:
+        return TASKS[name](request, tokenizer)
+    except DataError as error:  # a broken file on the command line is wrong usage
+        raise ConfigError(error.messages) from error
 
 
 def _lambada(request: Request, tokenizer: Tokenizer) -> Task:
     """LAMBADA: predict the last word, or the last token, of each passage."""
-    split = _last_word if request.strict else _last_token
-    lines = read_lines(request.path, request.key)
-    passages = [(line.where, *split(line.where, line.text, tokenizer)) for line in lines]
-    for where, tokens, predicted in passages:
+    samples, cut = [], 0
+    for where, (text,) in _read_rows(request.path, request.key):
+        if request.strict:  # as in Megatron-LM: the text before the last word, stripped, and the word after a blank
+            word = (text.split() or [""])[-1]
+            target = _tokenize(where, f" {word}", tokenizer)
+            tokens = _tokenize(where, text[: text.rfind(word)].strip(), tokenizer) + target
+            predicted = len(target)
+        else:
+            tokens, predicted = _tokenize(where, text, tokenizer), 1
         if not 0 < predicted < len(tokens) or predicted > request.seq_length:
-            raise ConfigError(
+            raise DataError(
                 f"{where}: {len(tokens) - predicted} tokens and {predicted} to predict from them; give a passage of "
                 f"two words or more, the last of them of at most {request.seq_length} tokens"
             )
-    samples = [last_inputs(tokens, predicted, request.seq_length) for _, tokens, predicted in passages]
-    cut = sum(len(tokens) - 1 > request.seq_length for _, tokens, _ in passages)
+        samples.append(last_inputs(tokens, predicted, request.seq_length))
+        cut += len(tokens) - 1 > request.seq_length
     return Task(samples, partial(_lambada_metrics, cut))
-
-
-def _last_token(where: str, text: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    return _tokenize(where, text, tokenizer), 1
-
-
-def _last_word(where: str, text: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """As in Megatron-LM: the text before the last word, stripped, and the word with a blank before it."""
-    word = (text.split() or [""])[-1]
-    before = _tokenize(where, text[: text.rfind(word)].strip(), tokenizer)
-    target = _tokenize(where, f" {word}", tokenizer)
-    return before + target, len(target)
 
 
 def _lambada_metrics(cut: int, scores: Scores) -> dict[str, Metric]:
@@ -148,7 +132,7 @@ def _lambada_metrics(cut: int, scores: Scores) -> dict[str, Metric]:
 
 def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
     """WikiText: a whole file as one text, normalized by the number of its words."""
-    text = read_text(request.path)
+    text = _read_text(request.path)
     tokens = np.array(_tokenize(str(request.path), detokenize_wikitext(text), tokenizer))
     return _text_task(request, tokens, {"word": count_words(text), "byte": len(text.encode())})
 
@@ -158,14 +142,14 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
     path = request.path
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").exists():
-            return _text_task(request, read_tokens(path, tokenizer.vocab_size), {})
-        raise ConfigError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
+            return _text_task(request, _tokens_of_data_set(path, tokenizer.vocab_size), {})
+        raise DataError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
     if uncompressed(path).suffix in _MANY_TEXTS:
-        lines = [line for line in read_lines(path, request.key) if line.text]
-        ids = [id for line in lines for id in (*_tokenize(line.where, line.text, tokenizer), tokenizer.eod)]
-        text = "\n".join(line.text for line in lines)
+        lines = [(where, text) for where, (text,) in _read_rows(path, request.key) if text]
+        ids = [id for where, text in lines for id in (*_tokenize(where, text, tokenizer), tokenizer.eod)]
+        text = "\n".join(text for _, text in lines)
     else:
-        text = read_text(path)
+        text = _read_text(path)
         ids = _tokenize(str(path), text, tokenizer)
     return _text_task(request, np.array(ids), {"word": len(text.split()), "byte": len(text.encode())})
 
@@ -173,8 +157,8 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
 def _pairs(request: Request, tokenizer: Tokenizer) -> Task:
     """Pairs of texts: the target of each input, with its end, by a model with an encoder."""
     samples, cut = [], 0
-    for where, text, target in read_pairs(request.path):
-        read, written = (_tokenize(where, part, tokenizer) for part in (text, target))
+    for where, texts in _read_rows(request.path, *_PAIR):
+        read, written = (_tokenize(where, text, tokenizer) for text in texts)
         cut += max(len(read), len(written)) >= request.seq_length
         read, written = (part[: request.seq_length - 1] for part in (read, written))
         tokens = np.array([request.start, *written, tokenizer.eod])
@@ -196,23 +180,23 @@ def _pair_metrics(tokens: int, cut: int, scores: Scores) -> dict[str, Metric]:
 
 
 def _text_task(request: Request, tokens: np.ndarray, units: Mapping[str, int]) -> Task:
-    windows = Windows(tokens, size=request.seq_length, stride=request.stride)
-    if not len(windows):
-        raise ConfigError(
+    samples = windows(tokens, size=request.seq_length, stride=request.stride)
+    if not samples:
+        raise DataError(
             f"{request.path}: {counted(len(tokens), 'token')}, from which nothing can be predicted; give a longer text"
         )
-    return Task(windows, partial(_text_metrics, windows, {unit: count for unit, count in units.items() if count}))
+    return Task(samples, partial(_text_metrics, len(tokens) - 1, {unit: n for unit, n in units.items() if n}))
 
 
-def _text_metrics(windows: Windows, units: Mapping[str, int], scores: Scores) -> dict[str, Metric]:
+def _text_metrics(tokens: int, units: Mapping[str, int], scores: Scores) -> dict[str, Metric]:
     nll = _total(scores)
     return {
-        "loss": nll / windows.predicted,
-        "perplexity": _perplexity(nll, windows.predicted),
+        "loss": nll / tokens,
+        "perplexity": _perplexity(nll, tokens),
         **{f"{unit}_perplexity": _perplexity(nll, count) for unit, count in units.items()},
-        "tokens": windows.predicted,
+        "tokens": tokens,
         **{f"{unit}s": count for unit, count in units.items()},
-        "windows": len(windows),
+        "windows": len(scores.nll),
     }
 
 
@@ -224,12 +208,48 @@ TASKS: dict[str, Callable[[Request, Tokenizer], Task]] = {
 }
 
 
+def _read_text(path: Path) -> str:
+    """The content of a UTF-8 file, line ends unchanged."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); name a file of text") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; name a file of text") from None
+
+
+def _read_rows(path: Path, *keys: str) -> list[tuple[str, list[str]]]:
+    """Location of each line of JSONL, or row of Parquet, and its texts under ``keys``, without blank lines."""
+    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
+    rows = [
+        (where, FORMATS[kind].texts(where, line, keys))
+        for chunk in read_chunks(path, kind, keys, size=_CHUNK)
+        for number, line in enumerate(chunk.lines, chunk.first_line)
+        if not isinstance(line, bytes) or line.strip()
+        for where in [f"{path}:{number}"]
+    ]
+    if not rows:
+        raise DataError(f"{path}: no text in it; give a JSON object with {' and '.join(map(repr, keys))} on each line")
+    return rows
+
+
+def _tokens_of_data_set(prefix: Path, vocab_size: int) -> np.ndarray:
+    """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx`` in a row, by memory map: integers [n]."""
+    dataset = IndexedDataset(prefix)
+    tokens = dataset.span(0, dataset.num_tokens)
+    if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
+        raise DataError(
+            f"{prefix}.bin: its tokens range from {int(tokens.min())} to {int(tokens.max())}, and the model's "
+            f"vocabulary has {vocab_size}; give the data set that was made with the model's tokenizer"
+        )
+    return tokens
+
+
 def _tokenize(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
     try:
-        with data_errors_as_usage():
-            return tokenizer.tokenize(text)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        return tokenizer.tokenize(text)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _total(scores: Scores) -> float:
@@ -247,3 +267,37 @@ def _perplexity(nll: float, count: int) -> float | None:
         return math.exp(nll / count)
     except OverflowError:
         return None
+
+
+_SPACED = (
+    ("s '", "s'"),
+    # inside words and numbers
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    # after a word
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+)
+_ENCLOSED = ("()", "[]", "{}", '""', "''")
+"""Pairs whose inner blanks are removed."""
+_REST = (
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="),
+    (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+
+
+def detokenize_wikitext(text: str) -> str:
+    """``text`` without the blanks that WikiText inserts around punctuation."""
+    for old, new in _SPACED:
+        text = text.replace(old, new)
+    for opening, closing in _ENCLOSED:
+        inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
+        text = re.sub(f"{re.escape(opening)}{inside}{re.escape(closing)}", rf"{opening}\1{closing}", text)
+    for old, new in _REST:
+        text = text.replace(old, new)
+    return text
+
+
+def count_words(text: str) -> int:
+    """Words of WikiText's tokenized text, which normalize perplexity: split at blanks only, so line ends count."""
+    return len(text.strip().split(" "))

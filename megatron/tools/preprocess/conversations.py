@@ -20,6 +20,7 @@ from megatron.common.errors import ConfigError, DataError, did_you_mean
 from megatron.common.reading import read_json
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
+from megatron.tools.preprocess.corpus import json_object
 
 KEYS: Mapping[str, tuple[str, ...]] = {"messages": ("messages",), "prompt-completion": ("prompt", "completion")}
 """Kinds of documents, and the keys of a line's JSON object that hold them."""
@@ -190,21 +191,36 @@ def _token(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def document_parts(where: str, document: Mapping[str, Any], kind: str, template: ChatTemplate | None) -> list[Part]:
-    """The parts of a line's JSON object. Raises DataError beginning with ``where`` if it is not of its ``kind``."""
+def line_parts(where: str, line: bytes, kind: str, template: ChatTemplate | None) -> list[Part]:
+    """The parts of a line's JSON object; none of a blank line.
+
+    Raises DataError beginning with ``where`` if it is not of its ``kind``.
+    """
+    document = json_object(where, line)
+    if document is None:
+        return []
     for key in KEYS[kind]:
         if key not in document:
             raise DataError(f'{where}: no key "{key}", which --format {kind} reads')
-    if template is None:
-        texts = [document[key] for key in KEYS[kind]]
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{where}: {' and '.join(KEYS[kind])} must be strings")
-        return [Part(texts[0], False), Part(texts[1], True)]
+    if template is not None:
+        parts = _conversation(where, document, template)
+    elif all(isinstance(document[key], str) for key in KEYS[kind]):
+        prompt, completion = (document[key] for key in KEYS[kind])
+        parts = [Part(prompt, False), Part(completion, True)]
+    else:
+        raise DataError(f"{where}: {' and '.join(KEYS[kind])} must be strings")
+    try:
+        "".join(part.text for part in parts).encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell what is no Unicode text
+        raise DataError(f"{where}: the text holds half of a surrogate pair (\\ud800 to \\udfff)") from error
+    return parts
+
+
+def _conversation(where: str, document: Mapping[str, Any], template: ChatTemplate) -> list[Part]:
     messages = document["messages"]
-    is_conversation = isinstance(messages, list) and all(
+    if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-    )
-    if not is_conversation:
+    ):
         raise DataError(f'{where}: "messages" must be a list of objects with "role" and "content"')
     try:
         parts = template.parts(messages, document.get("tools"))
@@ -213,14 +229,6 @@ def document_parts(where: str, document: Mapping[str, Any], kind: str, template:
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: no message of the assistant: nothing to train on")
     return parts
-
-
-def check_encodable(where: str, parts: Sequence[Part]) -> None:
-    """Raises DataError beginning with ``where`` for text that JSON can spell and UTF-8 cannot."""
-    try:
-        "".join(part.text for part in parts).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: the text holds half of a surrogate pair (\\ud800 to \\udfff)") from error
 
 
 def tokenize_documents(

@@ -1,16 +1,23 @@
-"""Text to be tokenized: JSONL, plain text with a document on each line, or Parquet with one in each row."""
+"""Text to be tokenized: JSONL, plain text with a document on each line, or Parquet with one in each row.
+
+Lines may be compressed with gzip, bzip2 or Zstandard. A few are read at a time.
+"""
 
 import argparse
+import bz2
 import codecs
+import gzip
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from megatron.common.errors import DataError
-from megatron.tools.preprocess.files import Row, open_lines, read_rows
+from megatron.common.errors import ConfigError, DataError
 
+Row = tuple[bytes | None, ...]
+"""The requested columns of a row of Parquet, UTF-8; None for null."""
 Line = bytes | Row
 
 
@@ -61,9 +68,66 @@ def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Ite
         raise DataError(f"cannot read {path}{after}: {reason}") from error
 
 
+_BLOCK = 1 << 14
+"""Compressed bytes taken at a time: what they hold may be very much more."""
+_LARGEST_WINDOW = 1 << 31
+"""As ``zstd --long=31`` writes it."""
+
+
+class _ZstandardFrames(io.RawIOBase):
+    """The content of consecutive frames. The package's own reader takes a truncated file for a complete one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Raises ConfigError if the package is missing."""
+        try:
+            import zstandard
+        except ImportError:
+            raise ConfigError(f"{file.name} is compressed by Zstandard: pip install zstandard to read it") from None
+        self._file, self._library = file, zstandard
+        self._frame: Any = None
+        self._compressed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and (compressed := self._compressed or self._file.read(_BLOCK)):
+            if self._frame is None:
+                self._frame = self._library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+            try:
+                self._ready, self._compressed = memoryview(self._frame.decompress(compressed)), b""
+            except self._library.ZstdError as error:
+                raise ValueError(str(error)) from error
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        if not self._ready and self._frame is not None:
+            raise EOFError("it ends in the middle of a Zstandard frame")
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+_OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    b"\x28\xb5\x2f\xfd": lambda file: io.BufferedReader(_ZstandardFrames(file), 1 << 16),
+    # Of bzip2 also the beginning of its first block: a text may well begin with "BZh".
+    **{b"BZh%d1AY&SY" % level: lambda file: bz2.BZ2File(file) for level in range(1, 10)},
+}
+"""How compressed files are opened, by their first bytes."""
+
+
 def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
-    with open_lines(path) as file:
-        yield from file
+    """The lines of a file, decompressed. Raises ValueError, EOFError or OSError if it is damaged or truncated."""
+    file = open(path, "rb")
+    start = file.peek(10)
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    with opener(file) if opener else file as lines:
+        yield from lines
 
 
 def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
@@ -112,6 +176,54 @@ def _plain_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
     return [text if text.strip() else ""] * len(keys)
 
 
+_ROWS = 16
+"""Rows decoded at a time: documents may be long."""
+
+
+def _read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of ``columns``, in order.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: a column is missing, or holds no strings.
+        OSError, ValueError: the file cannot be read, or is damaged.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
+    # Pages are read as they are needed, not row groups, which may be of any size.
+    with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        _check_columns(path, file.schema_arrow, columns)
+        for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+            yield from zip(*(_cells(batch.column(name)) for name in columns), strict=True)
+
+
+def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
+    import pyarrow
+
+    for name in columns:
+        if name not in schema.names:
+            raise DataError(
+                f'{path}: no column "{name}" (choose columns with --json-keys; there are {", ".join(schema.names)})'
+            )
+        kind = schema.field(name).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise DataError(f'{path}: column "{name}" holds {kind}, where strings are needed')
+
+
+def _cells(column: Any) -> list[bytes | None]:
+    """As bytes: UTF-8 is decoded later, when the number of the row is known for messages."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_large = pyarrow.types.is_large_string(column.type)
+    return column.cast(pyarrow.large_binary() if is_large else pyarrow.binary()).to_pylist()
+
+
 def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
     texts = []
     for key, cell in zip(keys, row, strict=True):
@@ -153,7 +265,7 @@ def line_texts(path: Path, kind: str | None, number: int, line: Line, keys: Sequ
 FORMATS: dict[str, Format] = {
     "jsonl": Format(_file_lines, _json_texts),
     "text": Format(_file_lines, _plain_texts, allows_blank_lines=True),
-    "parquet": Format(read_rows, _row_texts),
+    "parquet": Format(_read_rows, _row_texts),
 }
 """Kinds of input, by name."""
 

@@ -3,8 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
@@ -13,22 +16,43 @@ from megatron.config.data import loss_mask_prefix
 from megatron.config.tokenizer_files import HUGGINGFACE
 from megatron.tokenizer.huggingface import CONFIG_FILES
 from megatron.tools.preprocess.corpus import format_of
-from megatron.tools.preprocess.indexed_dataset_builder import Written
+from megatron.tools.preprocess.indexed_dataset_builder import Written, best_dtype
 
 TOKENS, LOSS_MASK = "tokens", "loss mask"
 """The two data sets of conversations, instead of one for each key."""
 
 
-@dataclass(frozen=True)
-class Milestone:
+@dataclass
+class Summary:
+    """What was read and written."""
+
+    documents: int = 0
+    tokens: int = 0
+    input_bytes: int = 0
+    """Bytes of text."""
+    output_bytes: int = 0
+    """Bytes of tokens."""
+    blank: int = 0
+    """Blank lines between the documents of plain text."""
+    empty: int = 0
+    bad_lines: int = 0
+    unknown: int = 0
+    """Words that are not in the vocabulary."""
+    counted: int = 0
+    """Tokens that count in the loss, of conversations."""
+    resumed_at: int = 0
+    """Documents written before the job was resumed."""
+    finished: bool = False
+
+
+class Milestone(NamedTuple):
     """A position in the input up to which all output is on disk."""
 
     position: tuple[int, int]
     """Finished inputs, and finished chunks of the next one."""
     outputs: Mapping[str, Written]
     """Size of each key's data set."""
-    counts: Mapping[str, Any]
-    """The summary so far."""
+    summary: Summary
 
 
 class Journal:
@@ -47,10 +71,11 @@ class Journal:
         try:
             content = read_json(self.path)
             job, saved = dict(content["job"]), content["milestone"]
-            outputs = {key: Written(*map(_count, written)) for key, written in saved["outputs"].items()}
-            inputs, chunks = map(_count, saved["place"])
-            counts = {name: _count(count) for name, count in vars(Summary(**saved["counts"])).items()}
-            milestone = Milestone((inputs, chunks), outputs, counts | {"finished": False})
+            outputs = {key: Written(*written) for key, written in saved["outputs"].items()}
+            (inputs, chunks), summary = saved["place"], Summary(**saved["counts"])
+            numbers = [inputs, chunks, *chain.from_iterable(outputs.values()), *vars(summary).values()]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise ValueError(numbers)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -60,14 +85,13 @@ class Journal:
                 f"{self.path} is of a job with another {' and '.join(changed)}: use the same settings, or run "
                 "without --resume to start over"
             )
-        return milestone
+        return Milestone((inputs, chunks), outputs, summary)
 
     def write(self, milestone: Milestone) -> None:
         """Replace the milestone by a newer one, whose output is on the disk."""
-        saved = {"place": milestone.position, "outputs": milestone.outputs, "counts": milestone.counts}
-        content = {"job": self._job, "milestone": saved}
+        saved = {"place": milestone.position, "outputs": milestone.outputs, "counts": vars(milestone.summary)}
         with replace_file(self.path, text=True) as file:
-            json.dump(content, file)
+            json.dump({"job": self._job, "milestone": saved}, file)
 
     def remove(self) -> None:
         """Remove the journal: there is nothing to resume."""
@@ -116,68 +140,39 @@ class Job:
         """The format of an input."""
         return self.input_format or format_of(path)
 
-    @property
-    def _tokenizer_config_files(self) -> list[list[str | int]] | None:
-        """The files that name the special tokens of a tokenizer; None if there are none, or the kind has none."""
-        if self.tokenizer_type != HUGGINGFACE or self.vocab_file is None:
-            return None
-        paths = (Path(self.vocab_file).parent / name for name in CONFIG_FILES)
-        return [_version(path) for path in paths if path.is_file()] or None
+    def dtype_of(self, key: str, vocab_size: int) -> np.dtype:
+        """The type of the numbers in a key's data set."""
+        return np.dtype(np.uint8) if key == LOSS_MASK else best_dtype(vocab_size)
 
     @property
     def journal(self) -> Journal:
         """The journal of the job, with everything its output depends on."""
+        beside: list[Path] = []  # the files that name the special tokens of a tokenizer
+        if self.tokenizer_type == HUGGINGFACE and self.vocab_file is not None:
+            beside = [path for name in CONFIG_FILES if (path := Path(self.vocab_file).parent / name).is_file()]
         job = {
             "--input": [_version(path) for path in self.inputs],
             "--input-format": [self.format_of(path) for path in self.inputs],
             "--json-keys": self.json_keys,
             "--tokenizer-type": self.tokenizer_type,
-            "--vocab-file": self.vocab_file and _version(Path(self.vocab_file)),
-            "--merge-file": self.merge_file and _version(Path(self.merge_file)),
-            "files next to the tokenizer": self._tokenizer_config_files,
+            "--vocab-file": _version(self.vocab_file),
+            "--merge-file": _version(self.merge_file),
+            "files next to the tokenizer": [_version(path) for path in beside] or None,
             "--eod-token": self.eod_token,
             "--prepend-bos": self.prepend_bos or None,
             "--append-eod": self.append_eod,
             "--split-sentences": self.split_sentences,
             "--keep-newlines": self.keep_newlines,
             "--format": self.conversations,
-            "--chat-template": self.chat_template and _version(Path(self.chat_template)),
+            "--chat-template": _version(self.chat_template),
             "size of a chunk": self.chunk_bytes,
         }
         return Journal(Path(f"{self.output_prefix}.progress"), job)
 
 
-@dataclass
-class Summary:
-    """What was read and written."""
-
-    documents: int = 0
-    tokens: int = 0
-    input_bytes: int = 0
-    """Bytes of text."""
-    output_bytes: int = 0
-    """Bytes of tokens."""
-    blank: int = 0
-    """Blank lines between the documents of plain text."""
-    empty: int = 0
-    bad_lines: int = 0
-    unknown: int = 0
-    """Words that are not in the vocabulary."""
-    counted: int = 0
-    """Tokens that count in the loss, of conversations."""
-    resumed_at: int = 0
-    """Documents written before the job was resumed."""
-    finished: bool = False
-
-
-def _count(number: Any) -> int:
-    """``number``. Raises ValueError unless it counts something; False, for what is not finished, is 0."""
-    if not isinstance(number, int) or number < 0:
-        raise ValueError(number)
-    return number
-
-
-def _version(path: Path) -> list[str | int]:
+def _version(path: Path | str | None) -> list[str | int] | None:
     """Path, size and time of a file, which change with its content."""
-    stat = path.stat()
-    return [str(path.absolute()), stat.st_size, stat.st_mtime_ns]
+    if path is None:
+        return None
+    stat = Path(path).stat()
+    return [str(Path(path).absolute()), stat.st_size, stat.st_mtime_ns]

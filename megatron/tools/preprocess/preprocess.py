@@ -45,24 +45,31 @@ def preprocess(
         ConfigError: a package to read an input is missing, or the tokenizer has no token to begin documents with.
         ResourceError: the output cannot be written, or a worker was killed.
     """
-    dtype = best_dtype(_checked_tokenizer(job).vocab_size)
+    vocab_size = _checked_tokenizer(job).vocab_size
     journal = job.journal
     done = journal.read() if resume else None
-    summary = Summary(**done.counts) if done else Summary()
+    summary = done.summary if done else Summary()
     summary.resumed_at = summary.documents
     try:
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            builders = {key: stack.enter_context(builder) for key, builder in _builders(job, dtype, done).items()}
+            builders = {
+                key: stack.enter_context(
+                    IndexedDatasetBuilder(prefix, job.dtype_of(key, vocab_size), done.outputs[key] if done else None)
+                )
+                for key, prefix in job.prefixes.items()
+            }
             if done is None:
                 journal.remove()
             results = _in_order(partial(tokenize_chunk, job), _chunks(job, done), job.workers)
             for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
-                _handle_errors(tokenized, summary, log_skipped if job.skip_errors else None)
-                _add(builders, tokenized, summary)
+                _add(builders, tokenized, summary, log_skipped if job.skip_errors else None)
                 report(summary)
-                if number % MILESTONE_CHUNKS == 0:
-                    _set_milestone(journal, builders, tokenized.position, summary)
+                if number % MILESTONE_CHUNKS == 0:  # all output is flushed to disk, to resume after this chunk
+                    outputs = {key: builder.sync() for key, builder in builders.items()}
+                    journal.write(Milestone(tokenized.position, outputs, summary))
+                    for builder in builders.values():
+                        builder.keeps = True
             if not summary.documents:
                 raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
             _check_vocabulary(job, summary)
@@ -75,7 +82,7 @@ def preprocess(
     except OSError as error:
         place = error.filename or job.output_prefix
         raise ResourceError(f"cannot write {place}: {error.strerror}{_hint(journal)}") from error
-    summary.output_bytes = summary.tokens * dtype.itemsize
+    summary.output_bytes = summary.tokens * best_dtype(vocab_size).itemsize
     summary.finished = True
     report(summary)
     return summary
@@ -89,14 +96,6 @@ def _checked_tokenizer(job: Job) -> Tokenizer:
     if job.chat_template is not None:
         chat_template(job.chat_template, tokenizer)
     return tokenizer
-
-
-def _builders(job: Job, dtype: np.dtype, done: Milestone | None) -> dict[str, IndexedDatasetBuilder]:
-    """A builder for each data set, which continues after ``done``."""
-    return {
-        key: IndexedDatasetBuilder(prefix, np.uint8 if key == LOSS_MASK else dtype, done.outputs[key] if done else None)
-        for key, prefix in job.prefixes.items()
-    }
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
@@ -130,19 +129,19 @@ def _in_order(
                 future.cancel()
 
 
-def _handle_errors(tokenized: Tokenized, summary: Summary, log_skipped: Callable[[str], None] | None) -> None:
-    """Count and log a chunk's bad lines; without ``log_skipped``, raise DataError for the first."""
+def _add(
+    builders: Mapping[str, IndexedDatasetBuilder],
+    tokenized: Tokenized,
+    summary: Summary,
+    log_skipped: Callable[[str], None] | None,
+) -> None:
+    """Write a chunk's documents and count them. Raises DataError for a bad line, unless ``log_skipped`` is there."""
     for error in tokenized.errors:
         if log_skipped is None:
             raise DataError(f"{error.message} (--on-error skip skips such lines)")
         log_skipped(error.message)
         summary.empty += error.is_empty
         summary.bad_lines += not error.is_empty
-    summary.blank += tokenized.blank
-
-
-def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, summary: Summary) -> None:
-    """Write a chunk's documents and count them."""
     for key, builder in builders.items():
         builder.add_documents(tokenized.tokens[key], tokenized.sizes[key])
         if key == LOSS_MASK:
@@ -150,6 +149,7 @@ def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, su
             continue
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += len(tokenized.tokens[key])
+    summary.blank += tokenized.blank
     summary.unknown += tokenized.unknown
     summary.input_bytes += tokenized.text_bytes
 
@@ -162,16 +162,6 @@ def _check_vocabulary(job: Job, summary: Summary) -> None:
             f"none of the {words:,} words of {', '.join(map(str, job.inputs))} is in --vocab-file {job.vocab_file}: "
             "give the vocabulary that was made for this text (tools/train_tokenizer.py makes one)"
         )
-
-
-def _set_milestone(
-    journal: Journal, builders: Mapping[str, IndexedDatasetBuilder], position: tuple[int, int], summary: Summary
-) -> None:
-    """Flush all output to disk, so that the job can resume after ``position``."""
-    outputs = {key: builder.sync() for key, builder in builders.items()}
-    journal.write(Milestone(position, outputs, vars(summary)))
-    for builder in builders.values():
-        builder.keeps = True
 
 
 def _hint(journal: Journal) -> str:

@@ -1,25 +1,18 @@
 """The work of one preprocessing process: tokenize the documents of a chunk of text."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import chain, islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import check_words
-from megatron.tools.preprocess.conversations import (
-    Part,
-    chat_template,
-    check_encodable,
-    document_parts,
-    tokenize_documents,
-)
-from megatron.tools.preprocess.corpus import FORMATS, Chunk, Line, json_object, line_texts
-from megatron.tools.preprocess.indexed_dataset_builder import best_dtype
+from megatron.tools.preprocess.conversations import Part, chat_template, line_parts, tokenize_documents
+from megatron.tools.preprocess.corpus import FORMATS, Chunk, line_texts
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
 
 
@@ -48,91 +41,53 @@ class Tokenized(NamedTuple):
     """That of the chunk."""
 
 
+Documents = dict[str, list[list[np.ndarray]]]
+"""For each key: the sequences of each document, [tokens]; a document without tokens has none."""
+
+
 def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
-    return _tokenize_texts(job, chunk) if job.conversations is None else _tokenize_conversations(job, chunk)
-
-
-def _tokenize_texts(job: Job, chunk: Chunk) -> Tokenized:
-    """A document for each text of a line, under its key."""
-    tokenizer, kind = tokenizer_of(job), FORMATS[job.format_of(chunk.path)]
-
-    def read(where: str, number: int, line: Line) -> list[str]:
-        texts = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
-        _check_words(where, texts)
-        return texts
-
-    lines, errors = _read_lines(chunk, read)
-    dtype = best_dtype(tokenizer.vocab_size)
-    begin = [np.array([tokenizer.bos], dtype)] if job.prepend_bos and tokenizer.bos is not None else []
-    end = [np.array([tokenizer.eod], dtype)] if job.append_eod else []
+    tokenizer = tokenizer_of(job)
+    numbers, contents, errors = _read_lines(job, chunk, tokenizer)
+    documents_of = _documents_of_texts if job.conversations is None else _documents_of_conversations
     tokens, sizes = {}, {}
-    split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _unsplit
     blank = unknown = 0
-    for column, key in enumerate(job.json_keys):
-        tokenized = _tokenized(tokenizer, [split(texts[column]) for _, texts in lines])
-        without = [number for (number, _), document in zip(lines, tokenized, strict=True) if not document]
-        if kind.allows_blank_lines:
+    for key, documents in documents_of(job, tokenizer, contents).items():
+        without = [number for number, document in zip(numbers, documents, strict=True) if not document]
+        if FORMATS[job.format_of(chunk.path)].allows_blank_lines:
             blank += len(without)
         else:
-            errors += [
-                LineError(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without
-            ]
-        documents = [document for document in tokenized if document]
-        pieces = chain.from_iterable([*begin, *document, *end] for document in documents)
+            what = f'no text under "{key}"' if job.conversations is None else "no token to train on"
+            errors |= {LineError(line, f"{chunk.path}:{line}: {what}", is_empty=True) for line in without}
+        dtype = job.dtype_of(key, tokenizer.vocab_size)
+        pieces = chain.from_iterable(documents)
         tokens[key] = np.concatenate([np.empty(0, dtype), *pieces], dtype=dtype, casting="unsafe")
-        unknown += _unknown(tokenizer, tokens[key])
-        sizes[key] = [[len(ids) for ids in document] for document in documents]
-        for of_document in sizes[key]:
-            of_document[0] += len(begin)
-            of_document[-1] += len(end)
+        sizes[key] = [[len(ids) for ids in document] for document in documents if document]
+        if key != LOSS_MASK and tokenizer.unk is not None:
+            unknown += int(np.count_nonzero(tokens[key] == tokenizer.unk))
     return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
 
 
-def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
-    """A document with a loss mask for each line."""
-    assert job.conversations is not None
-    kind, tokenizer = job.conversations, tokenizer_of(job)
+def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int], list[Any], set[LineError]]:
+    """The numbers of the lines, their texts or the parts of their conversation, and errors in other lines."""
     template = chat_template(job.chat_template, tokenizer) if job.chat_template is not None else None
-
-    def read(where: str, number: int, line: Line) -> list[Part]:
-        assert isinstance(line, bytes), "a rule rejects Parquet"
-        document = json_object(where, line)
-        parts = [] if document is None else document_parts(where, document, kind, template)
-        check_encodable(where, parts)
-        _check_words(where, [part.text for part in parts])
-        return parts
-
-    lines, errors = _read_lines(chunk, read)
-    documents = tokenize_documents(tokenizer, [parts for _, parts in lines], append_eod=job.append_eod)
-    tokens: list[int] = []
-    masks: list[int] = []
-    sizes: list[list[int]] = []
-    for (number, _), (ids, mask) in zip(lines, documents, strict=True):
-        if not any(mask):
-            errors.append(LineError(number, f"{chunk.path}:{number}: no token to train on", is_empty=True))
-            continue
-        tokens += ids
-        masks += mask
-        sizes.append([len(ids)])
-    arrays = {TOKENS: np.array(tokens, best_dtype(tokenizer.vocab_size)), LOSS_MASK: np.array(masks, np.uint8)}
-    unknown = _unknown(tokenizer, arrays[TOKENS])
-    return Tokenized(arrays, dict.fromkeys(arrays, sizes), 0, unknown, sorted(errors), chunk.size, chunk.position)
-
-
-_T = TypeVar("_T")
-
-
-def _read_lines(chunk: Chunk, read: Callable[[str, int, Line], _T]) -> tuple[list[tuple[int, _T]], list[LineError]]:
-    """What ``read`` returns for each line, given its location, number and content; and its errors."""
-    lines: list[tuple[int, _T]] = []
-    errors: list[LineError] = []
+    numbers, contents, errors = [], [], set()
     for number, line in enumerate(chunk.lines, chunk.first_line):
+        where = f"{chunk.path}:{number}"
         try:
-            lines.append((number, read(f"{chunk.path}:{number}", number, line)))
+            if job.conversations is None:
+                texts = content = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
+            else:
+                assert isinstance(line, bytes), "a rule rejects Parquet"
+                content = line_parts(where, line, job.conversations, template)
+                texts = [part.text for part in content]
+            _check_words(where, texts)
         except DataError as error:
-            errors.append(LineError(number, str(error), is_empty=False))
-    return lines, errors
+            errors.add(LineError(number, str(error), is_empty=False))
+            continue
+        numbers.append(number)
+        contents.append(content)
+    return numbers, contents, errors
 
 
 def _check_words(where: str, texts: Sequence[str]) -> None:
@@ -144,20 +99,32 @@ def _check_words(where: str, texts: Sequence[str]) -> None:
         raise DataError(f"{where}: {error}") from None
 
 
-def _unsplit(text: str) -> list[str]:
-    """The one sequence of a document that is not split."""
-    return [text]
+def _documents_of_texts(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> Documents:
+    """A document for each text of a line, under its key."""
+    begin = np.array([tokenizer.bos] if job.prepend_bos else [], int)
+    end = np.array([tokenizer.eod] if job.append_eod else [], int)
+    documents: Documents = {}
+    for column, key in enumerate(job.json_keys):
+        parts = [_sequences(job, line[column]) for line in lines]
+        ids = iter(tokenizer.tokenize_arrays(list(chain.from_iterable(parts))))
+        documents[key] = [[tokens for tokens in islice(ids, len(part)) if len(tokens)] for part in parts]
+        for document in filter(None, documents[key]):
+            document[0] = np.concatenate([begin, document[0]])
+            document[-1] = np.concatenate([document[-1], end])
+    return documents
 
 
-def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
-    """The tokens of each sequence of each document, [tokens], without empty sequences."""
-    ids = iter(tokenizer.tokenize_arrays(list(chain.from_iterable(documents))))
-    return [[tokens for tokens in islice(ids, len(sequences)) if len(tokens)] for sequences in documents]
+def _sequences(job: Job, text: str) -> list[str]:
+    return split_sentences(text, keep_newlines=job.keep_newlines) if job.split_sentences else [text]
 
 
-def _unknown(tokenizer: Tokenizer, tokens: np.ndarray) -> int:
-    """Tokens of words that are not in the vocabulary."""
-    return 0 if tokenizer.unk is None else int(np.count_nonzero(tokens == tokenizer.unk))
+def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Part]]) -> Documents:
+    """A document with a loss mask for each line; without tokens if none of them counts."""
+    documents: Documents = {TOKENS: [], LOSS_MASK: []}
+    for ids, mask in tokenize_documents(tokenizer, lines, append_eod=job.append_eod):
+        documents[TOKENS].append([np.array(ids)] if any(mask) else [])
+        documents[LOSS_MASK].append([np.array(mask)] if any(mask) else [])
+    return documents
 
 
 def tokenizer_of(job: Job) -> Tokenizer:

@@ -113,7 +113,7 @@ def test_word_pieces_are_read_from_either_file(tmp_path: Path, lower_case: bool)
     from transformers import BertTokenizer
 
     kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
-    config, pieces = ModelConfig(architecture="bert"), Vocabulary(kind, {piece: n for n, piece in enumerate(PIECES)})
+    config, pieces = ModelConfig(architecture="BERT"), Vocabulary(kind, {piece: n for n, piece in enumerate(PIECES)})
     pieces.write(tmp_path, positions=12)
     assert read_folder_tokenizer(tmp_path, config) == pieces
     theirs = BertTokenizer.from_pretrained(tmp_path)

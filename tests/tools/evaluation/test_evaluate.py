@@ -11,7 +11,7 @@ from support.evaluating import evaluate_on_rank
 from torch import Tensor
 
 from megatron.launch.environment import free_port
-from megatron.tools.evaluation.texts import detokenize_wikitext
+from megatron.tools.evaluation.tasks import detokenize_wikitext
 
 LAYOUTS = {
     "DP1": (1, []),

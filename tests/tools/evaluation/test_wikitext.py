@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tools.evaluation.texts import count_words, detokenize_wikitext
+from megatron.tools.evaluation.tasks import count_words, detokenize_wikitext
 
 RAW = (
     " \n = = Early life = = \n \n She was ( 25 @,@ 000 at 4 @.@ 5 ) a well @-@ known [ sic ] \" star \" : it 's N , '"
