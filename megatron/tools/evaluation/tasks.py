@@ -41,7 +41,8 @@ def windows(tokens: np.ndarray, *, size: int, stride: int) -> list[Sample]:
     Every token but the first is predicted exactly once: the first window predicts all of its tokens, each
     later one its ``stride`` new tokens, so that they have at least ``size - stride`` tokens before them.
     """
-    samples, seen = [], 0
+    samples: list[Sample] = []
+    seen = 0
     last = len(tokens) - 1
     while seen < last:
         begin = max(seen + stride - size, 0) if samples else 0
@@ -278,7 +279,7 @@ _SPACED = (
     # after a word
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
-_ENCLOSED = ("()", "[]", "{}", '""', "''")
+_ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 """Pairs whose inner blanks are removed."""
 _REST = (
     ("= = = =", "===="), ("= = =", "==="), ("= =", "=="),

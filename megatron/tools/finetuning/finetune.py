@@ -1,8 +1,23 @@
-"""Fine-tune BERT with a classifier: the training loop of the training programs, with the accuracy after each epoch."""
+"""Fine-tune BERT with a classifier: the training loop of the training programs, with the accuracy after each epoch.
+
+A sample is a row of a table as tokens:
+
+    [CLS] first text [SEP] second text [SEP] [PAD] ...
+
+Each epoch is shuffled by itself and has complete global batches: the rows left over are dropped, or filled up with
+empty samples of weight 0. So a sample only depends on its number, not on the layout.
+
+b batch, s sequence
+"""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from megatron.checkpoint.compatibility import at_saved_sample
 from megatron.checkpoint.load import FRESH, Loaded, load_pretrained, select_checkpoint
@@ -11,16 +26,164 @@ from megatron.checkpoint.snapshot_recovery import select_newest
 from megatron.checkpoint.snapshots import requested_snapshots
 from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
+from megatron.config import RunConfig
+from megatron.data.datasets import Datasets
+from megatron.data.loader import Batch
 from megatron.engines.engine import Engine, eval_batch
 from megatron.model.loss import correct_answers
+from megatron.parallel.layout import ParallelLayout
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.wordpiece import WordPieceTokenizer
 from megatron.tools.finetuning.request import TaskData, TaskRun
-from megatron.tools.finetuning.rows import RowIterators
+from megatron.tools.finetuning.tables import Table
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
+from megatron.training.data_iterators import DataIterators, on_device
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
 from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
 from megatron.training.trainer import ExitConditions, Trainer, due
+
+
+class TokenizedRows:
+    """The rows of some tables as tokens, in memory: what ``samples`` returns is padded to ``seq_length``."""
+
+    def __init__(
+        self, tables: Sequence[Table], tokenizer: WordPieceTokenizer, classes: Sequence[str], seq_length: int
+    ) -> None:
+        rows = [row for table in tables for row in table.rows]
+        numbers = {label: number for number, label in enumerate(classes)}
+        self.seq_length, self._pad = seq_length, tokenizer.pad
+        self._labels = np.array([numbers[row.label] for row in rows], np.int64)
+        texts = [tokenizer.tokenize_batch([row.texts[part] for row in rows]) for part in range(len(rows[0].texts))]
+        framed = [_framed(parts, tokenizer, seq_length) for parts in zip(*texts, strict=True)]
+        self._tokens = [np.array(tokens, np.int32) for tokens, _ in framed]
+        self._firsts = [first for _, first in framed]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def samples(self, indices: Sequence[int]) -> np.ndarray:
+        """Some rows, int64 [n, 1 + 2 * s]: label, tokens, token types; an empty sample, of label -1, for -1.
+
+        Token types are 0 and 1 for the texts, and -1 for padding.
+        """
+        out = np.full((len(indices), 1 + 2 * self.seq_length), -1, np.int64)
+        out[:, 1 : 1 + self.seq_length] = self._pad
+        for row, index in zip(out, indices, strict=True):
+            tokens = self._tokens[max(index, 0)]  # an empty sample needs tokens to attend to, as no loss does to it
+            row[0] = self._labels[index] if index >= 0 else -1
+            row[1 : 1 + len(tokens)] = tokens
+            types = row[1 + self.seq_length :]
+            types[: len(tokens)] = 1
+            types[: self._firsts[max(index, 0)]] = 0
+        return out
+
+
+def _framed(parts: Sequence[list[int]], tokenizer: WordPieceTokenizer, seq_length: int) -> tuple[list[int], int]:
+    """The tokens of a sample, and how many belong to its first text. The longer text is cut first, at its end."""
+    room = seq_length - 1 - len(parts)
+    first = parts[0]
+    if len(parts) == 1:
+        return [tokenizer.cls, *first[:room], tokenizer.sep], min(len(first), room) + 2
+    second = parts[1]
+    length = min(len(first), max(room - len(second), room - room // 2))
+    second = second[: room - length]
+    return [tokenizer.cls, *first[:length], tokenizer.sep, *second, tokenizer.sep], length + 2
+
+
+class RowStream:
+    """Some rows in the order of training: epochs of ``per_epoch`` samples, each shuffled if there is a ``seed``."""
+
+    def __init__(
+        self, rows: TokenizedRows, within: range, *, per_epoch: int, samples: int, seed: int | None = None
+    ) -> None:
+        self._rows, self._within, self._per_epoch, self._samples = rows, within, per_epoch, samples
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._order_of)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Some samples, as of ``TokenizedRows``."""
+        chosen = []
+        for index in indices:
+            epoch, place = divmod(index, self._per_epoch)
+            order = self._order(epoch)
+            chosen.append(int(order[place]) if place < len(order) else -1)
+        return self._rows.samples(chosen)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        rows = np.arange(self._within.start, self._within.stop)
+        if self._seed is None:
+            return rows
+        return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32, epoch]).permutation(rows)
+
+
+class RowIterators(DataIterators):
+    """The rows of a task and this rank's micro-batches of them, whose targets are labels [b] and weights [b]."""
+
+    def __init__(
+        self, run: RunConfig, layout: ParallelLayout, task: TaskData, skipped_samples: Sequence[range] = ()
+    ) -> None:
+        self._task = task
+        if layout.is_first_stage or layout.is_last_stage:
+            self._training, self._validation = (
+                _tokenized(tables, run) if tables else None for tables in (task.training, task.validation)
+            )
+        # The rows are in memory: a process that reads ahead would gain nothing.
+        super().__init__(replace(run, data=replace(run.data, num_workers=0)), layout, skipped_samples)
+
+    def has(self, split: str) -> bool:
+        """Whether there are rows for validation; for a test there never are."""
+        return split == "valid" and bool(self._task.validation)
+
+    def file_batches(self, number: int) -> Iterator[Batch] | None:
+        """Micro-batches of the whole file ``number`` of validation, in its order; None if this rank reads no data.
+
+        Weights are 1, and 0 for the empty samples that complete the last of the ``global_batches(number)``.
+        """
+        if self._validation is None:
+            return None
+        stops = list(accumulate(len(table.rows) for table in self._task.validation))
+        rows = range(stops[number] - len(self._task.validation[number].rows), stops[number])
+        train = self._run.train
+        samples = self.global_batches(number) * train.global_batch_size
+        stream = RowStream(self._validation, rows, per_epoch=samples, samples=samples)
+        return on_device(self._micro_batches(stream, train.evaluation_batches))
+
+    def global_batches(self, number: int) -> int:
+        """Global batches that hold the rows of the file ``number`` of validation."""
+        return -(-len(self._task.validation[number].rows) // self._run.train.global_batch_size)
+
+    def _open(self) -> Datasets:
+        train, size = self._run.train, self._run.train.global_batch_size
+        training = validation = None
+        if self._training is not None:
+            training = RowStream(
+                self._training,
+                range(len(self._training)),
+                per_epoch=self._task.iterations_per_epoch * size,
+                samples=self._sizes()["train_samples"] + size,
+                seed=train.seed,
+            )
+        if self._validation is not None:
+            rows = len(self._validation)
+            evaluations = train.train_iters // train.eval_interval + 1
+            samples = evaluations * train.eval_iters * size
+            validation = RowStream(self._validation, range(rows), per_epoch=rows, samples=samples)
+        return Datasets(training, validation, None)
+
+    def _to_batch(self, rows: Tensor) -> Batch:
+        labels = rows[:, 0]
+        return Batch(rows[:, 1:].unflatten(1, (2, -1)).contiguous(), (labels.clamp(min=0), labels.ge(0).float()))
+
+
+def _tokenized(tables: Sequence[Table], run: RunConfig) -> TokenizedRows:
+    tokenizer = build_tokenizer(run.data.tokenizer_type, run.data.vocab_file, run.data.merge_file)
+    assert isinstance(tokenizer, WordPieceTokenizer)
+    return TokenizedRows(tables, tokenizer, run.model.classes, run.data.seq_length)
 
 
 class EpochTrainer(Trainer):
@@ -31,15 +194,13 @@ class EpochTrainer(Trainer):
         self.task, self.rows = task, data
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Also after each epoch."""
         return super().evaluates_after(iteration) or self._ends_epoch(iteration)
 
     def saves_after(self, iteration: int) -> bool:
-        """Also after each epoch."""
         return super().saves_after(iteration) or self._ends_epoch(iteration)
 
     def evaluate(self, iteration: int, split: str = "valid") -> None:
-        """Log the validation loss as the base class does, if it is due; and the accuracy after an epoch or the last."""
+        """Log the validation loss if it is due, and the accuracy after an epoch or the last iteration."""
         if due(iteration, self.run.train.eval_interval):
             super().evaluate(iteration, split)
         if split == "valid" and (self._ends_epoch(iteration) or iteration == self.run.train.train_iters):
@@ -55,18 +216,15 @@ class EpochTrainer(Trainer):
         with self.log.paused():
             correct = [self._correct(number) for number in range(len(self.task.validation))]
         rows = [len(table.rows) for table in self.task.validation]
-        for table, right, count in zip(self.task.validation, correct, rows, strict=True):
-            self.log.info(f"  {place} | {table.path} | accuracy {right / count:.2%} ({right} of {count})")
-        if len(rows) > 1:
-            share = sum(correct) / sum(rows)
-            self.log.info(f"  {place} | overall | accuracy {share:.2%} ({sum(correct)} of {sum(rows)})")
+        names = [str(table.path) for table in self.task.validation]
+        if len(names) > 1:
+            names, correct, rows = [*names, "overall"], [*correct, sum(correct)], [*rows, sum(rows)]
         figures = {} if epoch is None else {"epoch": epoch}
-        figures |= {"validation_accuracy": sum(correct) / sum(rows)}
-        figures |= {
-            f"validation_accuracy/{table.path}": right / count
-            for table, right, count in zip(self.task.validation, correct, rows, strict=True)
-            if len(rows) > 1
-        }
+        figures["validation_accuracy"] = correct[-1] / rows[-1]
+        for name, right, count in zip(names, correct, rows, strict=True):
+            self.log.info(f"  {place} | {name} | accuracy {right / count:.2%} ({right} of {count})")
+            if name != names[-1]:
+                figures[f"validation_accuracy/{name}"] = right / count
         self.log.record(iteration, figures)
 
     def _ends_epoch(self, iteration: int) -> bool:
@@ -74,25 +232,17 @@ class EpochTrainer(Trainer):
 
     def _correct(self, number: int) -> int:
         """How many rows of the table ``number`` are classified correctly; the same on every rank."""
-        batches, size = self.rows.file_batches(number), self.run.train.global_batch_size
-        micro_batches = size // self.run.train.micro_batch_size
-        with self._counting():
-            what = f"classifying {self.task.validation[number].path}"
+        batches, train, module = self.rows.file_batches(number), self.run.train, self.engine.module
+        what = f"classifying {self.task.validation[number].path}"
+        loss_fn, module.loss_fn = module.loss_fn, correct_answers  # the engine counts in place of the loss
+        try:
             means = [
                 eval_batch(self.engine, batches, self.hooks).item()
                 for _ in self.log.counting(self.rows.global_batches(number), what)
             ]
-        return sum(round(mean * micro_batches) for mean in means)
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Let the engine compute the number of correct answers in place of the loss."""
-        module = self.engine.module
-        loss_fn, module.loss_fn = module.loss_fn, correct_answers
-        try:
-            yield
         finally:
             module.loss_fn = loss_fn
+        return sum(round(mean * (train.global_batch_size // train.micro_batch_size)) for mean in means)
 
 
 def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:

@@ -103,7 +103,8 @@ def read_task(args: argparse.Namespace, words: Sequence[str], environ: Mapping[s
     if args.epochs == 0:  # weights are all that is loaded
         words += ["--finetune", *([] if "lr" in given else ["--lr", "1"])]
     first = parse_run([*words, *_iterations(given, 1)], environ, CLASSIFIER)  # for its batch size
-    training, validation = (tuple(read_table(path, form) for path in paths) for paths in _files(args))
+    paths = (args.train_data if args.epochs != 0 else []), args.valid_data
+    training, validation = (tuple(read_table(path, form) for path in each) for each in paths)
     classes = form.labels or (tuple(saved.model["classes"]) if saved else ()) or labels_of(training)
     if len(classes) < 2:
         raise DataError(f"{args.train_data[0]}: all rows have the label {classes[0]}; a classifier needs two at least")
@@ -147,19 +148,21 @@ def _format(args: argparse.Namespace) -> Format:
     return Format(texts, args.label_column or "label", labels, has_header=not args.no_header)
 
 
-def _files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    return (args.train_data if args.epochs != 0 else []), args.valid_data
-
-
 def _with_checkpoint(args: argparse.Namespace, words: Sequence[str]) -> tuple[SavedRun | None, list[str]]:
     """The checkpoint that the model is loaded from, if any, and ``words`` with its sizes and its tokenizer."""
     given, problems, _ = read_flags(words, CLASSIFIER)
     if problems:
         raise ConfigError(problems)
-    load = given["load"].value if "load" in given else None
+    load, pretrained = given["load"].value if "load" in given else None, args.pretrained_checkpoint
     saved = newest(load) if load is not None and holds_checkpoint(Path(load)) else None
-    if saved is None and args.pretrained_checkpoint is not None:
-        saved = _pretrained(Path(args.pretrained_checkpoint))
+    if saved is None and pretrained is not None:
+        if not holds_checkpoint(Path(pretrained)):
+            problem = "no checkpoint there; name a folder that contains one"
+            raise CheckpointError(f"--pretrained-checkpoint {pretrained}: {problem}")
+        saved = newest(pretrained)
+        if (found := saved.model["architecture"]) != BERT.name:
+            problem = f"is a {found} model: name one of {BERT.program}"
+            raise CheckpointError(f"--pretrained-checkpoint {pretrained} {problem}")
     if saved is None:
         return None, list(words)
     values: dict[str, Any] = {name: saved.model.get(name) for name in _OF_MODEL}
@@ -172,35 +175,25 @@ def _with_checkpoint(args: argparse.Namespace, words: Sequence[str]) -> tuple[Sa
     return saved, filled
 
 
-def _pretrained(folder: Path) -> SavedRun:
-    """The newest checkpoint of BERT in ``folder``."""
-    if not holds_checkpoint(folder):
-        raise CheckpointError(f"--pretrained-checkpoint {folder}: no checkpoint there; name a folder that contains one")
-    saved = newest(folder)
-    if saved.model["architecture"] != BERT.name:
-        raise CheckpointError(
-            f"--pretrained-checkpoint {folder} is a {saved.model['architecture']} model: name one of {BERT.program}"
-        )
-    return saved
-
-
 def _check_length(args: argparse.Namespace, given: Mapping[str, Provided]) -> None:
     """Check that the length of training is given once, and the tables that it needs."""
-    problems = []
     length = next((given[name].source for name in ("train_iters", "train_samples") if name in given), None)
-    if args.epochs is None and length is None:
-        problems.append("--epochs is required (or --train-iters)")
-    if args.epochs is not None and length is not None:
-        problems.append(f"--epochs {args.epochs} and {length} exclude each other: give one")
-    if args.epochs is not None and args.epochs < 0:
-        problems.append(f"--epochs {args.epochs} must be 0 or more")
-    if args.epochs != 0 and not args.train_data:
-        problems.append("--train-data is required (or --epochs 0, which only evaluates)")
-    if not args.valid_data and args.epochs == 0:
-        problems.append("--valid-data is required with --epochs 0: there is nothing else to do")
-    if args.epochs == 0 and "load" not in given:
-        problems.append("--epochs 0 needs --load: a checkpoint of a model that this program has fine-tuned")
-    if problems:
+    epochs = args.epochs
+    rules = (
+        (epochs is None and length is None, "--epochs is required (or --train-iters)"),
+        (None not in (epochs, length), f"--epochs {epochs} and {length} exclude each other: give one"),
+        (epochs is not None and epochs < 0, f"--epochs {epochs} must be 0 or more"),
+        (epochs != 0 and not args.train_data, "--train-data is required (or --epochs 0, which only evaluates)"),
+        (
+            epochs == 0 and not args.valid_data,
+            "--valid-data is required with --epochs 0: there is nothing else to do",
+        ),
+        (
+            epochs == 0 and "load" not in given,
+            "--epochs 0 needs --load: a checkpoint of a model that this program has fine-tuned",
+        ),
+    )
+    if problems := [message for is_broken, message in rules if is_broken]:
         raise ConfigError(problems)
 
 

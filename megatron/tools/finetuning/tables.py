@@ -58,11 +58,6 @@ class Table:
     skipped: int
     """Rows that were skipped, as they have another number of columns."""
 
-    @property
-    def name(self) -> str:
-        """The file without folder and ending, such as ``dev_matched``."""
-        return self.path.stem
-
     def check_labels(self, labels: Sequence[str]) -> None:
         """Raises DataError with the first row whose label is none of ``labels``."""
         known = set(labels)
@@ -103,12 +98,13 @@ def read_table(path: Path, form: Format) -> Table:
                 f"{'the header' if header else 'the first row'} has {width}; columns are separated by tabs"
             )
         *texts, label = (columns[place].strip() for place in places)
-        if empty := next((column for column, text in zip(form.texts, texts, strict=True) if not text), None):
-            if form.skips_broken_rows:
-                skipped += 1
-                continue
+        if all(texts):
+            rows.append(Row(tuple(texts), label, number))
+        elif form.skips_broken_rows:
+            skipped += 1
+        else:
+            empty = form.texts[texts.index("")]
             raise DataError(f"{path}:{number}: the column {empty} is empty; remove the row, or fill it in")
-        rows.append(Row(tuple(texts), label, number))
     if not rows:
         raise DataError(f"{path}: no row; a table has one on each line{' after the header' if header else ''}")
     return Table(path, rows, skipped)

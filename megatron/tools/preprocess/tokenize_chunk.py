@@ -76,7 +76,8 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
         where = f"{chunk.path}:{number}"
         try:
             if job.conversations is None:
-                texts = content = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
+                content: Any = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
+                texts = content
             else:
                 assert isinstance(line, bytes), "a rule rejects Parquet"
                 content = line_parts(where, line, job.conversations, template)

@@ -120,7 +120,7 @@ def test_a_table_of_ones_own(settings, tmp_path) -> None:
 
 def test_a_row_becomes_a_sample(settings, tmp_path) -> None:
     """[CLS] a [SEP] b [SEP] [PAD]: the longer text is cut at its end; an empty sample has no label."""
-    from megatron.tools.finetuning.rows import RowStream, TokenizedRows, _tokenized
+    from megatron.tools.finetuning.finetune import RowStream, TokenizedRows, _tokenized
 
     table = tmp_path / "pairs.tsv"
     table.write_text("a\tb\tlabel\nbaka bale\tmi\tx\n" + "baka " * 9 + "\t" + "mi " * 3 + "\ty\n")
