@@ -167,17 +167,16 @@ def main() -> None:
 
 
 def layouts() -> str:
-    """The page of supported layouts."""
-    return LAYOUTS + overview() + RULES_TABLE + "".join(rules())
-
-
-def overview() -> str:
-    """A row for each setting, a column for each engine."""
+    """The page of supported layouts: a row for each setting, a column for each engine; then a row for each rule."""
     lines = [f"\n| | {' | '.join(ENGINES)} |\n", "|---" * (len(ENGINES) + 1) + "|\n"]
     for name, words in SETTINGS.items():
         cells = [", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |\n")
-    return "".join(lines)
+    lines.append(RULES_TABLE)
+    for number, (name, rule) in enumerate(rule_rows().items(), start=1):
+        why = REASONS.get(rule.kind, rule.why)
+        lines.append(f"| {number} | {name}{' (a warning)' * rule.only_warns} | {why} | {rule.otherwise} |\n")
+    return LAYOUTS + "".join(lines)
 
 
 def broken_rules(words: str) -> list[int]:
@@ -197,16 +196,15 @@ def rule_rows() -> dict[str, Rule]:
     return {rule.kind or rule.name: rule for rule in RULES}
 
 
-def rules() -> Iterator[str]:
-    """The rows of the rules."""
-    for number, (name, rule) in enumerate(rule_rows().items(), start=1):
-        why = REASONS.get(rule.kind, rule.why)
-        yield f"| {number} | {name}{' (a warning)' * rule.only_warns} | {why} | {rule.otherwise} |\n"
-
-
 def command_line() -> str:
-    """The page of flags and tools."""
-    return COMMAND_LINE + "".join(flag_tables()) + TASKS + "".join(task_flags()) + TOOLS + "".join(tools())
+    """The page of flags, of the training programs and of a task, and of tools: the first lines of their docstrings."""
+    actions = (action for group in build_task_parser("")._action_groups for action in group._group_actions)
+    tasks = [f"{flag_row(action)} |\n" for action in actions if action.option_strings != ["-h", "--help"]]
+    tools = []
+    for path in sorted((ROOT / "tools").glob("[a-z]*.py")):
+        description = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        tools.append(f"| `tools/{path.name}` | {description} |\n")
+    return "".join([COMMAND_LINE, *flag_tables(), TASKS, *tasks, TOOLS, *tools])
 
 
 def flag_tables() -> Iterator[str]:
@@ -259,21 +257,15 @@ EXAMPLES = (
     Schedule("zbv", 4, 8, 2),
     Schedule("dualpipev", 4, 8, 2),
 )
-SCHEDULES_COLUMNS = (
-    "schedule",
-    "idle, 8 micro-batches",
-    "idle, 32 micro-batches",
-    "kept by the first stage",
-    "by the last",
-)
-PRESETS_COLUMNS = ("preset", "layers", "hidden", "heads", "MLP", "sequence", "vocabulary", "parameters")
+SCHEDULES_COLUMNS = "schedule | idle, 8 micro-batches | idle, 32 micro-batches | kept by the first stage | by the last"
+PRESETS_COLUMNS = "preset | layers | hidden | heads | MLP | sequence | vocabulary | parameters"
 
 
-def with_table(name: str, mark: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def with_table(name: str, mark: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
     """The page ``name`` with a new table between its comments ``mark`` and ``end of mark``."""
     begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
     before, _, rest = (ROOT / "docs" / name).read_text().partition(begin)
-    lines = [f"| {' | '.join(columns)} |\n", "|---|" + "---:|" * (len(columns) - 1) + "\n"]
+    lines = [f"| {columns} |\n", "|---|" + "---:|" * columns.count("|") + "\n"]
     lines += [f"| {' | '.join(row)} |\n" for row in rows]
     return f"{before}{begin}{''.join(lines)}{end}{rest.partition(end)[2]}"
 
@@ -301,21 +293,6 @@ def preset_row(name: str) -> list[str]:
         heads += f" in {model.query_groups} groups"
     sizes = (model.ffn_hidden_size, flags["seq_length"], preset.vocab_size, parameters)
     return [f"`{name}`", f"{model.num_layers}", f"{model.hidden_size:,}", heads, *(f"{size:,}" for size in sizes)]
-
-
-def task_flags() -> Iterator[str]:
-    """A row for each flag of a task."""
-    for group in build_task_parser("")._action_groups:
-        for action in group._group_actions:
-            if action.option_strings != ["-h", "--help"]:
-                yield f"{flag_row(action)} |\n"
-
-
-def tools() -> Iterator[str]:
-    """A row for each tool: the first line of its docstring."""
-    for path in sorted((ROOT / "tools").glob("[a-z]*.py")):
-        description = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
-        yield f"| `tools/{path.name}` | {description} |\n"
 
 
 if __name__ == "__main__":

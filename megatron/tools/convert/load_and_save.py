@@ -107,25 +107,14 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
     shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
     specs = architecture_of(config).named_parameters(config)
 
-    def parts(name: str) -> list[Tensor]:
-        try:
-            return [shard[name] for shard in shards]
-        except KeyError:
-            raise CheckpointError(f"{saved.path} holds no weight {name}") from None
-
-    def full(name: str, of_ranks: list[Tensor]) -> Tensor:
-        spec = specs[name]
-        weight = of_ranks[0] if spec.shard_dim is None else torch.cat(of_ranks, spec.shard_dim)
+    def full(name: str, device: str | None = None) -> Tensor:
+        spec, parts = specs[name], [shard[name].to(device) for shard in shards]
+        weight = parts[0] if spec.shard_dim is None else torch.cat(parts, spec.shard_dim)
         # The padding depends on the tensor-parallel size.
         return weight[: spec.shape[0]].clone() if spec.is_vocabulary else weight
 
-    outlines = {name: full(name, [part.to("meta") for part in parts(name)]) for name in specs}
-    for name, outline in outlines.items():
-        if outline.shape != specs[name].shape:
-            raise CheckpointError(
-                f"{saved.path}: {name} is {list(outline.shape)}, and the model's {list(specs[name].shape)}"
-            )
-    return LazyTensors(outlines, lambda name: full(name, parts(name)))
+    outlines = {name: full(name, "meta") for name in specs if all(name in shard for shard in shards)}
+    return in_order(LazyTensors(outlines, full), config, str(saved.path))
 
 
 def _universal_weights(path: Path) -> LazyTensors:

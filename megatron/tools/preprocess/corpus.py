@@ -197,7 +197,9 @@ def _read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check_columns(path, file.schema_arrow, columns)
         for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
-            yield from zip(*(_cells(batch.column(name)) for name in columns), strict=True)
+            # As bytes: UTF-8 is decoded later, when the number of the row is known for messages.
+            cells = (batch.column(name).cast(pyarrow.large_binary()).to_pylist() for name in columns)
+            yield from zip(*cells, strict=True)
 
 
 def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
@@ -212,16 +214,6 @@ def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise DataError(f'{path}: column "{name}" holds {kind}, where strings are needed')
-
-
-def _cells(column: Any) -> list[bytes | None]:
-    """As bytes: UTF-8 is decoded later, when the number of the row is known for messages."""
-    import pyarrow
-
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    is_large = pyarrow.types.is_large_string(column.type)
-    return column.cast(pyarrow.large_binary() if is_large else pyarrow.binary()).to_pylist()
 
 
 def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
