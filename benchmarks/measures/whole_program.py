@@ -85,8 +85,7 @@ def _write_tokens(folder: Path, shape: Shape) -> str:
     prefix = str(folder / "text")
     with IndexedDatasetBuilder(prefix, np.dtype("u2")) as builder:
         for document in np.random.RandomState(1).randint(shape.vocabulary, size=(100, TOKENS // 100)):
-            builder.add_sequence(document)
-            builder.end_document()
+            builder.add_document(document)
     words = ["<|endoftext|>", "<unk>", *(f"w{number}" for number in range(shape.vocabulary - 2))]
     Path(f"{prefix}.json").write_text("{" + ", ".join(f'"{word}": {n}' for n, word in enumerate(words)) + "}")
     return prefix

@@ -16,8 +16,7 @@ def write_dataset(tmp_path: Path) -> Callable[..., str]:
         prefix = str(tmp_path / name)
         with IndexedDatasetBuilder(prefix, dtype) as builder:
             for document in documents:
-                builder.add_sequence(document)
-                builder.end_document()
+                builder.add_document(document)
         return prefix
 
     return write

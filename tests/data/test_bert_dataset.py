@@ -35,9 +35,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     prefix = str(tmp_path_factory.mktemp("data") / "text_sentence")
     with IndexedDatasetBuilder(prefix, "u2") as builder:
         for sentences in LENGTHS:
-            for _ in range(sentences):
-                builder.add_sequence(chance.randint(5, VOCAB_SIZE, chance.randint(1, 25)))
-            builder.end_document()
+            builder.add_document(*(chance.randint(5, VOCAB_SIZE, chance.randint(1, 25)) for _ in range(sentences)))
     return prefix
 
 

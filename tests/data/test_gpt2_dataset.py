@@ -107,9 +107,7 @@ def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> Non
 def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         for document in DOCUMENTS:
-            for start in range(0, len(document), 5):
-                builder.add_sequence(document[start : start + 5])
-            builder.end_document()
+            builder.add_document(*(document[start : start + 5] for start in range(0, len(document), 5)))
     in_pieces = DataConfig(data_path=(str(tmp_path / "data"),), seq_length=16, split="40,10,10")
     dataset = build_datasets(in_pieces, **SIZES).valid
     assert {token // 100 for sample in all_samples(dataset) for token in sample} == set(range(40, 50))

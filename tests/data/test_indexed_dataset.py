@@ -40,11 +40,8 @@ def test_whole_documents_are_the_same_bytes(tmp_path: Path) -> None:
                 builder.add_documents(np.empty(0, "u2"), [])
             else:
                 for document in ([[0, 1, 2], []], [], [[3], [4, 5]]):
-                    for sequence in document:
-                        builder.add_sequence(sequence)
-                    builder.end_document()
-            builder.add_sequence([7])
-            builder.end_document()
+                    builder.add_document(*document)
+            builder.add_document([7])
     for ending in ("bin", "idx"):
         assert (tmp_path / f"at once.{ending}").read_bytes() == (tmp_path / f"one by one.{ending}").read_bytes()
 
@@ -74,12 +71,9 @@ def test_every_integer_type_is_written_and_read(write_dataset: Callable[..., str
 
 def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", "i4") as builder:
-        builder.add_sequence([1, 2])
-        builder.add_sequence(np.array([9, 3, 9])[1:2])
-        builder.end_document()
-        builder.end_document()
-        builder.add_sequence([4])
-        builder.end_document()
+        builder.add_document([1, 2], np.array([9, 3, 9])[1:2])
+        builder.add_document()
+        builder.add_document([4])
     dataset = IndexedDataset(tmp_path / "data")
     assert dataset.doc_idx.tolist() == [0, 2, 2, 3]
     assert dataset.document_starts.tolist() == [0, 3, 3, 4]
@@ -180,15 +174,14 @@ def test_the_content_hash_follows_the_contents(write_dataset: Callable[..., str]
 def test_exception_keeps_the_existing_data_set(write_dataset: Callable[..., str]) -> None:
     prefix = write_dataset(GOLDEN_DOCUMENTS)
     with pytest.raises(KeyError), IndexedDatasetBuilder(prefix, "u2") as builder:
-        builder.add_sequence([7])
+        builder.add_document([7])
         raise KeyError
     assert IndexedDataset(prefix).get(0).tolist() == [1, 2, 3]
 
 
 def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
-        builder.add_sequence([1])
-        builder.end_document()
+        builder.add_document([1])
         with pytest.raises(DataError, match="being written by another process"):
             IndexedDatasetBuilder(tmp_path / "data", "u2").__enter__()
     assert IndexedDataset(tmp_path / "data").num_tokens == 1
@@ -198,8 +191,7 @@ def write_endlessly(prefix: str) -> None:
     """A writer that never ends."""
     with IndexedDatasetBuilder(prefix, "u2") as builder:
         while True:
-            builder.add_sequence(range(10000))
-            builder.end_document()
+            builder.add_document(range(10000))
 
 
 def test_files_of_a_killed_writer_are_overwritten(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
@@ -220,19 +212,16 @@ def test_writer_continues_from_an_earlier_state(tmp_path: Path) -> None:
     documents = [list(range(n % 7 + 1)) for n in range(100)]
     with IndexedDatasetBuilder(tmp_path / "whole", "u2") as builder:
         for document in documents:
-            builder.add_sequence(document)
-            builder.end_document()
+            builder.add_document(document)
     with pytest.raises(KeyError), IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         for document in documents[:70]:
             if document is documents[40]:
                 written, builder.keeps = builder.sync(), True
-            builder.add_sequence(document)
-            builder.end_document()
+            builder.add_document(document)
         raise KeyError
     with IndexedDatasetBuilder(tmp_path / "data", "u2", written) as builder:
         for document in documents[40:]:
-            builder.add_sequence(document)
-            builder.end_document()
+            builder.add_document(document)
     for end in ("bin", "idx"):
         assert (tmp_path / f"data.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
     with pytest.raises(DataError, match="is shorter than when it was left"):

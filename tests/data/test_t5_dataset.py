@@ -28,9 +28,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
     chance, prefix = np.random.RandomState(3), str(folder / "text_sentence")
     with IndexedDatasetBuilder(prefix, "u2") as builder:
         for sentences in LENGTHS:
-            for _ in range(sentences):
-                builder.add_sequence(chance.randint(5, TEXT_TOKENS, chance.randint(1, 25)))
-            builder.end_document()
+            builder.add_document(*(chance.randint(5, TEXT_TOKENS, chance.randint(1, 25)) for _ in range(sentences)))
     return {
         "data_path": (prefix,), "seq_length": 40, "decoder_seq_length": 20, "split": "1,0,0",
         "data_cache_path": str(folder), "tokenizer_type": "BertWordPieceLowerCase",

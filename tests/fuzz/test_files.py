@@ -37,8 +37,7 @@ def index() -> tuple[bytes, bytes]:
     with scratch() as folder:
         with IndexedDatasetBuilder(folder / "data", "u2") as builder:
             for length in (5, 1, 9, 0, 30, 2, 7, 11):
-                builder.add_sequence(range(length))
-                builder.end_document()
+                builder.add_document(range(length))
             builder.finish()
         return (folder / "data.idx").read_bytes(), (folder / "data.bin").read_bytes()
 

@@ -29,8 +29,7 @@ def corpus(tmp_path: Path) -> Path:
     (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
     with IndexedDatasetBuilder(str(tmp_path / "text"), np.uint16) as builder:
         for _ in range(30):
-            builder.add_sequence(np.full(40, 2))
-            builder.end_document()
+            builder.add_document(np.full(40, 2))
     return tmp_path
 
 

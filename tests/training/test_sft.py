@@ -35,8 +35,7 @@ def test_loss_and_gradients_are_those_of_transformers(run_ranks, tmp_path: Path)
     for name, documents in (("data", CONVERSATIONS), ("data_loss_mask", MASKS)):
         with IndexedDatasetBuilder(tmp_path / name, "u2" if name == "data" else "u1") as builder:
             for document in documents:
-                builder.add_sequence(document)
-                builder.end_document()
+                builder.add_document(document)
     run_ranks(1, compare, str(tmp_path / "data"), reference())
 
 

@@ -13,16 +13,9 @@ from megatron.checkpoint.run_file import RUN_FILE
 from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.tools.command_line import progress_bar
 from megatron.tools.convert.inspection import Found, read_config, read_description
+from megatron.tools.convert.whole_model import SIZES
 from megatron.training.summary import layer_kinds
 
-_SIZES = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "ffn_hidden_size": "inside the MLP",
-    "max_position_embeddings": "positions",
-    "vocab_size": "tokens",
-}
 _GENERATE, _CONVERT = "tools/generate.py", "tools/convert_checkpoint.py"
 _LOADERS = {
     "folder": (_GENERATE, f"{_CONVERT} merge, to-hf"),
@@ -51,7 +44,7 @@ def facts(found: Found) -> dict[str, Any]:
         known["layout"] = description["layout"]
         known["holds"] = ["weights", *["the optimizer"] * bool(has_optimizer), *["random streams"] * bool(has_rng)]
     if config is not None:
-        known["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
+        known["model"] = {words: getattr(config, name) for name, words in SIZES.items()}
         if config.query_groups != config.num_attention_heads:
             known["model"]["query groups"] = config.query_groups
         if config.head_size * config.num_attention_heads != config.hidden_size:

@@ -31,20 +31,22 @@ class WholeModel:
     """``run.json`` of the training run, if this suite trained it."""
 
 
+SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "ffn_hidden_size": "inside the MLP",
+    "max_position_embeddings": "positions",
+    "vocab_size": "tokens",
+}
+"""The fields with the sizes of a model, and their names for people."""
 _LARGEST = 1 << 24
 """Larger than any size of a model; products of such sizes do not overflow."""
 
 
 def check_sizes(config: ModelConfig, count: int, source: str) -> None:
     """Raises CheckpointError if ``config`` cannot be that of ``count`` tensors, before memory is allocated for it."""
-    sizes = (
-        config.num_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        config.ffn_hidden_size,
-        config.max_position_embeddings,
-        config.vocab_size,
-    )
+    sizes = tuple(getattr(config, name) for name in SIZES)
     if config.num_layers > count or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes):
         raise CheckpointError(f"{source} holds {count} tensors, which cannot be the model of {sizes} that it describes")
 

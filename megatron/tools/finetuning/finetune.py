@@ -34,7 +34,7 @@ from megatron.model.loss import correct_answers
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
-from megatron.tools.finetuning.request import TaskData, TaskRun
+from megatron.tools.finetuning.request import TaskRun
 from megatron.tools.finetuning.tables import Table
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
@@ -125,7 +125,7 @@ class RowIterators(DataIterators):
     """The rows of a task and this rank's micro-batches of them, whose targets are labels [b] and weights [b]."""
 
     def __init__(
-        self, run: RunConfig, layout: ParallelLayout, task: TaskData, skipped_samples: Sequence[range] = ()
+        self, run: RunConfig, layout: ParallelLayout, task: TaskRun, skipped_samples: Sequence[range] = ()
     ) -> None:
         self._task = task
         if layout.is_first_stage or layout.is_last_stage:
@@ -189,7 +189,7 @@ def _tokenized(tables: Sequence[Table], run: RunConfig) -> TokenizedRows:
 class EpochTrainer(Trainer):
     """The training loop that also saves, and measures the accuracy, after each epoch."""
 
-    def __init__(self, *, task: TaskData, data: RowIterators, **parts: Any) -> None:
+    def __init__(self, *, task: TaskRun, data: RowIterators, **parts: Any) -> None:
         super().__init__(data=data, **parts)
         self.task, self.rows = task, data
 
@@ -252,15 +252,15 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
     with initialized_ranks(run, callbacks) as (layout, progress), lock_folder(run) as lock:
         saved = select_newest(run, lock)
         pretrained = None if saved or task.pretrained is None else select_checkpoint(task.pretraining(run))
-        if saved is None and task.data.epochs == 0:
+        if saved is None and task.epochs == 0:
             raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")
         run = at_saved_sample(saved, run) if saved else run
-        evaluates = task.data.epochs == 0
+        evaluates = task.epochs == 0
         if saved and not evaluates and is_finished(saved, run, length_flag="--epochs", evaluation_flag="--epochs 0"):
             return 0
         log = MetricsLogger(run, is_main_rank=layout.rank == 0)
         log_configuration(run, log, callbacks)
-        log.info(_describe(task.data, run.model.classes))
+        log.info(_describe(task, run.model.classes))
 
         def load_weights(engine: Engine) -> Loaded:
             return Loaded(0, (load_pretrained(engine, run, layout, pretrained),)) if pretrained else FRESH
@@ -271,11 +271,11 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
         observed = run, layout, engine.module
         trainer = EpochTrainer(
-            task=task.data,
+            task=task,
             run=run,
             layout=layout,
             engine=engine,
-            data=RowIterators(run, layout, task.data, skipped),
+            data=RowIterators(run, layout, task, skipped),
             checkpointer=checkpointer,
             log=log,
             exit_conditions=exit_conditions,
@@ -291,7 +291,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         return trainer.train(finished=loaded.iteration)
 
 
-def _describe(task: TaskData, classes: Sequence[str]) -> str:
+def _describe(task: TaskRun, classes: Sequence[str]) -> str:
     """The task in lines of text."""
     lines = [f"> task      {task.name}: {', '.join(classes)}"]
     for kind, tables in (("train", task.training), ("valid", task.validation)):

@@ -31,8 +31,8 @@ _OF_DATA = ("seq_length", "tokenizer_type", "vocab_file")
 
 
 @dataclass(frozen=True)
-class TaskData:
-    """The tables of a task, and how training divides them into epochs."""
+class TaskRun:
+    """A task and the run that trains it."""
 
     name: str
     training: tuple[Table, ...]
@@ -40,17 +40,10 @@ class TaskData:
     iterations_per_epoch: int
     epochs: float
     """0: evaluate, and train nothing."""
-
-
-@dataclass(frozen=True)
-class TaskRun:
-    """A task and the run that trains it."""
-
-    data: TaskData
     run: RunConfig
     pretrained: str | None
     """Folder of the checkpoint of BERT that the run starts from; None for random weights."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
     """Provided settings that have no effect."""
 
     def pretraining(self, run: RunConfig) -> RunConfig:
@@ -117,8 +110,8 @@ def read_task(args: argparse.Namespace, words: Sequence[str], environ: Mapping[s
     model = replace(run.model, classes=classes)
     data = replace(run.data, data_hash=content_hash(table.path for table in training))
     run = replace(run, model=model, data=data)
-    task = TaskData(args.task, training, validation, per_epoch, epochs)
-    return TaskRun(task, run, args.pretrained_checkpoint, tuple(parsed.warnings))
+    warnings = tuple(parsed.warnings)
+    return TaskRun(args.task, training, validation, per_epoch, epochs, run, args.pretrained_checkpoint, warnings)
 
 
 def _format(args: argparse.Namespace) -> Format:

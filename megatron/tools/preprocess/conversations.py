@@ -127,14 +127,8 @@ def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
 
     Raises ConfigError if it holds none.
     """
-    texts = {id: text for text, id in special_tokens(tokenizer).items()}
-    return _read_template(file, texts.get(tokenizer.eod, EOD), texts.get(_bos(tokenizer), ""))
-
-
-def _bos(tokenizer: Tokenizer) -> int:
-    """Id of the token that begins texts; -1 without one."""
-    bos = getattr(tokenizer, "bos", None)
-    return -1 if bos is None else bos
+    texts: dict[int | None, str] = {id: text for text, id in special_tokens(tokenizer).items()}
+    return _read_template(file, texts.get(tokenizer.eod, EOD), texts.get(tokenizer.bos, ""))
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:

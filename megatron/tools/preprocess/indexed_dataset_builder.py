@@ -75,21 +75,13 @@ class IndexedDatasetBuilder:
             raise
         return self
 
-    def add_sequence(self, tokens: ArrayLike) -> None:
-        """Append one sequence, [tokens], to the document being written."""
-        tokens = np.ascontiguousarray(tokens, self.dtype)
-        self._files[0].write(tokens.data)
-        self._files[1].write(len(tokens).to_bytes(4, "little"))
-        before = self._written
-        self._written = Written(before.tokens + len(tokens), before.sequences + 1, before.documents)
-
-    def end_document(self) -> None:
-        """End the document: the sequences added since the last call are its own."""
-        self._files[2].write(self._written.sequences.to_bytes(8, "little"))
-        self._written = self._written._replace(documents=self._written.documents + 1)
+    def add_document(self, *sequences: ArrayLike) -> None:
+        """Append a document of ``sequences``, each [tokens]."""
+        arrays = [np.asarray(sequence, self.dtype) for sequence in sequences]
+        self.add_documents(np.concatenate([np.empty(0, self.dtype), *arrays]), [[len(array) for array in arrays]])
 
     def add_documents(self, tokens: np.ndarray, sizes: Sequence[Sequence[int]]) -> None:
-        """Append complete documents at once; no document may be unfinished.
+        """Append documents.
 
         Args:
             tokens: of all sequences, concatenated.
@@ -123,12 +115,9 @@ class IndexedDatasetBuilder:
             file.flush()
         index = self._files[1]
         _append_pointers(index, sequences, self.dtype.itemsize)
-        end = 0
-        index.write(end.to_bytes(8, "little"))
+        index.write(bytes(8))
         for ends in _blocks(self._files[2], 0, "<i8", documents):
             index.write(ends.data)
-            end = ends[-1]
-        assert end == sequences, "the last document was not ended"
         index.seek(0)
         index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, documents + 1))
         self.sync()
@@ -207,13 +196,10 @@ def _open_partial(path: Path, size: int | None) -> BinaryIO:
 def _lock(file: BinaryIO) -> bool:
     """Lock an open file until it is closed; returns False if another process holds the lock.
 
-    The kernel drops the lock of a killed process. A file system without locks counts as locked: then nothing warns of
-    a second writer.
+    The kernel drops the lock of a killed process. On a file system without locks nothing warns of a second writer.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True

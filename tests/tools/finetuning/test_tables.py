@@ -101,7 +101,7 @@ def test_megatrons_command_line_is_read(settings, tmp_path) -> None:
         " --eval-interval 100 --eval-iters 50 --weight-decay 1.0e-1"
     )
     task = read([*line.split(), *settings[-4:]])
-    assert task.run.train.train_iters == 5 and len(task.data.validation) == 2 and not task.warnings
+    assert task.run.train.train_iters == 5 and len(task.validation) == 2 and not task.warnings
     assert task.run.model.classes == ("contradiction", "entailment", "neutral")
 
 
@@ -113,9 +113,9 @@ def test_a_table_of_ones_own(settings, tmp_path) -> None:
     words = ["--task", "tsv", *columns.split(), "--epochs", "3", "--train-data", str(table), *settings]
     task = read(words)
     assert task.run.model.classes == ("9", "10"), "numbers in their order"
-    assert [row.texts for row in task.data.training[0].rows] == [("baka", "mi"), ("file", "nu"), ("golka", "de")]
-    assert (task.data.iterations_per_epoch, task.run.train.train_iters) == (1, 3)
-    assert read([*words, "--keep-last"]).data.iterations_per_epoch == 2
+    assert [row.texts for row in task.training[0].rows] == [("baka", "mi"), ("file", "nu"), ("golka", "de")]
+    assert (task.iterations_per_epoch, task.run.train.train_iters) == (1, 3)
+    assert read([*words, "--keep-last"]).iterations_per_epoch == 2
 
 
 def test_a_row_becomes_a_sample(settings, tmp_path) -> None:
@@ -126,7 +126,7 @@ def test_a_row_becomes_a_sample(settings, tmp_path) -> None:
     table.write_text("a\tb\tlabel\nbaka bale\tmi\tx\n" + "baka " * 9 + "\t" + "mi " * 3 + "\ty\n")
     words = ["--task", "TSV", "--text-columns", "a", "b", "--epochs", "1", "--train-data", str(table), *settings]
     task = read(words)
-    rows: TokenizedRows = _tokenized(task.data.training, task.run)
+    rows: TokenizedRows = _tokenized(task.training, task.run)
     pad, cls, sep = 0, 2, 3
     sample = rows.samples([0])[0]
     assert sample[0] == 0 and (sample[1], sample[7]) == (cls, pad)
