@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from megatron.config import ModelConfig
 from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
-from megatron.ops.activation import mlp_activation
+from megatron.ops.activation import expert_activation
 from megatron.ops.linear import StackedLinearKernel, stacked_linear_kernel
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         kernel = stacked_linear_kernel(config)
         self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), kernel)
         self.dense_4h_to_h = StackedLinear(parameter("dense_4h_to_h", residual_weight, (h, f), 2), kernel)
-        self.activation = mlp_activation(config)
+        self.activation = expert_activation(config)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(rows, counts)), counts)

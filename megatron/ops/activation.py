@@ -23,6 +23,17 @@ def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     return gelu(config)
 
 
+def expert_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """``mlp_activation`` for rows [n, ..] whose number n changes in every step.
+
+    On the CPU torch passes a contiguous input of GELU to oneDNN, which compiles a kernel for each size, slowly, and
+    keeps up to 1,024: they lie between the large blocks that a step frees, so that memory grows. torch itself computes
+    GELU of transposed rows.
+    """
+    activation = mlp_activation(config)
+    return activation if config.is_gated else lambda rows: activation(rows.t()).t()
+
+
 def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """GELU, exact or OpenAI's tanh approximation."""
     return partial(F.gelu, approximate=_gelu_kind(config))
