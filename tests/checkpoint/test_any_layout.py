@@ -11,14 +11,10 @@ from support.training import RankTraining
 PAIRS = [
     ("one", "tp2-pp2-zero1"),
     ("one", "tp4"),  # a padded vocabulary of 512 rows in place of 128
-    ("one", "dp2-zero3"),
     ("tp2-pp2-zero1", "one"),
     ("tp2-pp2-zero1", "ulysses2-zero2-round-robin"),
     ("tp2-pp2-zero1", "pp2-dualpipev"),
     ("dp2-zero3", "one-zero3-offload"),
-    ("dp2-zero3", "tp2-zero2"),
-    ("dp2-zero3", "pp2"),
-    ("ulysses2-zero2-round-robin", "tp2-zero1"),
     ("ulysses2-zero2-round-robin", "pp1-cp2-zero1"),
     ("pp1-cp2-zero1", "tp2-zero1"),
     ("ulysses2-zero2-round-robin", "dp2-zero3"),

@@ -16,9 +16,7 @@ SETTINGS = (
 LORA = "--finetune --lora-rank 4 --lora-alpha 8 --checkpoint-activations --train-iters 5 --save-interval 3".split()
 LAYOUTS = {
     "tp2": "--model-parallel-size 2 --sequence-parallel --zero-stage 1",
-    "pp2": "--pipe-parallel-size 2 --zero-stage 1",
     "dp2": "--zero-stage 2",
-    "offload": "--zero-stage 2 --offload-optimizer cpu",
 }
 CHAIN = [
     ("--model-parallel-size 2 --sequence-parallel --zero-stage 1", 1e-5),

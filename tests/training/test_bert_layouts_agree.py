@@ -16,10 +16,7 @@ SETTINGS = (
 ).split()
 
 LAYOUTS = {
-    "tp2": (2, "--model-parallel-size 2"),
     "pp2-zero1-recompute": (2, "--pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
-    "dp2": (2, ""),
-    "plain-dp2-zero2": (2, "--zero-stage 2"),
     "plain-dp2-zero3": (2, "--zero-stage 3"),
     "tp2-pp2": (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
     "plain-tp2-sequence-zero1-other-order-selective": (

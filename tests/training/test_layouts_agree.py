@@ -18,10 +18,6 @@ LLAMA = (
 
 TILED = "--tiled-mlp --tiled-mlp-num-shards 5"
 LAYOUTS = {
-    "tp2": (2, "--model-parallel-size 2"),
-    "pp2": (2, "--pipe-parallel-size 2"),
-    "dp2": (2, ""),
-    "tp2-pp2": (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
     "tp2-pp2-dp2": (8, "--model-parallel-size 2 --pipe-parallel-size 2"),
     "plain-tp2-dp2": (4, "--model-parallel-size 2"),
     "pp2-zero1-recompute": (
@@ -29,7 +25,6 @@ LAYOUTS = {
         "--pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations --checkpoint-num-layers 2",
     ),
     "plain-dp2-zero3-recompute": (2, "--zero-stage 3 --checkpoint-activations"),
-    "plain-dp2-zero1-offload": (2, "--zero-stage 1 --offload-optimizer cpu"),
     "plain-dp2-zero3-offload": (2, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
     "plain-dp2-zero2-overlap-round-robin": (2, "--zero-stage 2 --zero-overlap-comm --zero-round-robin-gradients"),
     "plain-dp2-zero2-coalesced-small-buckets": (
@@ -46,8 +41,6 @@ LAYOUTS = {
         "--model-parallel-size 2 --pipe-parallel-size 2 --shape-order SBH --recompute-granularity selective"
         " --reset-attention-mask --reset-position-ids",
     ),
-    "tp2-pp2-sequence": (4, "--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel --shape-order SBH"),
-    "plain-tp2-dp2-sequence-zero1": (4, "--model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "plain-tp2-sequence-zero3": (2, "--model-parallel-size 2 --sequence-parallel --zero-stage 3"),
     "documents-tp2-pp2-sequence-recompute": (
         4,
@@ -89,16 +82,11 @@ LAYOUTS = {
         2,
         "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gradient-accumulation-fusion",
     ),
-    "documents-tp2-pp2": (
-        4,
-        "--model-parallel-size 2 --pipe-parallel-size 2 --reset-attention-mask --reset-position-ids",
-    ),
     "tp2-pp2-sequence-zero1-recompute-tiled": (
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel --zero-stage 1 --checkpoint-activations"
         f" {TILED} --shape-order SBH",
     ),
-    "plain-dp2-zero2-tiled": (2, f"--zero-stage 2 {TILED}"),
     "llama-plain-tp2-zero3-tiled": (2, f"{LLAMA} --model-parallel-size 2 --zero-stage 3 {TILED}"),
     "llama-tp2-sequence-recompute": (
         2,

@@ -15,13 +15,11 @@ SETTINGS = (
 EP = "--expert-model-parallel-size"
 LAYOUTS = {
     "ep2-zero0": (2, f"{EP} 2"),
-    "ep2-zero1": (2, f"{EP} 2 --zero-stage 1"),
     "ep2-zero2-recompute": (2, f"{EP} 2 --zero-stage 2 --checkpoint-activations"),
     "dp4-ep2-zero1": (4, f"{EP} 2 --zero-stage 1"),
     "tp2-sequence-zero3": (2, "--model-parallel-size 2 --sequence-parallel --zero-stage 3"),
     "cp2-zero1": (2, "--context-parallel-size 2 --zero-stage 1"),
     "pp2-zbv": (2, "--pipe-parallel-size 2 --pipeline-schedule zbv"),
-    "tp2-ep2-zero1": (4, f"{EP} 2 --model-parallel-size 2 --zero-stage 1"),
     "pp2-ep2-zero0": (4, f"{EP} 2 --pipe-parallel-size 2"),
     "pp2-ep2-zbh1-recompute": (
         4,

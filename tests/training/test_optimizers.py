@@ -74,9 +74,7 @@ def test_a_layout_has_the_losses_of_one_process(trained, optimizer, processes, l
     ("optimizer", "before", "processes", "layout"),
     [
         ("sgd", ONE, 2, "--zero-stage 3"),
-        ("lion", ONE, 1, "--zero-stage 1"),
         ("muon", ONE, 2, "--model-parallel-size 2 --zero-stage 1"),
-        ("muon", ONE, 1, ""),
         ("muon", (2, "--model-parallel-size 2"), 1, ""),
     ],
 )

@@ -25,15 +25,12 @@ LAYOUTS = {
     ),
     "pp2-interleaved": (2, "--pipe-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
-    "dp2": (2, ""),
-    "plain-dp2-zero2": (2, "--zero-stage 2"),
     "plain-dp2-zero3": (2, "--zero-stage 3 --checkpoint-activations --checkpoint-num-layers 3"),
     "tp2-pp2-both-on-a-stage": (
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 5,3 --checkpoint-activations",
     ),
     "pp4-split1": (4, f"--pipe-parallel-size 4 {SPLIT} 1"),
-    "pp4-split2": (4, f"--pipe-parallel-size 4 {SPLIT} 2 --zero-stage 1"),
     "pp4-split3": (4, f"--pipe-parallel-size 4 {SPLIT} 3"),
 }
 
