@@ -64,7 +64,7 @@ def refusal(
         )
         lines, imported = errors.read_text().splitlines(), set(modules.read_text().splitlines())
         assert said.read_text() == ""
-    prefix = f"{program}: error: "
+    prefix = f"{Path(program).name}: error: "
     assert all(line.startswith(prefix) for line in lines), "\n".join(lines)
     assert "megatron.cli" in imported and not imported & {"torch", "deepspeed"}
     assert _contents(place) == before
