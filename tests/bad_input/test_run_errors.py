@@ -9,11 +9,9 @@ from support.programs import TINY_MODEL, Programs
 
 BRIEF = "--batch-size 2 --train-iters 20 --eval-iters 0".split()
 LAYOUTS = {
-    "one process": (1, ""),
     "one process, read ahead": (1, "--num-workers 2"),
     "two replicas": (2, ""),
     "two stages": (2, "--pipe-parallel-size 2"),
-    "two stages, read ahead": (2, "--pipe-parallel-size 2 --num-workers 1"),
     "two tensor-parallel ranks": (2, "--model-parallel-size 2"),
 }
 
@@ -36,8 +34,7 @@ def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layo
     assert not list(tmp_path.glob("ck/global_step*"))
 
 
-@pytest.mark.parametrize("pattern", ["tiny_text_document.bin", "index-cache/*_shuffle.npy"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("pattern", "workers"), [("tiny_text_document.bin", 0), ("index-cache/*_shuffle.npy", 1)])
 def test_a_file_truncated_during_the_run(programs: Programs, tmp_path: Path, pattern: str, workers: int) -> None:
     """Without a check, reading a page that the file no longer has ends the process with SIGBUS."""
     for ending in ("bin", "idx"):

@@ -101,9 +101,8 @@ def test_without_random_states(resume):
     assert without[0]["learning_rate"] == exact[0]["learning_rate"]
 
 
-@pytest.mark.parametrize("zero", ["0", "1"])
-def test_saving_less(programs, tmp_path, zero):
-    flags = (*SETTINGS, "--zero-stage", zero)
+def test_saving_less(programs, tmp_path):
+    flags = (*SETTINGS, "--zero-stage", "0")
     programs.pretrain(1, *flags, "--save", tmp_path / "ck", "--no-save-optim", "--no-save-rng").ok()
     tag = tmp_path / "ck" / "global_step2"
     assert sorted(path.name for path in tag.iterdir()) == [
@@ -119,9 +118,8 @@ def test_saving_less(programs, tmp_path, zero):
     programs.pretrain(1, *flags, "--load", tmp_path / "ck", "--no-load-optim", "--no-load-rng").ok()
 
 
-@pytest.mark.parametrize("zero", ["0", "1"])
-def test_a_changed_schedule_needs_a_flag(programs, tmp_path, zero):
-    flags = (*SETTINGS, "--zero-stage", zero)
+def test_a_changed_schedule_needs_a_flag(programs, tmp_path):
+    flags = (*SETTINGS, "--zero-stage", "1")
     programs.pretrain(1, *flags, "--save", tmp_path / "ck").ok()
     changed = (*flags, "--load", tmp_path / "ck", "--lr", "5e-3")
     refused = programs.pretrain(1, *changed)

@@ -17,7 +17,6 @@ SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4"
     "layout",
     [
         "--zero-stage 0",
-        "--zero-stage 1",
         "--zero-stage 2 --offload-optimizer cpu",
         "--zero-stage 3",
         "--pipe-parallel-size 2",

@@ -47,24 +47,3 @@ def _over_and_back(words: list[str], folder: str) -> list[str]:
     return [
         run("torch", 4, "w"), run("torch", 2, "t"), run("auto", 4, "t"), run("auto", 2, "a"), run("torch", 4, "a")
     ]  # fmt: skip
-
-
-def test_another_optimizer_of_the_json_is_not_replaced(run_ranks_once, programs, tmp_path: Path) -> None:
-    config = tmp_path / "sgd.json"
-    config.write_text('{"optimizer": {"type": "SGD"}}')
-    words = [
-        *map(str, (*TINY_MODEL, *programs.data_arguments)),
-        *"--batch-size 2 --eval-iters 0 --train-iters 1".split(),
-    ]
-    (output,) = run_ranks_once(1, _with_apex, [*words, "--deepspeed_config", str(config)])
-    assert "> optimizer torch SGD; " in output
-
-
-def _with_apex(words: list[str]) -> str:
-    from support import apex_stub
-    from support.training import pretrain
-
-    apex_stub.install(auto=True)
-    code, output = pretrain(words)
-    assert code == 0
-    return output

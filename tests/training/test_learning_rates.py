@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,15 +62,6 @@ def test_wsd_is_constant_until_its_last_part(style: str):
     assert [rate(n) for n in (120, 121, 10**9)] == [FLOOR] * 3
 
 
-@pytest.mark.parametrize("minimum", [0.0, FLOOR, PEAK])
-@pytest.mark.parametrize("style", [*DECAYS, "WSD"])
-def test_no_curve_rises_and_all_end_at_the_minimum(style: str, minimum: float):
-    rates = [schedule(style, min_lr=minimum).learning_rate(n) for n in range(WARMUP, END + 1)]
-    assert all(later <= earlier * (1 + 1e-15) for earlier, later in pairwise(rates))
-    assert rates[0] == PEAK
-    assert rates[-1] == (PEAK if style == "constant" else minimum)
-
-
 def test_exponential_decay_to_zero_ends_at_its_floor():
     rate = schedule("exponential", min_lr=0.0).learning_rate
     halfway = (math.sqrt(EXPONENTIAL_FLOOR) - EXPONENTIAL_FLOOR) / (1 - EXPONENTIAL_FLOOR)
@@ -106,15 +96,10 @@ def test_without_a_warm_up_the_inverse_square_root_counts_from_one():
     ("changes", "expected"),
     [
         ({"start_lr": -1.0}, ["--lr -1.0 must be"]),
-        ({"start_lr": math.inf}, ["--lr inf must be"]),
-        ({"start_lr": math.nan}, ["--lr nan must be"]),
-        ({"min_lr": -1e-9}, ["--min-lr -1e-09 must be between 0 and --lr 0.0008"]),
         ({"min_lr": 1.0}, ["--min-lr 1.0 must be between 0 and --lr 0.0008"]),
-        ({"warmup_iter": -1}, ["--warmup: -1 iterations of warm-up must be between 0 and the 120"]),
         ({"warmup_iter": 121}, ["--warmup: 121 iterations of warm-up must be between 0 and the 120"]),
         ({"end_iter": -5}, ["--lr-decay-iters -5 must not be negative"]),
         ({"decay_style": "cosin"}, ["--lr-decay-style cosin is unknown: choose one of constant, linear"]),
-        ({"decay_style": "WSD"}, ["WSD needs --lr-wsd-decay-iters"]),
         ({"decay_style": "WSD", "wsd_decay_iters": 101}, ["--lr-wsd-decay-iters 101 must be between 0 and the 100"]),
         (
             {"decay_style": "WSD", "wsd_decay_iters": 1, "wsd_decay_style": "constant"},
