@@ -28,18 +28,11 @@ def entry(begin: int, end: int, shape: object = (2,), dtype: str = "F32") -> dic
 WHOLE = safetensors_bytes({"a": entry(0, 8), "b": entry(8, 16)})
 HOSTILE = {
     "a header of 2^60 bytes": safetensors_bytes({"a": entry(0, 16, [4])}, size=1 << 60),
-    "a header as long as the file": safetensors_bytes({"a": entry(0, 16, [4])}, size=1 << 20),
     "tensors that overlap": safetensors_bytes({"a": entry(0, 8), "b": entry(4, 12)}),
-    "a hole": safetensors_bytes({"a": entry(0, 4, [1]), "b": entry(8, 16)}),
-    "a shape that is no number": safetensors_bytes({"a": entry(0, 16, [float("nan")])}),
     "a shape that overflows": safetensors_bytes({"a": entry(0, 16, [1 << 62, 1 << 62])}),
-    "a negative shape": safetensors_bytes({"a": entry(0, 16, [-4])}),
     "a shape that is not the data's": safetensors_bytes({"a": entry(0, 16, [1 << 40])}),
-    "an unknown type": safetensors_bytes({"a": entry(0, 16, [4], "F7")}),
     "data after the end": safetensors_bytes({"a": entry(0, 1 << 40, [1 << 38])}),
-    "no JSON": struct.pack("<Q", 8) + b"{{{{{{{{",
     "half of a file": WHOLE[:-6],
-    "nothing": b"",
 }
 
 

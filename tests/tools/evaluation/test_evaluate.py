@@ -16,7 +16,6 @@ from megatron.tools.evaluation.tasks import detokenize_wikitext
 LAYOUTS = {
     "DP1": (1, []),
     "DP2": (2, []),
-    "TP2": (2, ["--model-parallel-size", "2"]),
     "PP2": (2, ["--pipe-parallel-size", "2"]),
     "TP2xPP2": (4, ["--model-parallel-size", "2", "--pipe-parallel-size", "2"]),
 }
@@ -83,7 +82,7 @@ def _text_loss(model: torch.nn.Module, tokens: list[int], *, size: int, stride: 
     return {"nll": total, "loss": total / len(nll), "perplexity": math.exp(total / len(nll)), "tokens": len(nll)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["DP2", "TP2xPP2"])
 def test_metrics_are_those_of_transformers(run_ranks, place: Path, theirs, layout: str):
     processes, flags = LAYOUTS[layout]
     for task, words in TASKS.items():

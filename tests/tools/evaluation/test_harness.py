@@ -112,7 +112,6 @@ def ask_on_rank(words: list[str], cache: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize(
     ("processes", "flags", "asked"),
     [
-        (2, [], ["last", "whole", "continued"]),
         (2, ["--model-parallel-size", "2"], ["last", "whole", "continued"]),
         (2, ["--pipe-parallel-size", "2"], ["last", "whole"]),
     ],

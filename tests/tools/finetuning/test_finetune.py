@@ -80,7 +80,6 @@ def whole_weights_of(*folders: Path) -> list[dict]:
 
 
 LAYOUTS = {
-    "tp2": (2, "--model-parallel-size 2"),
     "tp2-sequence": (2, "--model-parallel-size 2 --sequence-parallel --shape-order SBH"),
     "dp2-zero3": (2, "--zero-stage 3"),
     "pp2-zero1": (2, "--pipe-parallel-size 2 --zero-stage 1"),
