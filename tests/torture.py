@@ -1,49 +1,34 @@
 """Kill a training run at random times, again and again, and check that it loses nothing.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --kills 50
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --hosts 4 --faults 100 --seed 1
 
 Two ranks train with a checkpoint after each iteration. A third of the kills (SIGKILL) come at any time, a third while
 a checkpoint is written, and a third hit one rank up to half a second before the other. After each of them the newest
 checkpoint must be whole, bit by bit, and no older than before; in the end each loss must be that of an undisturbed
 run, to the last bit.
-
-With --hosts an elastic run over so many hosts (network namespaces, as root) is hit by faults of hosts: ranks killed or
-stopped, hosts lost, links cut, disks full, checkpoints damaged, clocks that jump; at any time, while a checkpoint is
-saved, while the run restarts, or on two hosts at once. The time from each fault to the next iteration is printed. In
-the end the losses must be those of one process within 1e-4, and every sample used once. Ctrl-C or SIGTERM lets the
-present fault be the last one; a second signal ends the program.
 """
 
 import json
 import os
 import random
-import shutil
-import signal
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import median
-from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from host_torture import ElasticVictim, Recovery, torture_hosts  # noqa: E402
 from support.programs import TINY_MODEL, Programs  # noqa: E402
 from support.warm import exit_code, start_ranks  # noqa: E402
 
 from megatron.checkpoint.files import check_content, read_manifest  # noqa: E402
 from megatron.checkpoint.tracker import LATEST, newest  # noqa: E402
 from megatron.common.errors import CheckpointError  # noqa: E402
-from megatron.tools.cluster.supervise import PREEMPTED  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 RANKS = 2
@@ -195,8 +180,6 @@ def main() -> None:
     """Round after round, until there were enough kills; every other round with --async-save."""
     arguments = _parser().parse_args()
     chance = random.Random(arguments.seed)
-    if arguments.hosts:
-        return _torture_hosts(arguments, chance)
     with tempfile.TemporaryDirectory() as folder:
         programs = Programs(ROOT, _made(Path(folder, "data")))
         whole = Victim(programs, _made(Path(folder, "whole")), arguments.iterations)
@@ -210,66 +193,6 @@ def main() -> None:
             print(f"{kills} kills, {time.monotonic() - start:.0f} s, {' '.join(words)}: {_told(found)}", flush=True)
             if found.differing:
                 sys.exit(f"losses differ at iterations {found.differing}")
-
-
-def _torture_hosts(arguments: Namespace, chance: random.Random) -> None:
-    """Fault after fault on the hosts of one run."""
-    is_stopped = _stopped_by_signal()
-    survived: list[Recovery] = []
-    start = time.monotonic()
-
-    def report(recovery: Recovery) -> None:
-        survived.append(recovery)
-        place = f"fault {len(survived)} of {arguments.faults}, after {time.monotonic() - start:.0f} s"
-        what = f"{recovery.fault} {recovery.instant} ({' '.join(recovery.hosts)})"
-        again = " (the run had ended)" * recovery.new_agent
-        print(
-            f"{place}: {recovery.seconds:.1f} s  {what}{again}\n    {recovery.start}\n    {recovery.shares}", flush=True
-        )
-
-    with tempfile.TemporaryDirectory() as folder:
-        programs = Programs(ROOT, _made(Path(folder, "data")))
-        iterations = arguments.iterations + 150 * arguments.faults
-        place = _made(Path(folder, "run"))
-        victim = ElasticVictim(programs, place, arguments.hosts, iterations, chance, arguments.snapshots)
-        try:
-            outcome = torture_hosts(victim, arguments.faults, report, is_stopped)
-        finally:
-            if arguments.log and victim.log.exists():
-                shutil.copy(victim.log, arguments.log)
-            print(_summary(survived), flush=True)
-    print(
-        f"{len(survived)} faults survived in {outcome.iterations} iterations; largest difference of a loss from one "
-        f"process without faults {outcome.largest_difference:.1e}; {outcome.proof}; "
-        f"ended by a signal with exit code {outcome.code}"
-    )
-    if outcome.largest_difference > 1e-4:
-        sys.exit("losses differ")
-    if outcome.code != PREEMPTED:
-        sys.exit("the run did not save at its end")
-
-
-def _stopped_by_signal() -> Callable[[], bool]:
-    """Whether Ctrl-C or SIGTERM has come; the second one raises KeyboardInterrupt."""
-    received: list[int] = []
-
-    def handle(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    return lambda: bool(received)
-
-
-def _summary(survived: Sequence[Recovery]) -> str:
-    """A line for each kind of fault: how often, and the seconds to the next iteration."""
-    lines = []
-    for fault in dict.fromkeys(recovery.fault for recovery in survived):
-        seconds = [recovery.seconds for recovery in survived if recovery.fault == fault]
-        lines.append(f"{fault}: {len(seconds)}, median {median(seconds):.1f} s, at most {max(seconds):.1f} s")
-    return "\n".join(lines)
 
 
 def _told(found: Found) -> str:
@@ -290,19 +213,7 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--kills-of-round", type=int, default=13, metavar="N", help="kills of one training run, at most"
     )
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        default=40,
-        metavar="N",
-        help="iterations of each training run; with --hosts, besides those for each fault",
-    )
-    parser.add_argument("--hosts", type=int, default=0, metavar="N", help="hosts of an elastic run, 3 to 5")
-    parser.add_argument("--faults", type=int, default=7, metavar="N", help="with --hosts: faults in all")
-    parser.add_argument(
-        "--snapshots", action="store_true", help="with --hosts: snapshots in memory, and a tenth of the checkpoints"
-    )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="with --hosts: keep what the agent printed")
+    parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations of each training run")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds choose equal instants")
     return parser
 

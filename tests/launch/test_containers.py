@@ -23,7 +23,7 @@ AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "-
 ENTRYPOINT = ["bash", str(ROOT / "docker" / "entrypoint.sh")]
 SETTINGS = (
     *TINY_MODEL,
-    *"--model-parallel-size 2 --pipe-parallel-size 2 --train-iters 2 --batch-size 2 --eval-iters 0".split(),
+    *"--pipe-parallel-size 2 --gas 2 --train-iters 2 --batch-size 2 --eval-iters 0".split(),
 )
 
 
@@ -121,10 +121,11 @@ def test_sshd_refuses_other_users_and_keys(inside, hosts, folder) -> None:
 
 def test_deepspeed_trains_over_containers(inside, hosts, folder, train_in_ranks, tmp_path) -> None:
     """Over pdsh, with no environment forwarded by hand; bit for bit what one host gives."""
-    train_in_ranks(4, *SETTINGS, "--metrics-file", tmp_path / "metrics")
+    train_in_ranks(2, *SETTINGS, "--metrics-file", tmp_path / "metrics")
     metrics = folder / "hosts" / "host-1" / "home" / "metrics"
     inside(
-        "deepspeed", "--log_level", "warning", "--hostfile", "docker/hostfile.compose", "pretrain_gpt2.py", *SETTINGS,
+        "deepspeed", "--log_level", "warning", "--hostfile", "docker/hostfile.compose", "--num_gpus", "1",
+        "pretrain_gpt2.py", *SETTINGS,
         "--data-path", folder / "tiny_text_document", "--vocab-file", folder / "vocab.json",
         "--tokenizer-type", "WhitespaceTokenizer", "--split", "8,1,1", "--metrics-file", metrics,
     ).ok()  # fmt: skip

@@ -153,13 +153,9 @@ class Hosts:
         self._processes[name].kill()
         self._processes[name].wait()
 
-    def cut(self, name: str, state: str = "down") -> None:
-        """Take its link away, or, with ``up``, give it back."""
-        self._on_switch("ip", "link", "set", f"port-{name}", state)
-
-    def start_again(self, name: str) -> None:
-        """Start a host that was killed."""
-        self._start_host(name)
+    def cut(self, name: str) -> None:
+        """Take its link away."""
+        self._on_switch("ip", "link", "set", f"port-{name}", "down")
 
     def _start_host(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
