@@ -6,6 +6,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from support.whole_models import SMALL_GPT2
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,19 +17,7 @@ from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops.attention import explicit_attention
 
 B, S, H, HEADS = 2, 9, 16, 4
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=H,
-    ffn_hidden_size=4 * H,
-    num_attention_heads=HEADS,
-    max_position_embeddings=S,
-    vocab_size=21,
-    padded_vocab_size=24,
-    eod_token=4,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,
-)
+CONFIG = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=S)
 HIDDEN = torch.randn(B, S, H, generator=torch.Generator().manual_seed(1))
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 5 + [1] * 4], dtype=torch.int32)
 TOKENS = torch.randint(0, 21, (B, S), generator=torch.Generator().manual_seed(2))

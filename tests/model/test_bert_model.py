@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
-from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.mpu import ParallelLayout
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
@@ -141,15 +140,6 @@ def padding_is_not_seen():
         others, other_order = model(changed)
         assert (others[0, 0] - logits[0, 0]).abs().max() > 1e-3, "the first token sees the last"
         assert_close(others[1], logits[1])
-
-
-def test_biases_and_norms_have_no_weight_decay(run_ranks):
-    run_ranks(1, weight_decay)
-
-
-def weight_decay():
-    decayed, spared = weight_decay_groups(_bert(), CONFIG)
-    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
 
 
 def test_loss_is_the_sum_of_both_tasks(run_ranks):

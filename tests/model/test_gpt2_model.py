@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from support.whole_models import SMALL_GPT2
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -19,20 +20,8 @@ from megatron.model.partition import partition_boundaries
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 
-EOD = 4
-CONFIG = ModelConfig(
-    num_layers=3,
-    hidden_size=16,
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    max_position_embeddings=12,
-    vocab_size=21,
-    padded_vocab_size=24,
-    eod_token=EOD,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,
-)
+EOD = SMALL_GPT2.eod_token
+CONFIG = SMALL_GPT2
 TOKENS = torch.randint(0, 21, (2, 12), generator=torch.Generator().manual_seed(2))
 TARGETS = (TOKENS.roll(-1, 1), torch.full((2, 12), 1 / 24))
 KEEP, RECOMPUTE = ActivationConfig(), ActivationConfig(checkpoint_activations=True)

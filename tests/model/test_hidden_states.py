@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.programs import read_metrics
-from support.training import RankTraining
+from support.whole_models import SMALL_GPT2
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,19 +16,7 @@ from megatron.model.transformer import ParallelTransformerLayer, unpack
 from megatron.mpu import ParallelLayout
 
 B, S = 2, 12
-CONFIG = ModelConfig(
-    num_layers=3,
-    hidden_size=16,
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    max_position_embeddings=S,
-    vocab_size=21,
-    padded_vocab_size=24,
-    eod_token=4,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,
-)
+CONFIG = SMALL_GPT2
 TOKENS = torch.randint(0, 21, (B, S), generator=torch.Generator().manual_seed(2))
 TARGETS = (TOKENS.roll(-1, 1), torch.full((B, S), 1 / (B * S)))
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
@@ -103,35 +91,13 @@ def nothing_in_fp32():
     assert torch.equal(_model(replace(CONFIG, fp32_residual_connection=True))(TOKENS), _model(CONFIG)(TOKENS))
 
 
-@pytest.fixture(scope="module")
-def train_in_bf16(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory):
-    """The losses of three steps with bf16 weights and an fp32 residual stream, on so many processes."""
+def test_an_fp32_residual_stream_trains_on_stages_and_tensor_parallel_ranks(train_in_ranks, tmp_path) -> None:
     words = (
         "--train-iters 3 --batch-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
         " --bf16 --fp32-residual-connection --metrics-file"
     ).split()
-
-    def run(processes: int, layout: str) -> list[float]:
-        metrics = tmp_path_factory.mktemp("bf16") / "metrics"
-        train_in_ranks(processes, *words, metrics, *layout.split())
-        return [line["lm_loss"] for line in read_metrics(metrics)]
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def one_process(train_in_bf16) -> list[float]:
-    return train_in_bf16(1, "")
-
-
-@pytest.mark.parametrize(
-    "processes, layout",
-    [
-        (2, "--model-parallel-size 2"),
-        (2, "--pipe-parallel-size 2"),
-        (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
-    ],
-)
-def test_an_fp32_residual_stream_trains_on_every_layout(train_in_bf16, one_process, processes, layout):
-    assert len(one_process) == 3 and one_process[2] < one_process[0]
-    assert train_in_bf16(processes, layout) == pytest.approx(one_process, rel=1e-3)  # bf16's own rounding
+    train_in_ranks(1, *words, tmp_path / "one")
+    train_in_ranks(4, *words, tmp_path / "four", "--model-parallel-size", 2, "--pipe-parallel-size", 2)
+    one, four = ([line["lm_loss"] for line in read_metrics(tmp_path / name)] for name in ("one", "four"))
+    assert len(one) == 3 and one[2] < one[0]
+    assert four == pytest.approx(one, rel=1e-3)  # bf16's own rounding

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.saved_tensors import Largest
+from support.whole_models import SMALL_GPT2
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import run_of
-from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.config import ActivationConfig, ParallelConfig
 from megatron.data.loader import Batch
 from megatron.engines.build import build_engine
 from megatron.engines.containers import sequential_model
@@ -173,19 +174,7 @@ def ring_attention_makes_no_mask_of_a_chunk():
             assert largest.size < (s // 4) ** 2, (window, ids is not None)
 
 
-GPT2 = ModelConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    max_position_embeddings=16,
-    vocab_size=21,
-    padded_vocab_size=24,
-    eod_token=4,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,
-)
+GPT2 = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=16)
 LLAMA = replace(
     GPT2,
     num_query_groups=2,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from support.whole_models import SMALL_GPT2
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
@@ -12,19 +13,7 @@ from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    max_position_embeddings=14,
-    vocab_size=21,
-    padded_vocab_size=24,
-    eod_token=4,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.3,
-)
+CONFIG = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=14)
 TOKENS = torch.randint(0, 21, (2, 12), generator=torch.Generator().manual_seed(2))
 TARGETS = (TOKENS.roll(-1, 1), torch.full((2, 12), 1 / 24))
 

@@ -7,6 +7,11 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 
+SMALL_GPT2 = ModelConfig(
+    num_layers=3, hidden_size=16, ffn_hidden_size=64, num_attention_heads=4, max_position_embeddings=12, vocab_size=21,
+    padded_vocab_size=24, eod_token=4, attention_dropout=0.0, hidden_dropout=0.0, init_method_std=0.3,
+)  # fmt: skip
+"""For comparisons with other ways to compute the same: its weights are wide enough to matter."""
 TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]])
 
 
