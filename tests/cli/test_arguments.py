@@ -52,6 +52,14 @@ def test_train_samples_are_counted_in_whole_iterations() -> None:
         parse_run(SMALL.replace("--train-iters 100", "--train-samples 1").split(), CPU)
 
 
+def test_missing_values_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run([], CPU)
+    required = "num-layers hidden-size num-attention-heads seq-length lr train-iters batch-size data-path"
+    names = {f"--{name}" for name in (*required.split(), "vocab-file", "merge-file")}
+    assert {message.split()[0] for message in caught.value.messages} == names
+
+
 def test_provided_values_are_command_line_arguments_again() -> None:
     words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
     assert [word for provided in read_flags(words).values.values() for word in provided.words] == words
