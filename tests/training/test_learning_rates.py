@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import _LRScheduler
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.training.learning_rates import DECAYS, EXPONENTIAL_FLOOR, WSD_DECAYS, AnnealingLR, Schedule
@@ -151,12 +150,6 @@ def test_every_group_steps_at_the_schedule():
     assert train(optim, sched, 130) == [schedule("cosine").learning_rate(n) for n in range(130)]
     assert sched.num_iters == 130
     assert sched.get_last_lr() == [FLOOR, FLOOR]
-
-
-def test_it_is_a_scheduler_of_torch_and_not_callable():
-    """DeepSpeed would call a callable with the optimizer."""
-    assert issubclass(AnnealingLR, _LRScheduler)
-    assert not isinstance(scheduler(optimizer()), Callable)
 
 
 def test_the_classic_order_of_arguments():

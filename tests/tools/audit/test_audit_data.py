@@ -94,31 +94,22 @@ def place(restarted: Restarted, programs: Programs, tmp_path: Path) -> Path:
 
 BAD = {
     "no such command": ("count --load {ck}", 2, "argument COMMAND: invalid choice: 'count'"),
-    "no checkpoint": ("batch --iteration 1 --load {place}/none", 4, "no such file or folder; name a checkpoint"),
-    "no run": ("proof --load {place}", 4, "is not a checkpoint"),
-    "no iteration": ("batch --load {ck}", 2, "the following arguments are required: --iteration"),
     "an iteration to come": ("batch --load {ck} --iteration 7", 2, "global_step6 has iterations 1 to 6"),
-    "iteration 0": ("seen --load {ck} --iteration 0", 2, "global_step6 has iterations 1 to 6"),
     "no such rank": ("batch --load {ck} --iteration 6 --rank 1", 2, "--rank 1: the run had ranks 0 to 0 then"),
-    "a negative length": ("batch --load {ck} --iteration 6 --characters -1", 2, "--characters -1 must be 0 or more"),
     "another vocabulary": (
         "batch --load {ck} --iteration 1 --vocab-file {place}/vocab.json",
         2,
         "the vocabulary in {place}/vocab.json is not the one of {ck}/global_step6",
     ),
-    "no vocabulary": ("batch --load {ck} --iteration 1 --vocab-file {place}/none", 3, "{place}/none"),
     "other data": (
         "batch --load {ck} --iteration 1 --data-path 0.7 {place}/tiny 0.3 {half}",
         3,
         "not the data that {ck}/global_step6 has read",
     ),
     "no data": ("seen --load {ck} --data-path 0.7 {place}/none 0.3 {half}", 3, "{place}/none.bin is missing"),
-    "half a blend": ("seen --load {ck} --data-path 0.7 x 0.3", 2, "3 words: give one prefix"),
     "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
-    "no metrics in it": ("proof --load {ck} --metrics-file {place}/metrics", 3, "metrics:1: not JSON"),
     "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
     "no data flag": ("overlap --load {ck} --seed 3", 2, "--seed 3 is not about data"),
-    "no flag": ("overlap --load {ck} --sed 3", 2, "unknown flag --sed"),
 }
 
 

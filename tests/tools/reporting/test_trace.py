@@ -64,11 +64,6 @@ def test_trace_of_two_stages_follows_the_schedule(slow_run: tuple[RankTraining, 
     _assert_theory(read_timeline(slow_run[1]), stages=2, micro_batches=3)
 
 
-def test_trace_of_four_stages_follows_the_schedule(train_in_ranks, tmp_path: Path) -> None:
-    train_in_ranks(4, *SETTINGS, "--gas", 6, "--pipe-parallel-size", 4, "--trace", tmp_path)
-    _assert_theory(read_timeline(tmp_path), stages=4, micro_batches=6)
-
-
 def _assert_theory(timeline: Timeline, stages: int, micro_batches: int) -> None:
     assert timeline.iterations == [2, 3]
     for rank, iteration in itertools.product(range(stages), timeline.iterations):
