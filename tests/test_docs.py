@@ -16,7 +16,7 @@ TRAINING = "pretrain_gpt2.py"
 OF_OTHER_PROGRAMS = {
     *("--build-arg", "--file", "--tag", "--detach", "--wait", "--build"),  # docker
     *("--rank", "--launcher_args", "--nodes", "--hostfile", "--mca", "--strict"),  # Slurm, mpirun, mkdocs
-    *("--json-out", "--rounds", "--kills"),  # benchmarks and the torture test, which tests/test_docs_commands.py reads
+    *("--json-out", "--rounds", "--timeout"),  # benchmarks and pytest
 }
 CLASSIC_FLAGS = {f"--{name.partition('=')[0].rstrip('*')}" for name in OUTCOMES}
 """Flags of other suites that the training programs accept, or refuse with a reason."""
@@ -87,7 +87,7 @@ def launcher_flags(launcher: str) -> frozenset[str]:
 def all_flags() -> frozenset[str]:
     scripts = [TRAINING, "pretrain_bert.py", "pretrain_t5.py", "tasks/main.py", "benchmarks/run.py"]
     scripts += ["benchmarks/write_figures.py"]
-    scripts += ["benchmarks/compare.py", "benchmarks/gpu/command.py", "tests/torture.py"]
+    scripts += ["benchmarks/compare.py", "benchmarks/gpu/command.py"]
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
     known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))
     shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file())
