@@ -175,7 +175,6 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable[..., list[st
         ),
         (["--dataset-impl", "lazy"], 2, "--dataset-impl lazy is not supported"),
         (["--workers", "0"], 2, "--workers 0 must be from 1 to"),
-        (["--worker", "2"], 2, "unrecognized arguments: --worker 2"),
         (["--vocab-file", "/nowhere.json"], 3, "/nowhere.json"),
         (["--output-prefix", "/proc/nowhere/out"], 7, "cannot write /proc/nowhere"),
     ],

@@ -160,12 +160,6 @@ def test_a_run_that_fails_is_reported_with_its_last_lines(programs: Programs) ->
     ("words", "message"),
     [
         ([], "give --layouts with names, or --all with a number of processes"),
-        (["--layouts", "tp1-pp1-dp1", "--all", "2"], "give --layouts with names, or --all"),
-        (["--layouts", "tp1"], "layout tp1: sizes of TP, PP and DP are needed"),
-        (
-            ["--layouts", "tp1-pp1-dp1", "tp1-pp1-dp1-zero3"],
-            "layout tp1-pp1-dp1-zero3: --zero-stage 3 cannot be combined with",
-        ),
         (["--all", "0"], "--iterations and --all must be at least 1"),
         (["--all", "2", "--program", "nowhere.py"], "--program nowhere.py cannot be loaded (FileNotFoundError"),
         (["--all", "2", "--program", "tests/support/pages.py"], "--program tests/support/pages.py defines no ARCHITEC"),
