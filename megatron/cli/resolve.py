@@ -11,7 +11,6 @@ from megatron.common.errors import ConfigError
 from megatron.config import (
     ActivationConfig,
     DataConfig,
-    LoggingConfig,
     ModelConfig,
     ParallelConfig,
     RunConfig,
@@ -42,10 +41,13 @@ def resolve_run(
     The vocabulary sizes and the DeepSpeed config are set later.
     """
     run = _with_provided(provided)
-    run = replace(run, activation=_activation(run.activation), logging=_logging(run))
+    run = replace(run, activation=_activation(run.activation))
     run = replace(run, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
-    run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
+    observe = replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace)
+    if observe.run_dir is not None and run.logging.metrics_file is None:
+        run = replace(run, logging=replace(run.logging, metrics_file=str(Path(observe.run_dir) / METRICS)))
+    run = replace(run, observe=observe)
     problems: list[str] = []
     for step in (_parallel, _virtual_stages, _repartitioned):
         try:
@@ -123,12 +125,6 @@ def _repartitioned(run: RunConfig, provided: Mapping[str, Provided], environ: Ma
     return replace(parallel, pipeline_partition=repartitioned(parallel, run.model))
 
 
-def _logging(run: RunConfig) -> LoggingConfig:
-    if run.observe.run_dir is None or run.logging.metrics_file is not None:
-        return run.logging
-    return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
-
-
 def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> DataConfig:
     if "tokenizer_type" not in provided:
         is_null = data.mock_data and data.vocab_file is data.tokenizer_model is None
@@ -138,11 +134,9 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
     data = replace(data, tokenizer_type=kind)
     files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
     data = replace(data, vocab_file=files[0], merge_file=files[1])
-    if not data.mock_data:
-        return data
-    if data.tokenizer_type != NULL_TOKENIZER or data.vocab_size is not None:
-        return data
-    return replace(data, vocab_size=DEFAULT_VOCABULARY[architecture.masked_lm is not False])
+    if data.mock_data and data.tokenizer_type == NULL_TOKENIZER and data.vocab_size is None:
+        return replace(data, vocab_size=DEFAULT_VOCABULARY[architecture.masked_lm is not False])
+    return data
 
 
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:

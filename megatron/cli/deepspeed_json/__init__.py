@@ -168,10 +168,8 @@ _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"
 def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mapping[str, Any]) -> dict[str, Any]:
     """The finished config for ``deepspeed.initialize``: everything in the file, completed from the run.
 
-    Args:
-        run: the resolved run, whose batch sizes agree.
-        provided: what the user provided, which is written even if DeepSpeed does not need it.
-        file: tree of the config file, or an empty one. It is not changed.
+    What is ``provided`` is written even if DeepSpeed does not need it. ``file``, the tree of the config file, is not
+    changed.
 
     The optimizer section asks for torch's AdamW unless the step is offloaded or --optimizer or the file names another
     optimizer. The engine replaces it by apex's if --fused-kernels allows it.

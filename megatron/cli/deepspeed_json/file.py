@@ -23,7 +23,7 @@ MAX_GRAD_NORM = "max_grad_norm"
 """The early name of "gradient_clipping", among the parameters of the optimizer."""
 
 _WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
-_ONE_FOLDER = "a checkpoint is saved in one folder: remove it, and name a folder that all hosts share with --save"
+_UNSUPPORTED = "not supported by the training programs: remove it"
 
 REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no longer supports it: remove it") | {
     "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
@@ -31,11 +31,8 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "bfloat16": 'the old name of "bf16": rename it',
     "tensor_parallel": "the model has its own tensor-parallel layers: use --model-parallel-size",
     "sequence_parallel_size": "it is set on the command line: use --ds-sequence-parallel-size",
-    "expert_parallel": "the model has no experts: remove it",
-    "data_efficiency": "the data loader of pretrain_gpt2.py does not support it: remove it",
-    "hybrid_engine": "it is for generation during training, which pretrain_gpt2.py does not support: remove it",
-    "weight_quantization": "it is for inference: remove it",
-    "autotuning": "not supported by pretrain_gpt2.py: remove it",
+    "expert_parallel": "the size is set on the command line: use --expert-model-parallel-size",
+    **dict.fromkeys(("data_efficiency", "hybrid_engine", "weight_quantization", "autotuning"), _UNSUPPORTED),
     "allgather_size": 'outdated: write "allgather_bucket_size" inside "zero_optimization"',
     "fp32_allreduce": 'outdated: write "communication_data_type": "fp32"',
     "gradient_accumulation_dtype": 'outdated: write "data_types": {"grad_accum_dtype": "fp32"}',
@@ -45,10 +42,9 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
     '_model_save"',
-    "checkpoint.writer": _WRITER,
-    "checkpoint.checkpoint_serialization": _WRITER,
-    "checkpoint.use_node_local_storage": _ONE_FOLDER,
-    "datastates_ckpt": _WRITER,
+    **dict.fromkeys(("checkpoint.writer", "checkpoint.checkpoint_serialization", "datastates_ckpt"), _WRITER),
+    "checkpoint.use_node_local_storage": "a checkpoint is saved in one folder: remove it, and name a folder that all "
+    "hosts share with --save",
     "pipeline.stages": "the stages are set on the command line: use --pipe-parallel-size",
     "pipeline.partition": "the partition is set on the command line: use --pipeline-partition",
     "pipeline.seed_layers": "the model seeds its own layers: remove it",
