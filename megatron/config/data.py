@@ -113,7 +113,7 @@ class DataConfig:
     num_workers: int = _pretraining_flag(2, "Number of data loader processes per rank.", within="[0, 1024]")
     seq_length: int = flag(
         0,
-        "Tokens of a sample, or of T5's input.",
+        "Sequence length; T5: of the encoder.",
         aliases=("encoder-seq-length",),
         within="[1, 1073741824]",
         required=True,
@@ -149,7 +149,7 @@ class DataConfig:
         },
     )
     merge_file: str | None = flag(
-        None, "Merges of the BPE tokenizer (default: by --vocab-file).", metavar="FILE", instead_of=("tokenizer_model",)
+        None, "BPE merges (default: merges.txt near --vocab-file).", metavar="FILE", instead_of=("tokenizer_model",)
     )
     tokenizer_model: str | None = flag(
         None,

@@ -61,10 +61,10 @@ class PositionConfig:
         0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)"
     )
     yarn_beta_fast: float = _yarn_flag(
-        32.0, "Dimensions that turn this often or more in that length keep their wavelength.", within="(0, inf)"
+        32.0, "Above this many turns in the original length, dimensions keep their wavelength.", within="(0, inf)"
     )
     yarn_beta_slow: float = _yarn_flag(
-        1.0, "Dimensions that turn at most this often in it are interpolated by the full factor.", within="(0, inf)"
+        1.0, "Below this many turns in it, dimensions are interpolated by YaRN's full factor.", within="(0, inf)"
     )
     yarn_mscale: float = _yarn_flag(
         1.0, "Scale queries and keys by 0.1 x this x ln(factor) + 1, over --yarn-mscale-all-dim's.", within="[0, inf)"

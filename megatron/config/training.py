@@ -43,7 +43,7 @@ class OptimConfig:
         None, "Warm-up iterations, instead of a fraction.", within="[0, inf)", instead_of=("lr_warmup_fraction",)
     )
     lr_warmup_samples: int | None = flag(
-        None, "Warm-up samples instead.", within="[0, inf)", instead_of=("lr_warmup_fraction", "lr_warmup_iters")
+        None, "Number of warm-up samples.", within="[0, inf)", instead_of=("lr_warmup_fraction", "lr_warmup_iters")
     )
     lr_wsd_decay_style: str = flag(
         "exponential", "Style of the decay phase of WSD.", choices=("linear", "cosine", "exponential", "minus_sqrt")
@@ -193,7 +193,7 @@ class TrainConfig:
         2.0, "A loss of this many times the mean of the last 20 is a spike.", within="(1, inf)", needs="rewind_on_spike"
     )
     eval_iters: int = flag(
-        100, "Batches per evaluation, or 0 (default: a tenth of --train-iters, 1 to 100).", within="[0, 10000000]"
+        100, "Batches per evaluation; 0: none (default: a tenth of --train-iters, 1 to 100).", within="[0, 10000000]"
     )
     eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
     skip_train: bool = flag(
