@@ -7,15 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.engines.containers import run_in_order
-from megatron.model.embedding import EmbeddingDropout, WordEmbedding, without_segment_ids
-from megatron.model.t5 import RelativePositions
+from megatron.model.embedding import WordEmbedding, without_segment_ids
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import NEW_TOKENS, StoppingCriteria, checked_length
 
@@ -97,7 +96,14 @@ class TextToTextBatch(DecodingBatch):
     """
 
     def __init__(self, model: LanguageModel, texts: Sequence[Sequence[int]], *, use_cache: bool = True):
-        self._model, self._layers = model, _parts_of(model.module.forward_funcs, model.config)
+        self._model, config, layers = model, model.config, list[Any](model.module.forward_funcs)
+        each = 2 if config.has_relative_positions else 1  # modules of a transformer layer
+        end = 2 + each * config.encoder_num_layers + 1
+        _, positions, *decoder = layers[end:-2]
+        self._embedding, *self._encoder = layers[:end]
+        self._positions = positions.args[0] if isinstance(positions, partial) else positions
+        self._bias, self._decoder = decoder[0] if each == 2 else None, decoder[each - 1 :: each]
+        self._back = layers[-2:]
         self._output, self._segment_ids = self._encoded(texts)
         targets = [[model.config.decoder_start_token]] * len(texts)
         super().__init__(model, targets, context=sys.maxsize, use_cache=use_cache)
@@ -117,8 +123,8 @@ class TextToTextBatch(DecodingBatch):
         """Output of the encoder [b, s, h], and segment ids [b, s], of texts that end as in fine-tuning."""
         end = self._model.config.eod_token
         ended = [[*text] if text and text[-1] == end else [*text, end] for text in texts]
-        embedding, *encoder = self._layers.front
-        output, segment_ids, *_ = run_in_order(encoder, embedding.state_of_text(self._padded(ended, padding=-1)))
+        state = self._embedding.state_of_text(self._padded(ended, padding=-1))
+        output, segment_ids, *_ = run_in_order(self._encoder, state)
         return output, segment_ids
 
     @torch.inference_mode()
@@ -132,12 +138,12 @@ class TextToTextBatch(DecodingBatch):
 
     def _decode(self, new: Sequence[Sequence[int]]) -> Tensor:
         count, length = len(new[0]), len(self.sequences[0])
-        hidden = without_segment_ids(WordEmbedding.forward(self._layers.front[0], self._padded(new)))
+        hidden = without_segment_ids(WordEmbedding.forward(self._embedding, self._padded(new)))
         positions = torch.arange(length - count, length, device=self._model.device).unsqueeze(0)
-        hidden = self._layers.positions.embed(hidden, None, positions)
-        bias = [] if self._layers.bias is None else [self._layers.bias.bias(count, length)]
-        hidden, *_ = run_in_order(self._layers.decoder, (hidden, self._output, self._segment_ids, *bias))
-        return self._model.gathered(run_in_order(self._layers.back, hidden[:, -1:]).squeeze(1))
+        hidden = self._positions.embed(hidden, None, positions)
+        bias = [] if self._bias is None else [self._bias.bias(count, length)]
+        hidden, *_ = run_in_order(self._decoder, (hidden, self._output, self._segment_ids, *bias))
+        return self._model.gathered(run_in_order(self._back, hidden[:, -1:]).squeeze(1))
 
 
 def continues(model: LanguageModel) -> bool:
@@ -162,31 +168,3 @@ def decoding_batch(
     if not continues(model):
         return TextToTextBatch(model, prompts, use_cache=use_cache)
     return DecodingBatch(model, prompts, context=context, use_cache=use_cache)
-
-
-class _Parts(NamedTuple):
-    """The built layers of a model, as generation calls them."""
-
-    front: Sequence[Any]
-    """From the embedding to the norm of the encoder."""
-    positions: EmbeddingDropout
-    """What is added to embedded tokens of the decoder."""
-    bias: RelativePositions | None
-    decoder: Sequence[Any]
-    back: Sequence[Any]
-    """The last norm, and the head."""
-
-
-def _parts_of(layers: Sequence[Any], config: ModelConfig) -> _Parts:
-    """The parts of a model's built layers."""
-    each = 2 if config.has_relative_positions else 1
-    after = 2 + each * config.encoder_num_layers + 1
-    _, *rest = layers[after:]
-    positions, decoder = rest[0], rest[1 : 1 + each * config.decoder_num_layers]
-    return _Parts(
-        layers[:after],
-        positions.args[0] if isinstance(positions, partial) else positions,
-        decoder[0] if each == 2 else None,
-        decoder[each - 1 :: each],
-        layers[-2:],
-    )
