@@ -178,7 +178,6 @@ class _Works(Work):
         return all([work.wait() for work in self._works])
 
     def is_completed(self) -> bool:
-        """Whether all results are there."""
         return all(work.is_completed() for work in self._works)
 
 
