@@ -19,31 +19,20 @@ import _project_root  # noqa: F401
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE
 from megatron.launch.rank import EXIT_CODE_FOLDER
-from megatron.tools.cluster.deepspeed_launcher import MODULE, OWN_MODULE, is_news, without_torch
-from megatron.tools.cluster.remote import ALSO_SENT, forwarded_variables
+from megatron.tools.cluster.remote import ALSO_SENT, device_kind
 from megatron.tools.cluster.supervise import FORWARDED
 
-_PROJECT = Path(__file__).resolve().parents[1]
-_LAUNCHER = str(Path(__file__).with_name("_deepspeed_launch.py"))
-"""Starts the ranks of this host if no others have any."""
+_MODULE = "deepspeed.launcher.launch"
+"""Starts the ranks of a host."""
 
 
-def with_own_launch(words: Any, folder: Path | None = None) -> Any:
-    """The command that starts the ranks, here or over pdsh, by the suite's launcher of a host; others unchanged.
-
-    On other hosts it is found in the working ``folder``, if that is the project's.
-    """
-    if not isinstance(words, list):
+def with_log_level(words: Any) -> Any:
+    """The command of pdsh with the log level for the launchers of hosts: at theirs, "info", they print variables."""
+    if not (isinstance(words, list) and words[:1] == ["pdsh"] and _MODULE in words):
         return words
-    if words[2:4] == ["-m", MODULE]:
-        return [*words[:2], _LAUNCHER, *words[4:]]
-    if words[:1] == ["pdsh"] and (folder or Path.cwd()).resolve() == _PROJECT:
-        if words[-2] == "pkill -f ":  # ends the launchers of all hosts; the pattern lacks the last letter
-            return [*words[:-1], words[-1].replace(MODULE[:-1], OWN_MODULE[:-1])]
-        place = words.index(MODULE)
-        level = logging.getLevelName(logging.getLogger("DeepSpeed").level).lower()
-        return [*words[:place], OWN_MODULE, f"--log_level={level}", *words[place + 1 :]]
-    return words
+    place = words.index(_MODULE) + 1
+    level = logging.getLevelName(logging.getLogger("DeepSpeed").level).lower()
+    return [*words[:place], f"--log_level={level}", *words[place:]]
 
 
 class _Remembered(subprocess.Popen):
@@ -52,7 +41,7 @@ class _Remembered(subprocess.Popen):
     all: list[subprocess.Popen] = []
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*[with_own_launch(words) for words in args], **kwargs)
+        super().__init__(*[with_log_level(words) for words in args], **kwargs)
         self.all.append(self)
 
 
@@ -70,7 +59,7 @@ def end_launchers(number: int, frame: FrameType | None) -> None:
     one the signal has its default effect.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    running = [child for child in _Remembered.all if _LAUNCHER in child.args and child.poll() is None]
+    running = [child for child in _Remembered.all if child.args[2:4] == ["-m", _MODULE] and child.poll() is None]
     if callable(handler) and handler is not end_launchers:
         handler(number, frame)
     elif running:
@@ -83,13 +72,12 @@ def end_launchers(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run deepspeed's runner; exit as the launcher that it started did."""
-    if any(word.startswith("--hostfile=") for word in sys.argv):  # without one it counts devices, by torch
-        without_torch({**os.environ, **forwarded_variables(os.environ, "", Path.cwd())})
+    os.environ.setdefault("DS_ACCELERATOR", device_kind(os.environ, Path.cwd()))
     from deepspeed.launcher import runner
 
     handle_signals()
     subprocess.Popen = _Remembered
-    logging.getLogger("DeepSpeed").addFilter(is_news)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Unable to find hostfile" not in record.getMessage())
     runner.EXPORT_ENVS += ALSO_SENT
     if RUN_VARIABLE in os.environ:  # an elastic run: its ranks leave their exit codes in a folder that hosts share
         runner.EXPORT_ENVS += (RUN_VARIABLE, EXIT_CODE_FOLDER)

@@ -3,8 +3,7 @@
 ``engine.py`` and ``pipeline.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its optimizers,
 and ``schedules.py`` adds pipeline schedules. ``overrides.py`` compares all of it with the installed DeepSpeed. Each
 override states what DeepSpeed ``TESTED_VERSION`` does instead, and the test that fails without it. Nothing outside of
-this package uses private parts of DeepSpeed, except for its launcher, which imports neither torch nor this package:
-``megatron/tools/cluster/deepspeed_launcher.py``.
+this package uses private parts of DeepSpeed.
 """
 
 import importlib

@@ -129,6 +129,9 @@ def code_after_signal(folder: Path, code: int, patience: float) -> int:
 def _wait(launcher: subprocess.Popen, watch: Watch | None, forwarded: Sequence[int]) -> tuple[int, bool]:
     """The launcher's exit code, and whether it was killed because ``watch`` asked for it."""
     if watch is None:
+        # Processes that the ranks have left, which DeepSpeed's launcher would await after a signal until it kills them.
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != launcher.pid:
+            os.waitpid(ended.si_pid, 0)
         return launcher.wait(), False
     process = psutil.Process(launcher.pid)
     while True:
