@@ -81,7 +81,6 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, client_optimizer, model_parameters)")
     def _configure_optimizer(self, client_optimizer: Optimizer | None, model_parameters: Any) -> None:
-        """Wrap the optimizer in one of ``megatron.engines.zero``."""
         with corrected_optimizers():
             super()._configure_optimizer(client_optimizer, model_parameters)
         accept_any_adam(self.basic_optimizer)
@@ -188,7 +187,6 @@ class SequentialEngine(Engine):
         return torch.stack([loss.detach(), *loss_parts(self.module).values()])
 
     def _end_micro_batch(self, number: int) -> None:
-        """After the last micro-batch of a step, update the weights."""
         with self.inside_hooks(Instruction("OptimizerStep", number)):
             self.step()
 

@@ -114,7 +114,6 @@ class ScheduledEngine(PipelinedEngine):
         self._transfers.finish()
 
     def _instruction(self, name: str, action: Action) -> AbstractContextManager:
-        """Enter the contexts of ``hooks`` for an instruction of ``action``."""
         return self.inside_hooks(Instruction(name, action.micro_batch + 1, self.module.chunks.index(action.chunk)))
 
     def _buffer(self, chunk: int, micro_batch: int) -> int:

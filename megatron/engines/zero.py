@@ -82,17 +82,13 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
     @overrides(DeepSpeedZeroOptimizer, "(self, gradients, params, norm_type=2)")
     def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
         """2-norm [] of a parameter group's gradient over all ranks; -1 if it is not finite."""
-        if isinstance(gradients, FlatGradients) and all(map(self._counts, params)):
+        rank = self.model_parallel_rank
+        if isinstance(gradients, FlatGradients) and all(_counts(parameter, rank) for parameter in params):
             norms = [block_norms(gradients.flat_partition)]
         else:  # the padding of a partition has no parameter; DeepSpeed marks it, and skips it likewise
             unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
             norms = [block_norms(gradient) for gradient in unpadded]
         return super().get_grad_norm_direct(norms, params, norm_type)
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank contributes ``parameter`` to the norm."""
-        is_own = is_model_parallel_parameter(parameter) or self.model_parallel_rank == 0
-        return is_own and not getattr(parameter, "ds_pipe_replicated", False)
 
     @overrides(DeepSpeedZeroOptimizer, "(self, partition_gradients=True)")
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -180,7 +176,7 @@ class FlatGradients(list[Tensor]):
     """The gradients of a parameter group, views of ``flat_partition``, by which name DeepSpeed looks for it."""
 
     def __init__(self, optimizer: ZeroOptimizer, group: int):
-        flat = torch.empty_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
+        flat = torch.zeros_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
         self.flat_partition = flat
         parameters = optimizer.params_in_partition[group]
         super().__init__(_unflatten_dense_tensors(flat, parameters))
@@ -188,10 +184,6 @@ class FlatGradients(list[Tensor]):
         copied = [pair for pair in zip(self, gradients, strict=True) if pair[1] is not None]
         if copied:  # a few kernels: the host would take longer to start one for each than a GPU to copy
             torch._foreach_copy_([own for own, _ in copied], [gradient for _, gradient in copied])
-        for own, gradient in zip(self, gradients, strict=True):
-            if gradient is None:
-                own.zero_()
-        flat[sum(parameter.numel() for parameter in parameters) :].zero_()
 
 
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
@@ -221,10 +213,12 @@ def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
 
 def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> Iterator[nn.Parameter]:
     """The parameters that this rank contributes to a sum over the tensor-parallel ranks and the stages."""
-    for parameter in parameters:
-        is_replica = getattr(parameter, "ds_pipe_replicated", False)  # the first stage that holds a tied weight has it
-        if not is_replica and (is_model_parallel_parameter(parameter) or layout.tensor_group.rank() == 0):
-            yield parameter
+    return (parameter for parameter in parameters if _counts(parameter, layout.tensor_group.rank()))
+
+
+def _counts(parameter: nn.Parameter, tensor_rank: int) -> bool:
+    is_replica = getattr(parameter, "ds_pipe_replicated", False)  # the first stage that holds a tied weight has it
+    return not is_replica and (is_model_parallel_parameter(parameter) or tensor_rank == 0)
 
 
 _BLOCK = 1 << 16

@@ -168,7 +168,6 @@ class DataIterators:
         return batches(numbered, num_workers=self._run.data.num_workers, to_batch=self._to_batch)
 
     def _to_batch(self, rows: Tensor) -> Batch:
-        """Samples as a micro-batch."""
         run = self._run
         if architecture_of(run.model).is_encoder_decoder:
             return span_batch(rows, decoder_seq_length=run.data.decoder_seq_length)

@@ -263,7 +263,6 @@ class AnnealingLR(_LRScheduler):
         self._last_lr = self.get_lr()
 
     def _move_to(self, iteration: int) -> None:
-        """Set the groups as after ``iteration`` iterations."""
         self.last_epoch = iteration
         self.apply()
 
