@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.run_file import SavedRun, rotation_of, schedule_of, settings_of
-from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.checkpoint.run_file import SavedLayout, SavedRun, rotation_of, schedule_of, settings_of
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.spec import architecture_of

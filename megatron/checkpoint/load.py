@@ -2,8 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +15,12 @@ from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.files import check_content, read_manifest
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file, read_file
+from megatron.checkpoint.tensor_files import check_harmless, read_checked_file, read_file
 from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import SHARED_FILE, cached, load_weights_and_optimizer
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name, restore_progress
-from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
@@ -52,7 +49,7 @@ def _problem(saved: SavedRun) -> str | None:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_content(saved.path / name, manifest[name])
             if name.endswith(".pt"):
-                check_structure(saved.path / name)
+                check_harmless(saved.path / name)
     except CheckpointError as error:
         return str(error)
     return None
@@ -115,8 +112,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     if config.finetune and run.model.lora_rank > saved.whole_model_config().lora_rank == 0:
         remarks.append(load_pretrained(engine, run, layout, saved))
     else:
-        with _unfitting_content(saved):
-            remarks += _load_state(engine, run, layout, saved)
+        remarks += _load_state(engine, run, layout, saved)
     for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
         # Those of the command line again, after DeepSpeed restored the saved ones; they differ with --override.
         group.update({name: value for name, value in current.items() if name not in ("params", "step")})
@@ -153,31 +149,8 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
     states = read_checked_file(rng_file(saved.path, dist.get_rank()))
     if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
         return "saved on another kind of device"
-    with _unfitting_content(saved):
-        restore_random_states(states)
+    restore_random_states(states)
     return None
-
-
-@contextmanager
-def _unfitting_content(saved: SavedRun) -> Iterator[None]:
-    """Convert the errors with which DeepSpeed and torch reject values that do not fit, such as wrong shapes.
-
-    It names the file that was read last. Errors of ranks, memory and disks stay what they are.
-    """
-    try:
-        with noted_files() as files:
-            yield
-    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        text = str(error)
-        of_the_machine = isinstance(error, torch.OutOfMemoryError | dist.DistError) or "can't allocate memory" in text
-        if of_the_machine or is_connection_lost(error) or is_timeout(error) or failure_of_nccl(error):
-            raise
-        file = files[-1] if files else saved.path
-        reason = " ".join(text.split())[:300] or "no reason given"
-        raise CheckpointError(
-            f"{file} does not fit the model or its optimizer ({type(error).__name__}: {reason}): load an older "
-            "checkpoint"
-        ) from error
 
 
 def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
@@ -196,12 +169,10 @@ def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 
     Every rank must call it. Returns a line about it for the user. Raises as ``load_checkpoint``.
     """
-    with _unfitting_content(saved):
-        folder, is_new = _universal(saved)
+    folder, is_new = _universal(saved)
     config = saved.whole_model_config()
     pretrained = architecture_of(config).named_parameters(config)
-    with _unfitting_content(saved):
-        load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
+    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
     new = architecture_of(run.model).named_parameters(run.model).keys() - pretrained.keys()
     names = ", ".join(sorted(new)) if len(new) <= _NAMED else f"{len(new)} parameters"
     return f"{_source(saved, folder, is_new)}; not in it, and so initialized: {names or 'nothing'}"

@@ -32,8 +32,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig

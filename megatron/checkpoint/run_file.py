@@ -1,26 +1,139 @@
 """``run.json`` of a checkpoint: the layout, the settings and the full configuration of the run that saved it.
 
-``describe`` makes its content, ``check_description`` checks it, ``SavedRun`` is what the rest of the program reads. No
-torch here.
+``describe`` makes its content, ``SavedRun`` is what the rest of the program reads. ``SavedLayout`` decides what each
+file of the checkpoint contains. No torch here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
-from megatron.checkpoint.saved_layout import SavedLayout, layout_keys
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2
+from megatron.model.partition import layers_per_chunk
 
 RUN_FILE = "run.json"
 _REMOVED = ("flex_attention",)
 """Fields of the model that earlier versions had, and on which no weight depends."""
+
+
+def _saved_as(key: str, **options: Any) -> Any:
+    return field(metadata={"key": key}, **options)
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """How the state of a run is distributed over ranks, and so over the files of its checkpoints.
+
+    A field that an older checkpoint lacks is None.
+    """
+
+    model_parallel_size: int = _saved_as("--model-parallel-size")
+    pipe_parallel_size: int = _saved_as("--pipe-parallel-size")
+    """0: without the pipeline engine."""
+    ds_sequence_parallel_size: int = _saved_as("--ds-sequence-parallel-size")
+    data_parallel_size: int = _saved_as("data-parallel size")
+    zero_stage: int = _saved_as("--zero-stage")
+    offload_optimizer: str = _saved_as("--offload-optimizer")
+    cpu_torch_adam: bool = _saved_as("--cpu-torch-adam")
+    precision: str = _saved_as("precision")
+    zero_round_robin_gradients: bool = _saved_as("--zero-round-robin-gradients")
+    """With the next two: the order of parameters in ZeRO's files."""
+    parameter_alignment: int | None = _saved_as("parameter_alignment")
+    sub_group_size: int | None = _saved_as("sub_group_size")
+    pipeline_schedule: str | None = _saved_as("--pipeline-schedule", default=None)
+    """None without a pipeline, like the next."""
+    partition: str | None = _saved_as("the partition into stages", default=None)
+    """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
+    context_parallel_size: int | None = _saved_as("--context-parallel-size", default=None)
+    """None without it."""
+    expert_parallel_size: int = _saved_as("--expert-model-parallel-size", default=1)
+    """Only saved if it is more than 1."""
+    unknown: tuple[str, ...] = ()
+    """Keys in ``run.json`` that this version does not know."""
+
+    @classmethod
+    def from_run(cls, run: RunConfig) -> "SavedLayout":
+        """The layout of checkpoints that ``run`` saves."""
+        zero, parallel = run.zero, run.parallel
+        zero_settings = run.ds_config.get("zero_optimization", {})
+        return cls(
+            model_parallel_size=parallel.model_parallel_size,
+            pipe_parallel_size=parallel.pipe_parallel_size,
+            ds_sequence_parallel_size=parallel.ds_sequence_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+            zero_stage=zero.zero_stage,
+            offload_optimizer=zero.offload_optimizer,
+            cpu_torch_adam=zero.cpu_torch_adam,
+            precision=run.precision.dtype,
+            zero_round_robin_gradients=zero.zero_round_robin_gradients,
+            parameter_alignment=zero_settings.get("parameter_alignment"),
+            sub_group_size=zero_settings.get("sub_group_size"),
+            pipeline_schedule=parallel.pipeline_schedule if parallel.uses_pipeline else None,
+            partition=", ".join(map(str, layers_per_chunk(run))) if parallel.uses_pipeline else None,
+            context_parallel_size=parallel.context_parallel_size if parallel.context_parallel_size > 1 else None,
+            expert_parallel_size=parallel.expert_model_parallel_size,
+        )
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "SavedLayout":
+        """The layout in a ``run.json``."""
+        values: dict[str, Any] = {name: saved.get(key) for name, key in layout_keys().items()}
+        values["expert_parallel_size"] = values["expert_parallel_size"] or 1
+        return cls(**values, unknown=tuple(sorted(saved.keys() - set(layout_keys().values()))))
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout for ``run.json``."""
+        absent = [] if self.pipe_parallel_size else ["pipeline_schedule", "partition"]
+        absent += [] if self.context_parallel_size else ["context_parallel_size"]
+        absent += [] if self.expert_parallel_size > 1 else ["expert_parallel_size"]
+        return {key: getattr(self, name) for name, key in layout_keys().items() if name not in absent}
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.model_parallel_size, "PP": self.pipe_parallel_size, "DP": self.data_parallel_size}
+        if self.context_parallel_size:
+            sizes["CP"] = self.context_parallel_size
+        if self.ds_sequence_parallel_size > 1:
+            sizes["SP"] = self.ds_sequence_parallel_size
+        if self.expert_parallel_size > 1:
+            sizes["EP"] = self.expert_parallel_size
+        sizes["ZeRO"] = self.zero_stage
+        return ", ".join([*(f"{name} {size}" for name, size in sizes.items()), self.precision])
+
+    @property
+    def has_optimizer_partitions(self) -> bool:
+        """Whether the optimizer's state is in separate files, one for each data-parallel rank."""
+        # Earlier versions ran bf16 at ZeRO 0 as that, where the pipeline engine partitions it, too.
+        return self.zero_stage > 0 or (self.precision == "bf16" and self.pipe_parallel_size > 0)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO partitions over."""
+        return self.data_parallel_size * (self.context_parallel_size or 1) * self.ds_sequence_parallel_size
+
+    def has_same_ranks(self, other: "SavedLayout") -> bool:
+        """Whether each rank holds the same layers, shards of them and samples in both layouts."""
+        names = (
+            "model_parallel_size",
+            "pipe_parallel_size",
+            "data_parallel_size",
+            "ds_sequence_parallel_size",
+            "context_parallel_size",
+            "pipeline_schedule",
+            "partition",
+            "expert_parallel_size",
+        )
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+def layout_keys() -> dict[str, str]:
+    """The key in ``run.json`` of each field of SavedLayout."""
+    return {entry.name: entry.metadata["key"] for entry in fields(SavedLayout) if entry.metadata}
 
 
 @dataclass(frozen=True)
@@ -184,76 +297,3 @@ def schedule_of(run: RunConfig) -> dict[str, Any]:
 def _flags(config: object, *names: str) -> dict[str, Any]:
     """Values of some fields of ``config`` by their flags."""
     return {"--" + name.replace("_", "-"): getattr(config, name) for name in names}
-
-
-def check_description(description: Any, file: Path) -> None:
-    """Raises CheckpointError if the content of a ``run.json`` cannot describe a run: a part is missing, or of no sense.
-
-    What other versions of this program add or leave out is no error.
-    """
-    if not isinstance(description, dict) or not _is_complete(description):
-        raise CheckpointError(f"{file} does not describe a training run")
-    _check_numbers(description, file)
-    layout, model = description["layout"], description["config"]["model"]
-    wrong = [
-        key
-        for name, key in layout_keys().items()
-        if (key in layout or name in _SIZES)
-        and not _fits(layout.get(key), _LAYOUT_TYPES[name])
-        or type(layout.get(key)) is int
-        and layout[key] < 0
-    ]
-    wrong += [
-        entry.name for entry in fields(ModelConfig) if not _fits(model.get(entry.name, entry.default), entry.type)
-    ]
-    if wrong:
-        raise CheckpointError(f"{file} has a value for {wrong[0]} that no run has")
-
-
-def _is_complete(description: Mapping[str, Any]) -> bool:
-    layout, config, iteration = (description.get(name) for name in ("layout", "config", "iteration"))
-    optional = (description.get(name, {}) for name in ("settings", "schedule"))
-    return (
-        isinstance(layout, dict)
-        and isinstance(config, dict)
-        and "model" in config
-        and all(isinstance(section, dict) for section in (*config.values(), *optional))
-        and isinstance(config.get("ds_config", {}).get("optimizer", {}), dict)
-        and type(iteration) is int
-        and iteration >= 0
-    )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of the type of a field."""
-    if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
-    if kind in (None, NoneType):
-        return value is None
-    if get_origin(kind) is tuple:
-        return isinstance(value, list | tuple)
-    return type(value) in (int, float) if kind is float else type(value) is kind
-
-
-_SIZES = ("model_parallel_size", "pipe_parallel_size", "data_parallel_size", "zero_stage")
-"""Parts of a layout that every version saves."""
-_LAYOUT_TYPES: dict[str, Any] = {entry.name: entry.type for entry in fields(SavedLayout)}
-_MOST_ITERATIONS, _MOST_SAMPLES = 2**40, 2**24
-"""Iterations of a run, and samples in each of them: more than any run has."""
-
-
-def _check_numbers(description: Mapping[str, Any], file: Path) -> None:
-    """Raises CheckpointError if iteration, samples or tokens in a ``run.json`` cannot be those of a run."""
-    iteration = description["iteration"]
-    most = max(iteration, 1) * _MOST_SAMPLES
-    limits = {"iteration": _MOST_ITERATIONS, "consumed_samples": most}
-    for name, limit in limits.items():
-        value = description.get(name, 0)
-        if type(value) is not int or not 0 <= value <= limit:
-            raise CheckpointError(f"{file} has {name} {repr(value)[:40]} at iteration {str(iteration)[:40]}")
-    try:
-        spans = [(start, stop) for start, stop in description.get("left_out_samples", ())]
-    except (TypeError, ValueError):
-        spans = [("", "")]
-    if not all(type(place) is int and 0 <= place <= most for span in spans for place in span):
-        raise CheckpointError(f"{file} has left_out_samples that are not ranges of samples")

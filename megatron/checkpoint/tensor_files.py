@@ -1,17 +1,14 @@
 """Files of tensors, written by ``torch.save``, and read without letting them run code.
 
-A manifest shows that a file is the one that was saved; that its content makes sense is checked as well.
 Tensors of safetensors files are read when they are asked for.
 """
 
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy as np
 import safetensors
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -44,8 +41,7 @@ def read_file(path: Path, *, mapped: bool = False) -> Any:
 
     The tensors of a ``mapped`` file are in memory only while they are used.
 
-    Raises CheckpointError if the file is missing, changed or damaged, asks for code, or does not contain what its name
-    says.
+    Raises CheckpointError if the file is missing, changed or damaged, or asks for code.
     """
     if (path.parent / MANIFEST).exists():
         manifest = read_manifest(path.parent)
@@ -54,46 +50,15 @@ def read_file(path: Path, *, mapped: bool = False) -> Any:
     return read_checked_file(path, mapped=mapped)
 
 
-@contextmanager
-def noted_files() -> Iterator[list[Path]]:
-    """The files that are read inside, in order."""
-    files: list[Path] = []
-    _noting.append(files)
-    try:
-        yield files
-    finally:
-        _noting.remove(files)
-
-
-_noting: list[list[Path]] = []
-
-
 def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
     """The same for a file whose hash was compared before."""
-    for files in _noting:
-        files.append(path)
     try:
         with torch.serialization.safe_globals(ALLOWED):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(_asks_for_code(path, unsafe[1])) from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
-    return _checked(path, content)
-
-
-def check_structure(path: Path) -> None:
-    """Raises CheckpointError as ``check_harmless``, or if ``path`` does not contain what its name says."""
-    check_harmless(path)
-    read_checked_file(path, mapped=True)
-
-
-def _checked(path: Path, content: Any) -> Any:
-    """``content``. Raises CheckpointError if a file with that name cannot have it."""
-    for pattern, problem_of in _KINDS.items():
-        if re.fullmatch(pattern, path.name) and (problem := problem_of(content)):
-            raise CheckpointError(f"{path} cannot be used: {problem}")
-    return content
 
 
 def check_harmless(path: Path) -> None:
@@ -109,59 +74,6 @@ def check_harmless(path: Path) -> None:
 
 def _asks_for_code(path: Path, names: str) -> str:
     return f"{path} asks for {names}, which could run code; it is not loaded"
-
-
-def _layer_problem(content: Any) -> str | None:
-    # A module may save a state of its own besides, of any type.
-    if not isinstance(content, Mapping) or not all(
-        isinstance(value, Tensor) or str(name).endswith("_extra_state") for name, value in content.items()
-    ):
-        return "it does not contain the weights of a layer"
-    return None
-
-
-def _model_problem(content: Any) -> str | None:
-    if not isinstance(content, Mapping) or not isinstance(content.get("module"), Mapping | None):
-        return "it does not contain the state of a model"
-    return None
-
-
-def _optimizer_problem(content: Any) -> str | None:
-    if not isinstance(content, Mapping) or not isinstance(content.get("optimizer_state_dict"), Mapping):
-        return "it does not contain the state of an optimizer"
-    return None
-
-
-def _random_problem(content: Any) -> str | None:
-    """Why generators reject the states; they are tried on new ones."""
-    try:
-        random.Random().setstate(content["random_rng_state"])
-        kind, keys, position, has_gauss, gauss = content["np_rng_state"]
-        np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-        torch.Generator().set_state(content["torch_rng_state"])
-        states = [content["cuda_rng_state"], *content["rng_tracker_states"].values()]
-        if all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in states):
-            return None
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RuntimeError):
-        pass
-    return "it does not contain random number states"
-
-
-def _experts_problem(content: Any) -> str | None:
-    states = content.values() if isinstance(content, Mapping) else [None]
-    if not all(isinstance(state, Mapping) and isinstance(state.get("fp32"), Tensor) for state in states):
-        return "it does not contain the states of experts"
-    return None
-
-
-_KINDS: dict[str, Callable[[Any], str | None]] = {
-    r"layer_\d+-model_\d+-model_states\.pt": _layer_problem,
-    r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt": _model_problem,
-    r"\w*optim_states\.pt": _optimizer_problem,
-    r"expert_rank_\d+_mp_rank_\d+_states\.pt": _experts_problem,
-    r"rng_state_\d+\.pt": _random_problem,
-}
-"""Pattern of a name -> what is wrong with the content."""
 
 
 class LazyTensors(Mapping[str, Tensor]):

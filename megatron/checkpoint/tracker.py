@@ -32,7 +32,7 @@ from megatron.checkpoint.files import (
     write_manifest,
     write_text,
 )
-from megatron.checkpoint.run_file import RUN_FILE, SavedRun, check_description
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder
 from megatron.common.reading import read_bytes, read_json
@@ -150,8 +150,9 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     try:
         description = read_json(path / RUN_FILE)
     except (OSError, ValueError):
-        raise CheckpointError(f"{path / RUN_FILE} does not describe a training run") from None
-    check_description(description, path / RUN_FILE)
+        description = None
+    if not isinstance(description, dict) or not description.keys() >= {"iteration", "layout", "config"}:
+        raise CheckpointError(f"{path / RUN_FILE} does not describe a training run")
     if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
         raise CheckpointError(f"{path} holds iteration {description['iteration']}: its folder was copied or renamed")
     return SavedRun(folder, tag, description)

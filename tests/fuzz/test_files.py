@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 from support.command_lines import parse
-from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged, outcome, scratch, unchanged
+from support.fuzzing import altered, damaged, outcome, scratch, unchanged
 
-from megatron.checkpoint.compatibility import at_saved_sample, check_compatible, overridden_settings
-from megatron.checkpoint.files import MANIFEST, Record, _render, check_content, check_sizes, read_manifest, record_of
-from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
-from megatron.checkpoint.tensor_files import check_structure, read_checked_file
+from megatron.checkpoint.files import MANIFEST, _render, check_content, check_sizes, read_manifest, record_of
+from megatron.checkpoint.run_file import RUN_FILE, describe
+from megatron.checkpoint.tensor_files import check_harmless, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest
 from megatron.config import DataConfig, ModelConfig
 from megatron.data.datasets import build_datasets
@@ -24,7 +23,6 @@ from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.model.huggingface import config_of, read_json
 from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.convert.inspection import find, read_config
-from megatron.tools.convert.report import facts
 from megatron.tools.convert.whole_model import check_sizes as check_model
 from megatron.tools.convert.whole_model import read_tensors
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
@@ -93,35 +91,6 @@ def write_checkpoint(folder: Path, description: object) -> None:
     (folder / LATEST).write_text(tag.name)
 
 
-def use(saved: SavedRun) -> None:
-    """Everything that is read from a ``run.json`` before weights are."""
-    run = parse("--model-parallel-size 1 --pipe-parallel-size 2", ranks=2)
-    for read in (
-        lambda: saved.layout.has_optimizer_partitions,
-        lambda: str(saved.layout),
-        lambda: saved.history,
-        lambda: saved.skipped_samples,
-        saved.whole_model_config,
-        lambda: check_compatible(saved, run),
-        lambda: overridden_settings(saved, run),
-        lambda: at_saved_sample(saved, run),
-    ):
-        outcome(read, 2, 4)
-
-
-@given(altered(RUN))
-def test_descriptions_of_runs(description: object) -> None:
-    with scratch() as folder:
-        write_checkpoint(folder, description)
-        with unchanged(folder):
-            saved = outcome(lambda: newest(folder), 4)
-            if saved is not None:
-                use(saved)
-            found = outcome(lambda: find(folder), 4)
-            if found is not None:
-                outcome(lambda: facts(found), 4)
-
-
 @given(damaged(b"global_step6"), st.data())
 def test_manifests(latest: bytes, data: st.DataObject) -> None:
     with scratch() as folder:
@@ -129,14 +98,7 @@ def test_manifests(latest: bytes, data: st.DataObject) -> None:
         tag = folder / "global_step6"
         whole = (tag / MANIFEST).read_bytes()
         (folder / LATEST).write_bytes(latest)
-        records = {
-            data.draw(TEXTS | st.sampled_from([RUN_FILE, "mp_rank_00_model_states.pt", "/etc/passwd"])): Record(
-                data.draw(NUMBERS | VALUES), data.draw(TEXTS | VALUES)
-            )
-            for _ in range(data.draw(st.integers(0, 3)))
-        }
-        sealed = _render(records).encode("utf-8", "surrogatepass")
-        (tag / MANIFEST).write_bytes(data.draw(damaged(whole) | st.just(sealed)))
+        (tag / MANIFEST).write_bytes(data.draw(damaged(whole)))
         with unchanged(folder):
             outcome(lambda: newest(folder), 4)
             manifest = outcome(lambda: read_manifest(tag), 4)
@@ -179,7 +141,7 @@ def test_files_of_tensors(tensors: bytes, pickle: bytes) -> None:
             found = outcome(lambda: find(folder / "x.safetensors"), 4)
             outcome(lambda: read_config(found), 4)
             outcome(lambda: read_checked_file(folder / "mp_rank_00_model_states.pt"), 4)
-            outcome(lambda: check_structure(folder / "mp_rank_00_model_states.pt"), 4)
+            outcome(lambda: check_harmless(folder / "mp_rank_00_model_states.pt"), 4)
 
 
 HF = {
