@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.sentence_dataset import Run, SentenceDataset, SentenceMaps, read_sentences, sentence_maps
+from megatron.data.sentence_dataset import Run, SentenceDataset, read_sentences, sentence_maps
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.whitespace import NullTokenizer
@@ -32,8 +32,8 @@ class BertDataset(SentenceDataset):
 
     Args:
         source: the data set, whose sequences are sentences, and its documents.
-        maps: which sentences make up which sample.
-        later_order: the order of the pairs in the window with a number from 1.
+        runs: which sentences make up which sample.
+        order: returns the order of the pairs in an epoch.
         samples: samples that are needed.
         tokenizer: the vocabulary of the tokens.
         data: sequence length and masking probability.
@@ -43,8 +43,8 @@ class BertDataset(SentenceDataset):
     def __init__(
         self,
         source: Source,
-        maps: SentenceMaps,
-        later_order: Callable[[int], np.ndarray],
+        runs: np.ndarray,
+        order: Callable[[int], np.ndarray],
         samples: int,
         *,
         tokenizer: WordPieceTokenizer,
@@ -52,7 +52,7 @@ class BertDataset(SentenceDataset):
         seed: int,
         salt: int,
     ) -> None:
-        super().__init__(source, maps, later_order, samples)
+        super().__init__(source, runs, order, samples)
         self._tokenizer, self._seq_length, self._mask_prob = tokenizer, data.seq_length, data.mask_prob
         self._seed_words = [seed & 0xFFFFFFFF, seed >> 32, salt]
 
@@ -169,13 +169,11 @@ def bert_samples(
     """
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
-    maps, later_order = sentence_maps(
-        data, name, source, samples, max_tokens=data.seq_length - SPECIAL_TOKENS, fewest=2, seed=seed
-    )
+    runs, order = sentence_maps(data, name, source, max_tokens=data.seq_length - SPECIAL_TOKENS, fewest=2, seed=seed)
     return BertDataset(
         source,
-        maps,
-        later_order,
+        runs,
+        order,
         samples,
         tokenizer=tokenizer,
         data=data,

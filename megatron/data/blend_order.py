@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import ClassVar
 
 import numpy as np
 
@@ -25,8 +24,6 @@ class BlendPlan:
     """Samples needed, counted from the first of the blend."""
     taken: tuple[int, ...] = ()
     """Samples of each data set before the window; empty if it is the first one."""
-    names: ClassVar[tuple[str, ...]] = ("sources", "places")
-    """Names of the arrays that ``build`` returns."""
 
     @cached_property
     def period(self) -> int:
@@ -42,11 +39,6 @@ class BlendPlan:
         """The window that begins after that many samples of each data set."""
         return replace(self, requested=min(self.period, self.requested, sum(taken) + BLEND_WINDOW), taken=taken)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays that ``build`` returns."""
-        return 6 * self.length
-
     def build(self) -> dict[str, np.ndarray]:
         """``sources`` and ``places`` of the window, [length]: the data set of each sample, and how many before it are
         of the same one."""
@@ -57,10 +49,6 @@ class BlendPlan:
             is_its_own = sources == source
             places[is_its_own] = np.arange(before, before + np.count_nonzero(is_its_own), dtype=places.dtype)
         return {"sources": sources, "places": places}
-
-    def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
-        """Whether ``arrays`` have the shapes of those that ``build`` returns."""
-        return all(arrays[name].shape == (self.length,) for name in self.names)
 
 
 class BlendOrder:

@@ -14,7 +14,7 @@ from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
 from megatron.data.blend_order import BlendOrder, BlendPlan
 from megatron.data.gpt2_dataset import GPT2Dataset, gpt2_error, gpt2_samples
 from megatron.data.indexed_dataset import Span
-from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.map_cache import Recipe, cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.pair_dataset import PairDataset, pair_error, pair_samples
 from megatron.data.sft_dataset import SFTDataset, sft_error, sft_samples
@@ -164,10 +164,32 @@ def _blended(
 
     def load(window: BlendPlan) -> Mapping[str, np.ndarray]:
         origin: object = (plan.shares, sum(window.taken)) if any(window.taken) else plan.shares
-        return cached(folder, f"blend_{window.length}ns_{digest(origin)}", window)
+        recipe = Recipe(("sources", "places"), 6 * window.length, window.build)
+        return cached(folder, f"blend_{window.length}ns_{digest(origin)}", recipe)
 
     first = load(plan.window(()))
     order = BlendOrder(plan, first["sources"], first["places"], load)
     # A data set has its share of the samples, plus less than one.
     parts = [of_source(source, math.ceil(source.share * samples)) for source in sources]
     return BlendedDataset(parts, order, samples)
+
+
+def rank_sample_indices(first: int, global_batch_size: int, data_rank: int, data_size: int) -> range:
+    """The share of data-parallel rank ``data_rank`` of ``data_size`` in the global batch that begins at ``first``."""
+    share = global_batch_size // data_size
+    return range(first + data_rank * share, first + (data_rank + 1) * share)
+
+
+def sample_at(index: int, skipped: Sequence[range]) -> int:
+    """The ``index``-th sample, from 0, of those that are not ``skipped``; the ranges are in order."""
+    for samples in skipped:
+        if samples.start > index:
+            break
+        index += len(samples)
+    return index
+
+
+def with_skipped(skipped: Sequence[range], samples: range) -> tuple[range, ...]:
+    """``skipped`` and ``samples``, in order and without overlap. ``samples`` covers whole ranges or none of them."""
+    others = [other for other in skipped if other.start not in samples]
+    return tuple(sorted([*others, samples], key=lambda span: span.start))

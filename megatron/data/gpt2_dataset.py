@@ -1,6 +1,23 @@
-"""Samples for GPT-2: ``seq_length + 1`` consecutive tokens of shuffled documents, without padding."""
+"""Samples for GPT-2: ``seq_length + 1`` consecutive tokens of shuffled documents, without padding.
 
-from collections.abc import Sequence
+The documents are an endless stream of epochs: epoch 0, then epoch 1, and so on, each shuffled by itself. Sample j
+starts at token ``j * seq_length`` of it, so neighbors share one token. The samples that start in epoch e are block e;
+each block is shuffled by itself. Nothing depends on how many samples are requested: a longer run sees the samples of a
+shorter one first, in the same order.
+
+Three maps hold this, as in every program of the Megatron family:
+
+    documents  [epochs * documents]  documents in the order of the stream, up to the end of the last sample
+    samples    [n + 1, 2]            where sample j starts: position in ``documents``, token offset
+    shuffle    [n]                   the sample that is the i-th to be trained on
+
+They are built for an epoch at a time, so that neither memory nor the time to start grows with the number of iterations.
+In the maps of an epoch, samples and positions count from its beginning.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +25,99 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
-from megatron.data.indexed_dataset import IndexedDataset, Span, check_mapped
-from megatron.data.map_cache import Arrays, cache_folder, cached_window, digest
+from megatron.data.indexed_dataset import IndexedDataset, Span, unknown_token
+from megatron.data.map_cache import Arrays, Recipe, cache_folder, cached_epoch, digest
 from megatron.data.splits import SPLIT_NAMES, Source
+
+
+@dataclass(frozen=True)
+class IndexMaps:
+    """The three maps of an epoch; see the top of the file."""
+
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """The endless stream of samples of some documents.
+
+    Attributes:
+        lengths: tokens of each document, int64 [documents].
+        seq_length: tokens of a sample, less one.
+        seed: seed of both orders.
+        salt: distinguishes streams that share a seed.
+    """
+
+    lengths: np.ndarray
+    seq_length: int
+    seed: int
+    salt: int = 0
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of an epoch."""
+        return int(self.lengths.sum())
+
+    def first_sample(self, epoch: int) -> int:
+        """First sample that starts in ``epoch``."""
+        return -(-epoch * self.tokens // self.seq_length)
+
+    def epoch_of(self, sample: int) -> int:
+        """The epoch in which a sample starts."""
+        return sample * self.seq_length // self.tokens
+
+    def recipe(self, epoch: int) -> Recipe:
+        """How the maps of ``epoch`` are built."""
+        samples = self.first_sample(epoch + 1) - self.first_sample(epoch)
+        return Recipe(
+            ("documents", "samples", "shuffle"), 8 * len(self.lengths) + 12 * samples, partial(self.build, epoch)
+        )
+
+    def build(self, epoch: int) -> Arrays:
+        """Compute the maps of ``epoch``, in which a sample starts."""
+        first, end = self.first_sample(epoch), self.first_sample(epoch + 1)
+        # Up to the last token of the last sample, which is in a later epoch.
+        orders = [self._order(later, 0, len(self.lengths)) for later in range(epoch, self.epoch_of(end) + 1)]
+        documents = np.concatenate(orders)
+        offset = first * self.seq_length - epoch * self.tokens
+        return {
+            "documents": documents.astype(_fitting(len(self.lengths), np.int32)),
+            "samples": sample_starts(self.lengths[documents], end - first, self.seq_length, offset),
+            "shuffle": self._order(epoch, 1, end - first).astype(_fitting(end - first, np.uint32)),
+        }
+
+    def _order(self, epoch: int, purpose: int, count: int) -> np.ndarray:
+        """An order of ``count`` things, from a generator of its own for every epoch and purpose.
+
+        ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must continue in
+        the same order, which the newer ``Generator`` does not promise.
+        """
+        seed_words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF]
+        return np.random.RandomState([*seed_words, self.salt, epoch, purpose]).permutation(count)
+
+
+def sample_starts(lengths: np.ndarray, samples: int, seq_length: int, offset: int = 0) -> np.ndarray:
+    """Where samples 0 to ``samples`` start in documents of these ``lengths``: [samples + 1, 2], see ``samples`` above.
+
+    Sample 0 starts at token ``offset``. Rows are int32 if that holds them, else int64.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    # The document of a sample is the number of documents that end at its start or before. Counting them takes an
+    # eighth of the time of a search for each sample.
+    first_after = np.maximum(-((offset - ends) // seq_length), 0)
+    positions = np.cumsum(np.bincount(first_after, minlength=samples + 1)[: samples + 1])
+    widest = max(len(lengths), int(lengths.max()))
+    table = np.empty((samples + 1, 2), _fitting(widest, np.int32))
+    table[:, 0] = positions
+    table[:, 1] = np.arange(samples + 1, dtype=np.int64) * seq_length + offset - (ends - lengths)[positions]
+    return table
+
+
+def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:
+    """``narrow`` if it holds all numbers up to ``bound``, else int64."""
+    return narrow if bound <= np.iinfo(narrow).max else np.int64
 
 
 class GPT2Dataset:
@@ -20,36 +126,44 @@ class GPT2Dataset:
     Args:
         indexed: the data set.
         documents: the documents to use.
-        maps: order of samples over these documents, numbered from 0.
+        stream: the stream of samples of these documents, numbered from 0.
+        samples: samples that are needed.
+        load: returns the maps that ``stream.build`` does. Those of the last two epochs stay open.
         vocab_size: tokens at or above it are an error.
     """
 
-    def __init__(self, indexed: IndexedDataset, documents: range, maps: WindowedMaps, *, vocab_size: int) -> None:
-        self.indexed, self.documents, self.maps = indexed, documents, maps
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        stream: SampleStream,
+        samples: int,
+        load: Callable[[int], Arrays],
+        *,
+        vocab_size: int,
+    ) -> None:
+        self.indexed, self.documents, self.stream = indexed, documents, stream
+        self.maps = lru_cache(maxsize=2)(lambda epoch: IndexMaps(**load(epoch)))
+        """The maps of an epoch."""
+        self.maps(0)
         self._starts = indexed.document_starts[documents.start : documents.stop + 1]
-        self._vocab_size = vocab_size
+        self._samples, self._vocab_size = stream.first_sample(stream.epoch_of(samples - 1) + 1), vocab_size
 
     def __len__(self) -> int:
         """Samples in the data set: whole epochs, at least as many as were requested."""
-        return len(self.maps)
+        return self._samples
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens of the ``index``-th sample to train on, int64 [seq_length + 1]. Raises DataError as ``take`` does."""
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Tokens of some samples, int64 [n, seq_length + 1]. Raises DataError if one is not in the vocabulary.
-
-        It is also raised if a file of the data set or its index maps has been truncated.
-        """
-        located = [self.maps.locate(index) for index in indices]
-        for maps in {id(maps): maps for maps, _ in located}.values():
-            check_mapped(maps.documents, maps.samples, maps.shuffle)
+        """Tokens of some samples, int64 [n, seq_length + 1]. Raises DataError if one is not in the vocabulary."""
         span, begin_of = self.indexed.span, self._starts.item
         parts = [
             span(begin_of(document) + start, stop - start)
-            for maps, at in located
-            for document, start, stop in self._parts(maps, at)
+            for index in indices
+            for document, start, stop in self._parts(index)
         ]
         rows = np.concatenate(parts, dtype=np.int64).reshape(len(indices), -1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
@@ -58,13 +172,16 @@ class GPT2Dataset:
 
     def spans(self, index: int) -> list[Span]:
         """The parts of documents that make up the ``index``-th sample, in order."""
-        first, parts = self.documents.start, self._parts(*self.maps.locate(index))
-        return [Span(self.indexed, first + document, *bounds) for document, *bounds in parts]
+        first = self.documents.start
+        return [Span(self.indexed, first + document, *bounds) for document, *bounds in self._parts(index)]
 
-    def _parts(self, maps: IndexMaps, at: int) -> list[tuple[int, int, int]]:
-        """Document, counted from the first in use, start and stop of each part of the ``at``-th sample of a window."""
-        begin_of = self._starts.item
-        sample = maps.shuffle.item(at)
+    def _parts(self, index: int) -> list[tuple[int, int, int]]:
+        """Document, counted from the first in use, start and stop of each part of the ``index``-th sample."""
+        if not 0 <= index < self._samples:
+            raise IndexError(index)
+        epoch = self.stream.epoch_of(index)
+        maps, begin_of = self.maps(epoch), self._starts.item
+        sample = maps.shuffle.item(index - self.stream.first_sample(epoch))
         (first, begin), (last, end) = maps.samples[sample : sample + 2].tolist()
         parts = []
         for position in range(first, last):
@@ -83,11 +200,8 @@ class GPT2Dataset:
             if wrong.any():
                 break
         at = int(wrong.argmax())
-        return DataError(
-            f"{self.indexed.bin_path} holds token {tokens[at]} in document {span.document} at "
-            f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
-            "that the data set was made with, or make the data set again"
-        )
+        place = f"document {span.document} at offset {span.start + at}"
+        return unknown_token(self.indexed, tokens[at], place, self._vocab_size)
 
 
 def gpt2_error(data: DataConfig, name: str, source: Source) -> str | None:
@@ -111,19 +225,13 @@ def gpt2_samples(
 ) -> GPT2Dataset:
     """At least ``samples`` samples of one source of the split ``name``."""
     indexed, documents = source.indexed, source.documents
-    stream = SampleStream(
-        lengths=np.diff(indexed.document_starts[documents.start : documents.stop + 1]),
-        seq_length=data.seq_length,
-        requested=samples,
-        seed=seed,
-        salt=SPLITS.index(name),
-    )
-    folder, prefix, content = cache_folder(data, indexed.prefix), Path(indexed.prefix).name, indexed.content_hash()
+    lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1])
+    stream = SampleStream(lengths, data.seq_length, seed, SPLITS.index(name))
+    origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length))
+    folder, prefix = cache_folder(data, indexed.prefix), Path(indexed.prefix).name
 
-    def load(window: SampleStream) -> Arrays:
-        later = (window.first_epoch,) if window.first_epoch else ()
-        origin = (content, documents, name, seed, data.seq_length, window.samples, *later)
-        cache_name = f"{prefix}_{name}_{window.samples}ns_{data.seq_length}sl_{seed}s_{digest(origin)}"
-        return cached_window(folder, cache_name, window, first_epoch=window.first_epoch, epochs=stream.window_epochs)
+    def load(epoch: int) -> Arrays:
+        cache_name = f"{prefix}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch{epoch}"
+        return cached_epoch(folder, cache_name, stream.recipe(epoch), epoch)
 
-    return GPT2Dataset(indexed, documents, WindowedMaps(stream, load), vocab_size=vocab_size)
+    return GPT2Dataset(indexed, documents, stream, samples, load, vocab_size=vocab_size)

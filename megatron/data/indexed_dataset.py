@@ -56,8 +56,7 @@ class IndexedDataset:
         dtype: type of the tokens on disk.
 
     Raises:
-        DataError: a file is missing, unreadable, of another format, damaged or truncated. ``get`` and ``span`` raise it
-            if a file is truncated later.
+        DataError: a file is missing, unreadable, of another format, damaged or truncated.
     """
 
     def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
@@ -94,19 +93,12 @@ class IndexedDataset:
         """Documents in the data set."""
         return len(self.doc_idx) - 1
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens ``offset`` to ``offset + length`` (default: to the end) of sequence ``index``, without a copy."""
-        check_mapped(self._index, self._tokens)
-        size = int(self.sizes[index])
-        length = size - offset if length is None else length
-        if not (offset >= 0 and length >= 0 and offset + length <= size):
-            raise IndexError(f"tokens {offset} to {offset + length} of sequence {index}, which has {size}")
-        start = self.sequence_start(index) + offset
-        return self._tokens[start : start + length]
+    def get(self, index: int) -> np.ndarray:
+        """Tokens of sequence ``index``, without a copy."""
+        return self.run(index, index + 1)
 
     def run(self, first: int, end: int) -> np.ndarray:
         """Tokens of the sequences ``first`` to ``end - 1``, without a copy."""
-        check_mapped(self._index, self._tokens)
         start = self.sequence_start(first)
         return self._tokens[start : start + int(self.sizes[first:end].sum())]
 
@@ -117,18 +109,32 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> np.ndarray:
         """Where each document begins in the tokens of the whole data set, and their number, int64 [D]."""
-        check_mapped(self._index)
         return np.append(self.pointers // self.dtype.itemsize, self.num_tokens)[self.doc_idx]
 
     def span(self, start: int, length: int) -> np.ndarray:
         """Tokens ``start`` to ``start + length`` of the whole data set, without a copy."""
-        check_mapped(self._tokens)
         return self._tokens[start : start + length]
 
     def content_hash(self) -> str:
         """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""
         stats = [(stat.st_size, stat.st_mtime_ns) for stat in (self._bin_stat, self._idx_stat)]
         return hashlib.sha256(repr((stats, self._header)).encode()).hexdigest()
+
+
+def unknown_token(indexed: IndexedDataset, token: int, place: str, vocab_size: int) -> DataError:
+    """The error for a token that is not in a vocabulary of that size."""
+    return DataError(
+        f"{indexed.bin_path} holds token {token} in {place}, but the vocabulary ends at {vocab_size - 1}: name the "
+        "vocabulary that the data set was made with, or make the data set again"
+    )
+
+
+def check_tokens(indexed: IndexedDataset, tokens: np.ndarray, place: str, vocab_size: int) -> np.ndarray:
+    """``tokens`` of the data set, int64. Raises DataError if one is not in a vocabulary of that size."""
+    tokens = tokens.astype(np.int64)
+    if (wrong := (tokens < 0) | (tokens >= vocab_size)).any():
+        raise unknown_token(indexed, tokens[wrong.argmax()], place, vocab_size)
+    return tokens
 
 
 class Span(NamedTuple):
@@ -186,14 +192,9 @@ def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, i
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != VERSION:
         raise DataError(f"{path} has version {version} at offset 9; only version {VERSION} can be read")
-    if code in (6, 7):
-        raise DataError(
-            f"{path} has dtype code {code} at offset 17: floating point, whose width differs between programs; "
-            "tokens must be integers"
-        )
     if code not in DTYPES:
         known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
-        raise DataError(f"{path} has the unknown dtype code {code} at offset 17 (known: {known})")
+        raise DataError(f"{path} has dtype code {code} at offset 17, which is no type of integers (known: {known})")
     promised = HEADER.size + 12 * sequences + 8 * documents
     if file_size < promised:
         raise DataError(
@@ -209,35 +210,13 @@ def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, i
 
 
 def _check_index(path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray) -> None:
-    """DataError naming the first entry of the index that contradicts another."""
-    sequences = len(sizes)
-    if (bad := _first(sizes < 0)) is not None:
-        raise DataError(f"{path} has the negative size {sizes[bad]} for sequence {bad}, at offset {34 + 4 * bad}")
-    # Sequences are contiguous, so each pointer follows from the one before it.
-    gaps = np.diff(pointers) - np.multiply(sizes[:-1], dtype.itemsize, dtype=np.int64)
-    bad = 0 if sequences and pointers[0] != 0 else _first(gaps != 0, shift=1)
-    if bad is not None:
-        raise DataError(
-            f"{path} has the pointer {pointers[bad]} for sequence {bad}, at offset {34 + 4 * sequences + 8 * bad}: "
-            "not the end of the sequence before it"
-        )
-    bounds = 34 + 12 * sequences
-    if not len(doc_idx) or doc_idx[0] != 0:
-        raise DataError(f"{path} does not begin its documents with sequence 0, at offset {bounds}")
-    if (bad := _first(np.diff(doc_idx) < 0, shift=1)) is not None:
-        raise DataError(
-            f"{path} ends document {bad - 1} at sequence {doc_idx[bad]}, before it begins, at offset {bounds + 8 * bad}"
-        )
-    if doc_idx[-1] != sequences:
-        raise DataError(
-            f"{path} ends its last document at sequence {doc_idx[-1]} of {sequences}, "
-            f"at offset {bounds + 8 * (len(doc_idx) - 1)}"
-        )
-
-
-def _first(wrong: np.ndarray, shift: int = 0) -> int | None:
-    """Position of the first true value, plus ``shift``."""
-    return int(wrong.argmax()) + shift if wrong.any() else None
+    """DataError if entries of the index contradict one another: sequences are contiguous, and so are documents."""
+    lengths = np.multiply(sizes, dtype.itemsize, dtype=np.int64)
+    has_sequences = not (sizes < 0).any() and np.array_equal(np.diff(pointers), lengths[:-1]) and not pointers[:1].any()
+    has_documents = len(doc_idx) > 0 and doc_idx[0] == 0 and doc_idx[-1] == len(sizes) and (np.diff(doc_idx) >= 0).all()
+    if not (has_sequences and has_documents):
+        what = "documents" if has_sequences else "sequences"
+        raise DataError(f"{path} is damaged: the bounds of its {what} contradict one another; copy it again")
 
 
 def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> None:
@@ -249,19 +228,3 @@ def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> 
             f"{path} {problem}: it has {size} bytes, its index says {num_tokens} tokens of {dtype.itemsize} bytes, "
             f"{expected} in all"
         )
-
-
-def check_mapped(*arrays: np.ndarray) -> None:
-    """Raises DataError if the file of an array has become shorter than the array. Call it right before reading.
-
-    Reading pages after the end of a file would end the process with SIGBUS. It costs one system call for each array
-    that is a memory map, or a view of one; others are skipped.
-    """
-    for array in arrays:
-        memory = array if isinstance(array, np.memmap) else array.base
-        # numpy has no public way to the size of the mapped file.
-        if isinstance(memory, np.memmap) and memory._mmap.size() < memory.offset + memory.nbytes:  # type: ignore[attr-defined]
-            raise DataError(
-                f"{memory.filename} was truncated while it is in use: it has {memory._mmap.size():,} bytes, and "  # type: ignore[attr-defined]
-                f"{memory.offset + memory.nbytes:,} when it was opened: restore the file and start again"
-            )

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.common.errors import UserError
 from megatron.common.processes import exit_with_parent, ignore_exit_signals
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.data.datasets import Samples
-from megatron.data.index_maps import rank_sample_indices, sample_at
+from megatron.data.datasets import Samples, rank_sample_indices, sample_at
 
 
 class Batch(NamedTuple):

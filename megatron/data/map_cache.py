@@ -4,9 +4,9 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -18,22 +18,18 @@ from megatron.config import DataConfig
 Arrays = Mapping[str, np.ndarray]
 
 
-class Recipe(Protocol):
-    """What is needed to build some arrays, and known of them beforehand."""
+LARGE = 1 << 24
+"""Bytes of the arrays of an epoch, from which on they are stored. It takes less than a second to build smaller ones."""
 
-    @property
-    def names(self) -> Collection[str]:
-        """Names of the arrays, which end the names of their files."""
 
-    @property
-    def nbytes(self) -> int:
-        """Their size, at least."""
+class Recipe(NamedTuple):
+    """What is needed to build some arrays."""
 
-    def build(self) -> Arrays:
-        """Build the arrays."""
-
-    def fits(self, arrays: Arrays) -> bool:
-        """Whether stored arrays have the shapes of those that ``build`` returns."""
+    names: tuple[str, ...]
+    """Names of the arrays, which end the names of their files."""
+    nbytes: int
+    """Their size, at least."""
+    build: Callable[[], Arrays]
 
 
 def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
@@ -49,29 +45,29 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
         ResourceError: the disk is too small for the arrays; nothing is built.
     """
     with contextlib.suppress(OSError, ValueError):
-        return _load(folder, name, recipe)
+        return _load(folder, name, recipe.names)
     with _lock(folder / f"{name}.lock"):
         with contextlib.suppress(OSError, ValueError):
-            return _load(folder, name, recipe)
+            return _load(folder, name, recipe.names)
         _check_disk(folder, recipe.nbytes)
         arrays = recipe.build()
         with contextlib.suppress(OSError, ValueError):
             for key, array in arrays.items():
                 with replace_file(folder / f"{name}_{key}.npy") as file:
                     np.save(file, array, allow_pickle=False)
-            return _load(folder, name, recipe)
+            return _load(folder, name, recipe.names)
     return arrays
 
 
-def cached_window(folder: Path, name: str, recipe: Recipe, *, first_epoch: int, epochs: int) -> Arrays:
-    """The arrays of a window of ``epochs`` epochs of a stream, of which training reads one after the other.
+def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
+    """The arrays of an epoch, of which training reads one after the other.
 
-    The first window, and those of a single epoch, which may be large, are ``cached``, which see. Others are built in
-    less than a second, and stay in memory; so does a window for which the disk has become too small.
+    The first one and large ones are ``cached``, which see; others stay in memory, and so does a later one for which the
+    disk has become too small.
     """
-    if not first_epoch:
+    if epoch == 0:
         return cached(folder, name, recipe)
-    if epochs == 1:
+    if recipe.nbytes >= LARGE:
         with contextlib.suppress(ResourceError):
             return cached(folder, name, recipe)
     return recipe.build()
@@ -99,14 +95,10 @@ def _check_disk(folder: Path, size: int) -> None:
         )
 
 
-def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
+def _load(folder: Path, name: str, keys: Sequence[str]) -> Arrays:
     """Map the stored arrays into memory. Raises OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    maps = {key: np.lib.format.open_memmap(folder / f"{name}_{key}.npy", mode="r") for key in recipe.names}
-    arrays = {key: np.asarray(memory) for key, memory in maps.items()}
-    if not recipe.fits(arrays):
-        raise ValueError(f"arrays {name} have other shapes")
-    return arrays
+    return {key: np.asarray(np.lib.format.open_memmap(folder / f"{name}_{key}.npy", mode="r")) for key in keys}
 
 
 @contextlib.contextmanager

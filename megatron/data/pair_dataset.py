@@ -10,10 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, check_tokens
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.data.t5_dataset import Shape, padded
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
@@ -69,14 +68,8 @@ class PairDataset:
         return padded(text, predicted, self._vocabulary, self._shape)
 
     def _read(self, indexed: IndexedDataset, document: int) -> np.ndarray:
-        first, last = indexed.doc_idx[document : document + 2]
-        tokens = np.concatenate([indexed.get(n) for n in range(first, last)]).astype(np.int64)
-        if (wrong := (tokens < 0) | (tokens >= self._vocabulary.size)).any():
-            raise DataError(
-                f"{indexed.bin_path} holds token {tokens[wrong.argmax()]} in document {document}, but the vocabulary "
-                f"ends at {self._vocabulary.size - 1}: name the vocabulary that the data set was made with"
-            )
-        return tokens
+        first, end = indexed.doc_idx[document : document + 2]
+        return check_tokens(indexed, indexed.run(first, end), f"document {document}", self._vocabulary.size)
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.RandomState([*self._seed_words, epoch]).permutation(len(self._documents))

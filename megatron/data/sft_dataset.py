@@ -14,7 +14,7 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, check_tokens
 from megatron.data.splits import SPLIT_NAMES, Source
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
@@ -102,7 +102,7 @@ class SFTDataset:
     def take(self, indices: Sequence[int]) -> np.ndarray:
         """Tokens, segment ids, labels and loss mask of some samples, int64 [n, 4, seq_length].
 
-        Raises DataError if a token is not in the vocabulary, or a file has been truncated.
+        Raises DataError if a token is not in the vocabulary.
         """
         samples = np.zeros((len(indices), 4, self._seq_length), np.int64)
         for sample, index in zip(samples, indices, strict=True):
@@ -116,11 +116,7 @@ class SFTDataset:
                 sample[LOSS_MASK, begin:end] = self.loss_mask.span(start + 1, size)
                 sample[SEGMENTS, begin:end] = number
             sample[SEGMENTS, end:] = len(documents)
-        if samples[:, (TOKENS, LABELS)].view(np.uint64).max() >= self._vocab_size:  # a negative one is very large there
-            raise DataError(
-                f"{self.indexed.bin_path} holds a token above {self._vocab_size - 1}, the last of the vocabulary: name "
-                "the vocabulary that the data set was made with, or make the data set again"
-            )
+        check_tokens(self.indexed, samples[:, (TOKENS, LABELS)].ravel(), "some document", self._vocab_size)
         return samples
 
     def describe(self) -> str:

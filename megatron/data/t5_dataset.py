@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.sentence_dataset import Run, SentenceDataset, SentenceMaps, read_sentences, sentence_maps
+from megatron.data.sentence_dataset import Run, SentenceDataset, read_sentences, sentence_maps
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
@@ -45,8 +45,8 @@ class T5Dataset(SentenceDataset):
 
     Args:
         source: the data set, whose sequences are sentences, and its documents.
-        maps: which sentences make up which sample.
-        later_order: the order of the runs in the window with a number from 1.
+        runs: which sentences make up which sample.
+        order: returns the order of the runs in an epoch.
         samples: samples that are needed.
         vocabulary: the special tokens, and which tokens continue a word.
         shape: lengths of the samples.
@@ -56,15 +56,15 @@ class T5Dataset(SentenceDataset):
     def __init__(
         self,
         source: Source,
-        maps: SentenceMaps,
-        later_order: Callable[[int], np.ndarray],
+        runs: np.ndarray,
+        order: Callable[[int], np.ndarray],
         samples: int,
         *,
         vocabulary: SpanVocabulary,
         shape: Shape,
         seed: int,
     ) -> None:
-        super().__init__(source, maps, later_order, samples)
+        super().__init__(source, runs, order, samples)
         self._vocabulary, self._shape, self._seed = vocabulary, shape, seed
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -197,7 +197,5 @@ def t5_samples(data: DataConfig, name: str, source: Source, samples: int, *, voc
     """At least ``samples`` samples of one source of the split ``name``. Raises DataError as ``span_vocabulary``."""
     vocabulary = span_vocabulary(data)
     assert vocabulary.size == vocab_size
-    maps, later_order = sentence_maps(
-        data, name, source, samples, max_tokens=data.seq_length - FRAME, fewest=1, seed=seed
-    )
-    return T5Dataset(source, maps, later_order, samples, vocabulary=vocabulary, shape=Shape.of(data), seed=seed)
+    runs, order = sentence_maps(data, name, source, max_tokens=data.seq_length - FRAME, fewest=1, seed=seed)
+    return T5Dataset(source, runs, order, samples, vocabulary=vocabulary, shape=Shape.of(data), seed=seed)

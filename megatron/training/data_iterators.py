@@ -13,8 +13,15 @@ from torch.distributed import ProcessGroup
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.config import RunConfig
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.data.datasets import BlendedDataset, Datasets, Samples, build_datasets, split_samples
-from megatron.data.index_maps import sample_at, with_skipped
+from megatron.data.datasets import (
+    BlendedDataset,
+    Datasets,
+    Samples,
+    build_datasets,
+    sample_at,
+    split_samples,
+    with_skipped,
+)
 from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch, sft_batch, span_batch
 from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import has_split

@@ -57,7 +57,7 @@ def test_what_the_memory_cannot_hold_is_refused(words: str, what: str) -> None:
     "words", ["--train-iters 1e10 --batch-size 1000", "--eval-iters 1e7 --eval-interval 1 --train-iters 1e7"]
 )
 def test_the_length_of_a_run_takes_no_memory(words: str) -> None:
-    """Index maps are built a window at a time: see tests/data/test_windows.py."""
+    """Index maps are built an epoch at a time: see tests/data/test_windows.py."""
     _check_sizes(sized(words))
 
 

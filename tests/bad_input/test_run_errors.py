@@ -1,7 +1,6 @@
 """Errors during a run, on one process and on two: the run exits at once with a message."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -32,20 +31,6 @@ def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layo
         assert "but the vocabulary ends at 51: name the vocabulary that the data set was made with" in line
     assert ended.returncode == 3 and "Traceback" not in ended.output
     assert not list(tmp_path.glob("ck/global_step*"))
-
-
-@pytest.mark.parametrize(("pattern", "workers"), [("tiny_text_document.bin", 0), ("index-cache/*_shuffle.npy", 1)])
-def test_a_file_truncated_during_the_run(programs: Programs, tmp_path: Path, pattern: str, workers: int) -> None:
-    """Without a check, reading a page that the file no longer has ends the process with SIGBUS."""
-    for ending in ("bin", "idx"):
-        shutil.copy(programs.folder / f"tiny_text_document.{ending}", tmp_path)
-    place = ["--data-path", tmp_path / "tiny_text_document", "--num-workers", str(workers), "--save", tmp_path / "ck"]
-    ended = programs.faulty(
-        1, f"command 0 2 truncate -s 0 {tmp_path}/{pattern}", *BRIEF, "--train-iters", "500", *place
-    )
-    (line,) = [line for line in ended.output.splitlines() if line.startswith("pretrain_gpt2.py: error: ")]
-    assert f"{tmp_path}/" in line and " was truncated while it is in use: it has 0 bytes" in line
-    assert ended.returncode == 3 and "Traceback" not in ended.output
 
 
 def test_missing_device_is_refused(programs: Programs) -> None:

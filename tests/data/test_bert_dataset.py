@@ -10,7 +10,7 @@ from megatron.config import DataConfig
 from megatron.data.bert_dataset import BertDataset, mask_tokens
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sentence_dataset import SentenceMaps, SentenceStream
+from megatron.data.sentence_dataset import SentenceStream
 from megatron.tokenizer.wordpiece import SPECIAL, WordPieceTokenizer
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
@@ -95,9 +95,8 @@ def test_a_sample_depends_on_seed_and_number_alone(build):
     for n in (31, 0, 49, 31):
         assert np.array_equal(some[n], more[n])
     assert any(not np.array_equal(some[n], build(50, seed=8)[n]) for n in range(5))
-    n = len(build(1))  # an epoch
-    again = [n + m for m in range(n) if more.maps.order[n + m] == more.maps.order[0]]
-    assert not np.array_equal(more[0], more[again[0]]), "the next epoch masks other words"
+    again = len(more.runs) + more.order(1).tolist().index(more.order(0)[0])
+    assert not np.array_equal(more[0], more[again]), "the next epoch masks other words"
 
 
 def test_whole_words_are_masked_in_proportion(vocab_file: Path):
@@ -129,18 +128,15 @@ def test_half_of_the_pairs_are_swapped(build):
 def test_every_sentence_is_in_one_pair_of_each_epoch(short_seq_prob: float):
     sizes = np.random.RandomState(1).randint(1, 30, sum(LENGTHS)).astype(np.int32)
     bounds = np.concatenate([[0], np.cumsum(LENGTHS)])
-    stream = SentenceStream(sizes, bounds, max_tokens=40, short_seq_prob=short_seq_prob, requested=300, seed=5)
-    built = stream.build()
-    maps = SentenceMaps(spans=built["runs"], order=built["order"])
-    covered = [n for first, end, _ in maps.spans for n in range(first, end)]
+    stream = SentenceStream(sizes, bounds, max_tokens=40, short_seq_prob=short_seq_prob, seed=5)
+    runs = stream.runs()
+    covered = [n for first, end, _ in runs for n in range(first, end)]
     with_company = [n for d, length in enumerate(LENGTHS) if length > 1 for n in range(bounds[d], bounds[d + 1])]
     assert covered == with_company
-    documents = np.searchsorted(bounds, maps.spans[:, 0], side="right")
-    assert (maps.spans[:, 1] <= bounds[documents]).all() and (maps.spans[:, 1] - maps.spans[:, 0] >= 2).all()
-    n = len(maps.spans)
-    for epoch in range(len(maps.order) // n):
-        assert sorted(maps.order[epoch * n : epoch * n + n]) == list(range(n))
-    assert stream.fits(built) and len(maps.order) >= 300
+    documents = np.searchsorted(bounds, runs[:, 0], side="right")
+    assert (runs[:, 1] <= bounds[documents]).all() and (runs[:, 1] - runs[:, 0] >= 2).all()
+    for epoch in range(3):
+        assert sorted(stream.order(len(runs), epoch)) == list(range(len(runs)))
 
 
 def test_a_blend_has_pairs_of_each_data_set(build, prefix, tmp_path):

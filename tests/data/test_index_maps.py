@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from megatron.data.index_maps import IndexMaps, SampleStream
+from megatron.data.gpt2_dataset import IndexMaps, SampleStream
 
 
-def stream(lengths: list[int], *, seq_length: int, requested: int, seed: int = 1234, salt: int = 0) -> SampleStream:
-    return SampleStream(np.array(lengths, np.int64), seq_length, requested, seed, salt)
+def epochs_of(lengths: list[int], seq_length: int, requested: int) -> dict[int, IndexMaps]:
+    """The maps of the epochs in which the first ``requested`` samples start."""
+    stream = SampleStream(np.array(lengths, np.int64), seq_length, 1234)
+    return {epoch: IndexMaps(**stream.build(epoch)) for epoch in sorted(set(map(stream.epoch_of, range(requested))))}
 
 
 def walk(lengths: list[int], documents: list[int], seq_length: int, samples: int) -> list[tuple[int, int]]:
@@ -29,53 +31,49 @@ CASES = [
 
 @pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
 def test_samples_equal_a_sequential_scan(lengths: list[int], seq_length: int, requested: int) -> None:
-    maps = IndexMaps(**stream(lengths, seq_length=seq_length, requested=requested).build())
-    samples = len(maps.shuffle)
-    assert samples >= requested
-    assert maps.samples.tolist() == [list(at) for at in walk(lengths, maps.documents.tolist(), seq_length, samples)]
+    maps = epochs_of(lengths, seq_length, requested)
+    orders: dict[int, list[int]] = {}
+    for epoch, one in maps.items():
+        parts = one.documents.reshape(-1, len(lengths)).tolist()
+        for later, order in enumerate(parts, start=epoch):
+            assert orders.setdefault(later, order) == order, "the order of an epoch does not depend on where it is read"
+    stream = [document for _, order in sorted(orders.items()) for document in order]
+    assert list(orders) == list(range(len(orders)))
+    found, count = [], sum(len(one.shuffle) for one in maps.values())
+    for epoch, one in maps.items():
+        found += [[epoch * len(lengths) + position, offset] for position, offset in one.samples.tolist()[:-1]]
+    assert count >= requested
+    # Empty documents aside, a place in the stream has one name.
+    assert found == [list(at) for at in walk(lengths, stream, seq_length, count)][:-1]
 
 
 @pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
 def test_every_epoch_has_each_document_and_each_sample_once(
     lengths: list[int], seq_length: int, requested: int
 ) -> None:
-    plan = stream(lengths, seq_length=seq_length, requested=requested)
-    maps = IndexMaps(**plan.build())
-    for epoch in np.split(maps.documents, plan.document_epochs):
-        assert sorted(epoch) == list(range(len(lengths)))
-    for epoch in range(plan.epochs):
-        block = range(plan.first_sample(epoch), plan.first_sample(epoch + 1))
-        assert sorted(maps.shuffle[block.start : block.stop]) == list(block)
-        assert all(epoch * plan.tokens <= sample * seq_length < (epoch + 1) * plan.tokens for sample in block)
-
-
-@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
-def test_a_longer_run_begins_as_the_shorter_one(lengths: list[int], seq_length: int, requested: int) -> None:
-    short = IndexMaps(**stream(lengths, seq_length=seq_length, requested=requested).build())
-    long = IndexMaps(**stream(lengths, seq_length=seq_length, requested=3 * requested + 5).build())
-    assert len(long.shuffle) > len(short.shuffle)
-    for name in ("documents", "samples", "shuffle"):
-        part = getattr(short, name)
-        np.testing.assert_array_equal(part, getattr(long, name)[: len(part)])
+    stream, first = SampleStream(np.array(lengths), seq_length, 1234), 0
+    for epoch, maps in epochs_of(lengths, seq_length, requested).items():
+        for order in maps.documents.reshape(-1, len(lengths)):
+            assert sorted(order) == list(range(len(lengths)))
+        assert sorted(maps.shuffle) == list(range(len(maps.shuffle)))
+        block = range(first, first := first + len(maps.shuffle))
+        assert block == range(stream.first_sample(epoch), stream.first_sample(epoch + 1))
+        assert all(epoch * stream.tokens <= sample * seq_length < (epoch + 1) * stream.tokens for sample in block)
 
 
 def test_golden_maps() -> None:
     """Pins the order: training that resumes with another version of the program or of NumPy must not see another."""
-    maps = IndexMaps(**stream([5, 3, 7, 1, 4], seq_length=4, requested=6).build())
-    assert maps.documents.tolist() == GOLDEN.documents.tolist()
-    assert maps.samples.tolist() == GOLDEN.samples.tolist()
-    assert maps.shuffle.tolist() == GOLDEN.shuffle.tolist()
-    assert (maps.documents.dtype, maps.samples.dtype, maps.shuffle.dtype) == (np.int32, np.int32, np.uint32)
-
-
-GOLDEN = IndexMaps(
-    documents=np.array([1, 3, 4, 2, 0, 1, 3, 2, 4, 0, 2, 1, 4, 3, 0]),
-    samples=np.array([[0, 0], [2, 0], [3, 0], [3, 4], [4, 1], [5, 0], [7, 0], [7, 4], [8, 1], [9, 1], [10, 0]]),
-    shuffle=np.array([1, 2, 0, 4, 3, 8, 5, 9, 7, 6]),
-)
+    first, second = epochs_of([5, 3, 7, 1, 4], 4, 6).values()
+    assert first.documents.tolist() == [1, 3, 4, 2, 0, 1, 3, 2, 4, 0]
+    assert first.samples.tolist() == [[0, 0], [2, 0], [3, 0], [3, 4], [4, 1], [5, 0]]
+    assert first.shuffle.tolist() == [1, 2, 0, 4, 3]
+    assert second.documents.tolist() == [1, 3, 2, 4, 0, 2, 1, 4, 3, 0]
+    assert second.samples.tolist() == [[0, 0], [2, 0], [2, 4], [3, 1], [4, 1], [5, 0]]
+    assert second.shuffle.tolist() == [3, 0, 4, 2, 1]
+    assert (first.documents.dtype, first.samples.dtype, first.shuffle.dtype) == (np.int32, np.int32, np.uint32)
 
 
 def test_a_document_longer_than_int32_widens_the_offsets() -> None:
-    maps = IndexMaps(**stream([2**31 + 10], seq_length=2**30, requested=1).build())
+    maps = IndexMaps(**SampleStream(np.array([2**31 + 10]), 2**30, 1234).build(0))
     assert maps.samples.dtype == np.int64
     assert maps.samples[2].tolist() == [0, 2**31]

@@ -15,7 +15,7 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     import torch.distributed as dist
 
     from megatron.cli import parse_run
-    from megatron.data.index_maps import SampleStream
+    from megatron.data.gpt2_dataset import SampleStream
     from megatron.training.data_iterators import DataIterators
 
     rank = dist.get_rank()
@@ -25,7 +25,7 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     os.environ["LOCAL_RANK"] = str(rank)
     built = []
     build = SampleStream.build
-    SampleStream.build = lambda stream: built.append(stream) or build(stream)
+    SampleStream.build = lambda stream, epoch: built.append(epoch) or build(stream, epoch)
     try:
         DataIterators(run, SimpleNamespace(rank=rank, is_first_stage=True, is_last_stage=True))
     finally:

@@ -10,9 +10,8 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.sample_history import Segment
 from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import DataConfig, TrainConfig
-from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets
+from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets, sample_at
 from megatron.data.fingerprint import blend_hash, tokenizer_hash
-from megatron.data.index_maps import sample_at
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.convert.inspection import find

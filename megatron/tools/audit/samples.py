@@ -8,9 +8,14 @@ import numpy as np
 
 from megatron.checkpoint.sample_history import Segment
 from megatron.common.errors import ConfigError, counted
-from megatron.data.datasets import BlendedDataset, IndexedSamples, PretrainingSamples
+from megatron.data.datasets import (
+    BlendedDataset,
+    IndexedSamples,
+    PretrainingSamples,
+    rank_sample_indices,
+    sample_at,
+)
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.index_maps import rank_sample_indices, sample_at
 from megatron.data.indexed_dataset import Span
 from megatron.data.sentence_dataset import SentenceDataset
 from megatron.tokenizer import Tokenizer
