@@ -12,7 +12,7 @@ from _atomic_file import atomic_file
 from megatron.common.errors import ConfigError, DataError, counted
 from megatron.config.tokenizer_files import GPT2_BPE
 from megatron.tokenizer.base import EOD
-from megatron.tokenizer.wordpiece import SEP
+from megatron.tokenizer.words import SEP
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
 from megatron.tools.preprocess.corpus import (

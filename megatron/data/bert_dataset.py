@@ -16,8 +16,7 @@ from megatron.config.data import SPLITS
 from megatron.data.sentence_dataset import Run, SentenceDataset, read_sentences, sentence_maps
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.whitespace import NullTokenizer
-from megatron.tokenizer.wordpiece import WordPieceTokenizer
+from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
 
 PairVocabulary = WordPieceTokenizer | NullTokenizer
 """Tokenizers with the tokens that frame, pad and mask a pair of sentences."""

@@ -1,51 +1,23 @@
 """Tokenizers: text to token ids and back. No torch here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, SENTENCEPIECE
+from megatron.tokenizer.base import Tokenizer as Tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tokenizer.huggingface import HuggingFaceTokenizer
-from megatron.tokenizer.sentencepiece import GPTSentencePieceTokenizer
-from megatron.tokenizer.whitespace import NullTokenizer, WhitespaceTokenizer
-from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase, WordPieceTokenizer
-
-
-class Tokenizer(Protocol):
-    """The interface of all tokenizers. Ids run from 0 to ``vocab_size - 1``."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens in the vocabulary, including the end of a document."""
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document. Tokenizing a text never returns it."""
-
-    @property
-    def unk(self) -> int | None:
-        """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
-
-    @property
-    def bos(self) -> int | None:
-        """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
-
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``. Raises DataError if it cannot be tokenized."""
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text: equal to ``tokenize`` of each, and faster."""
-
-    def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The same as arrays of integers, [tokens of the text]: the fastest way to many ids."""
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``. Raises DataError for an id outside the vocabulary."""
+from megatron.tokenizer.published import GPTSentencePieceTokenizer, HuggingFaceTokenizer
+from megatron.tokenizer.words import (
+    NullTokenizer,
+    WhitespaceTokenizer,
+    WordPieceCase,
+    WordPieceLowerCase,
+    WordPieceTokenizer,
+)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -19,69 +19,33 @@ UNK = "<unk>"
 """Token for every word that is not in the vocabulary."""
 
 
-_Ids = TypeVar("_Ids")
+class Tokenizer(ABC):
+    """Text to token ids, from 0 to ``vocab_size - 1``, and back."""
 
-
-class ListTokenizer(ABC):
-    """A tokenizer whose ids are lists first."""
-
-    @abstractmethod
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
-
-    def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The same as arrays of integers, [tokens of the text]. Raises as ``tokenize_batch``."""
-        return [np.array(ids, np.int32) for ids in self.tokenize_batch(texts)]
-
-
-class RustTokenizer(ListTokenizer):
-    """Texts to ids and back.
-
-    Args:
-        encoder: of the library. It has no special tokens, or they would be found in texts. None if a subclass makes
-            it when it is first needed.
-        vocab_size: ids are below it.
-    """
-
+    vocab_size: int
+    """Tokens in the vocabulary, including the end of a document."""
+    eod: int
+    """Id that ends a document. Tokenizing a text never returns it."""
     unk: int | None = None
     """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
     bos: int | None = None
     """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
 
-    def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int) -> None:
-        self._given, self.vocab_size = encoder, vocab_size
-
     def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``. Raises DataError for a text that UTF-8 cannot encode."""
+        """The ids of ``text``. Raises DataError as ``tokenize_batch``."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text.
+        """The ids of each text: equal to ``tokenize`` of each, and faster.
 
         Raises DataError for a text that UTF-8 cannot encode, or one with a word of more than ``LONGEST_WORD``.
         """
-        return self._checked(self._ids, texts)
+        check_texts(texts)
+        return self._encode(texts)
 
-    def _checked(self, encode: Callable[[Sequence[str]], _Ids], texts: Sequence[str]) -> _Ids:
-        """What ``encode(texts)`` returns. Raises DataError as ``tokenize_batch``."""
-        for text in texts:
-            check_words(text)
-        try:
-            return encode(texts)
-        except TypeError:
-            for text in texts:
-                check_encodable(text)
-            raise
-
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, from the library, on all cores."""
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    @property
-    def _encoder(self) -> tokenizers.Tokenizer:
-        assert self._given is not None, "a subclass makes it"
-        return self._given
+    def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same as arrays of integers, [tokens of the text]: the fastest way to many ids."""
+        return [np.array(ids, np.int32) for ids in self.tokenize_batch(texts)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; bytes that are not UTF-8, such as half a character, become U+FFFD.
@@ -89,8 +53,46 @@ class RustTokenizer(ListTokenizer):
         Raises DataError for an id outside the vocabulary.
         """
         ids = [int(id) for id in ids]
-        check_known(ids, self.vocab_size)
+        unknown = next((id for id in ids if not 0 <= id < self.vocab_size), None)
+        if unknown is not None:
+            raise DataError(
+                f"token {unknown} is not in the vocabulary of {self.vocab_size} tokens; "
+                "use the vocabulary that the tokens were made with"
+            )
+        return self._decode(ids)
+
+    @abstractmethod
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids of the vocabulary."""
+
+
+class RustTokenizer(Tokenizer):
+    """A tokenizer of the library ``tokenizers``.
+
+    Args:
+        encoder: of the library. It has no special tokens, or they would be found in texts. None if a subclass makes
+            it when it is first needed.
+        vocab_size: ids are below it.
+    """
+
+    def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int) -> None:
+        self._given, self.vocab_size = encoder, vocab_size
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def _decode(self, ids: list[int]) -> str:
         return self._encoder.decode(ids, skip_special_tokens=False)
+
+    @property
+    def _encoder(self) -> tokenizers.Tokenizer:
+        assert self._given is not None, "a subclass makes it"
+        return self._given
 
 
 LONGEST_WORD = 1 << 20
@@ -110,30 +112,15 @@ def check_words(text: str) -> None:
             )
 
 
-def check_encodable(text: str) -> None:
-    """Raises DataError for a text with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        what = f"U+{ord(text[error.start]):04X}, half of a surrogate pair"
-        raise DataError(f"character {error.start} of the text is {what}; remove or replace it") from error
-
-
-def check_known(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises DataError if an id is outside a vocabulary of ``vocab_size`` tokens."""
-    unknown = next((id for id in ids if not 0 <= id < vocab_size), None)
-    if unknown is not None:
-        raise DataError(
-            f"token {unknown} is not in the vocabulary of {vocab_size} tokens; "
-            "use the vocabulary that the tokens were made with"
-        )
-
-
-def vocabulary_file(kind: str, vocab_file: str | None, merge_file: str | None) -> str:
-    """The only file of a tokenizer without merges. Raises DataError if it is absent, or if merges are given."""
-    if merge_file is not None:
-        raise DataError(f"--merge-file {merge_file}: {kind} has no merges; leave the flag out")
-    return require_files(kind, {"--vocab-file": vocab_file})[0]
+def check_texts(texts: Iterable[str]) -> None:
+    """Raises DataError as ``check_words``, and for half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    for text in texts:
+        check_words(text)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            what = f"U+{ord(text[error.start]):04X}, half of a surrogate pair"
+            raise DataError(f"character {error.start} of the text is {what}; remove or replace it") from error
 
 
 _TRAINED = " (tools/train_tokenizer.py makes one)"

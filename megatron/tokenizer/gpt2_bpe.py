@@ -14,7 +14,15 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.common.errors import DataError
-from megatron.tokenizer.base import EOD, RustTokenizer, read_text, read_vocab_json, require_files, require_tokens
+from megatron.tokenizer.base import (
+    EOD,
+    RustTokenizer,
+    check_texts,
+    read_text,
+    read_vocab_json,
+    require_files,
+    require_tokens,
+)
 
 Vocabulary = dict[str, int]
 """Ids of tokens, whose bytes are written as printable characters."""
@@ -63,11 +71,12 @@ class GPT2BPETokenizer(RustTokenizer):
         """The ids of each text as an array of integers, [tokens of the text]. Raises as ``tokenize_batch``."""
         if self._gigatoken is None:
             return super().tokenize_arrays(texts)
-        return self._checked(self._gigatoken.encode, texts)
+        check_texts(texts)
+        return self._gigatoken.encode(texts)
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if self._gigatoken is None:
-            return super()._ids(texts)
+            return super()._encode(texts)
         return [ids.tolist() for ids in self._gigatoken.encode(texts)]
 
     @cached_property

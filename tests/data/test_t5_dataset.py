@@ -9,7 +9,7 @@ from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.t5_dataset import Shape, T5Dataset, framed
 from megatron.tokenizer import span_vocabulary
-from megatron.tokenizer.wordpiece import SPECIAL
+from megatron.tokenizer.words import SPECIAL
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 WORDS, PIECES, SENTINELS = 60, 30, 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.common.errors import DataError
-from megatron.tokenizer.whitespace import WhitespaceTokenizer
+from megatron.tokenizer.words import WhitespaceTokenizer
 
 WORDS = {"<unk>": 0, "the": 1, "cat": 2, "日本": 3, "<|endoftext|>": 4}
 

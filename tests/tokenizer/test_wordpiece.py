@@ -6,7 +6,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.wordpiece import SPECIAL
+from megatron.tokenizer.words import SPECIAL
 from megatron.tools.preprocess.tokenizer_training import train_wordpiece
 
 TEXTS = [

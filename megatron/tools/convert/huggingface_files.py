@@ -13,7 +13,7 @@ from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
-from megatron.tokenizer.wordpiece import PAD, WordPieceTokenizer, check_special, read_pieces
+from megatron.tokenizer.words import PAD, WordPieceTokenizer, check_special, read_pieces
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 LOWER_CASE, CASED = BERT.tokenizers

@@ -33,7 +33,7 @@ from megatron.engines.engine import Engine, eval_batch
 from megatron.model.loss import correct_answers
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.wordpiece import WordPieceTokenizer
+from megatron.tokenizer.words import WordPieceTokenizer
 from megatron.tools.finetuning.request import TaskRun
 from megatron.tools.finetuning.tables import Table
 from megatron.tools.reporting.tracing import requested_traces

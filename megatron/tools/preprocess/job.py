@@ -14,7 +14,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import read_json
 from megatron.config.data import loss_mask_prefix
 from megatron.config.tokenizer_files import HUGGINGFACE
-from megatron.tokenizer.huggingface import CONFIG_FILES
+from megatron.tokenizer.published import CONFIG_FILES
 from megatron.tools.preprocess.corpus import format_of
 from megatron.tools.preprocess.indexed_dataset_builder import Written, best_dtype
 

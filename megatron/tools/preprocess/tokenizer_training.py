@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from megatron.common.errors import ConfigError
 from megatron.tokenizer.base import EOD, UNK
-from megatron.tokenizer.wordpiece import CONTINUES, SPECIAL, normalizer
+from megatron.tokenizer.words import CONTINUES, SPECIAL, normalizer
 
 
 def train_gpt2_bpe(
