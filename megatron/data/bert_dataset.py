@@ -7,14 +7,14 @@ Both spans are of one run of sentences: see ``megatron.data.sentence_dataset``.
 s sequence
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.sentence_dataset import Run, SentenceDataset, read_sentences, sentence_maps
-from megatron.data.splits import SPLIT_NAMES, Source
+from megatron.data.sentence_dataset import Run, SentenceDataset
+from megatron.data.splits import Source, more_text, words_of
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
 
@@ -25,45 +25,40 @@ SPECIAL_TOKENS = 3
 
 
 class BertDataset(SentenceDataset):
-    """Samples of some documents of a data set of sentences, in the order of training.
+    """Samples of pairs of spans.
 
     A sample depends only on the seed and its index. Sample n of every epoch differs: another pair, other masked words.
-
-    Args:
-        source: the data set, whose sequences are sentences, and its documents.
-        runs: which sentences make up which sample.
-        order: returns the order of the pairs in an epoch.
-        samples: samples that are needed.
-        tokenizer: the vocabulary of the tokens.
-        data: sequence length and masking probability.
-        seed, salt: seed of what is drawn for each sample, and a number that distinguishes data sets that share it.
     """
 
     def __init__(
-        self,
-        source: Source,
-        runs: np.ndarray,
-        order: Callable[[int], np.ndarray],
-        samples: int,
-        *,
-        tokenizer: WordPieceTokenizer,
-        data: DataConfig,
-        seed: int,
-        salt: int,
+        self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
-        super().__init__(source, runs, order, samples)
+        """Raises DataError if the vocabulary lacks one of BERT's own tokens."""
+        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
+        longest = data.seq_length - SPECIAL_TOKENS
+        super().__init__(data, name, source, samples, max_tokens=longest, fewest=2, seed=seed)
         self._tokenizer, self._seq_length, self._mask_prob = tokenizer, data.seq_length, data.mask_prob
-        self._seed_words = [seed & 0xFFFFFFFF, seed >> 32, salt]
+        self._seed_words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens, token types and labels of the ``index``-th sample to train on, int64 [3, s].
+    @staticmethod
+    def problem(data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
+        _, indexed, documents = source
+        if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= 2).any():
+            return None
+        return (
+            f"{words_of(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no document "
+            f"of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or {more_text(data)}"
+        )
+
+    def _sample(self, run: Run, index: int) -> np.ndarray:
+        """Tokens, token types and labels, int64 [3, s].
 
         Token types are 0 for [CLS] and the first span, 1 for the second, -1 for padding, each span with its [SEP].
         Labels are the tokens that were masked, -1 elsewhere, and for [CLS] whether the spans were swapped, 0 or 1.
-        Raises DataError if a token is not in the vocabulary.
         """
-        run = self._run(index)
-        tokens = read_sentences(self.indexed, run, self._tokenizer.vocab_size)
+        tokens = self._tokens(run, self._tokenizer.vocab_size)
         first, second, swapped, random = self._pair(run, index)
         a, b = (tokens[part.start : part.stop] for part in (first, second))
         return pair_sample(a, b, swapped, self._tokenizer, self._seq_length, self._mask_prob, random)
@@ -144,38 +139,3 @@ def choose_masked(
             chosen.append(words[number])
             most -= len(words[number])
     return np.concatenate([np.empty(0, np.int64), *chosen])
-
-
-def bert_error(data: DataConfig, name: str, source: Source) -> str | None:
-    """An error message for a source that does not hold a single sample of the split ``name``, else None."""
-    _, indexed, documents = source
-    if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= 2).any():
-        return None
-    cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
-    return (
-        f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({len(documents)} of {indexed.num_documents} "
-        "documents) holds no document of two sentences: make the data set with tools/preprocess_data.py "
-        f"--split-sentences, or use more text{advice}"
-    )
-
-
-def bert_samples(
-    data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
-) -> BertDataset:
-    """At least ``samples`` samples of one source of the split ``name``.
-
-    Raises DataError if the vocabulary lacks one of BERT's own tokens.
-    """
-    tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
-    runs, order = sentence_maps(data, name, source, max_tokens=data.seq_length - SPECIAL_TOKENS, fewest=2, seed=seed)
-    return BertDataset(
-        source,
-        runs,
-        order,
-        samples,
-        tokenizer=tokenizer,
-        data=data,
-        seed=seed,
-        salt=SPLITS.index(name),
-    )

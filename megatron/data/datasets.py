@@ -10,31 +10,28 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
+from megatron.data.bert_dataset import BertDataset
 from megatron.data.blend_order import BlendOrder, BlendPlan
-from megatron.data.gpt2_dataset import GPT2Dataset, gpt2_error, gpt2_samples
+from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import Span
 from megatron.data.map_cache import Recipe, cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
-from megatron.data.pair_dataset import PairDataset, pair_error, pair_samples
-from megatron.data.sft_dataset import SFTDataset, sft_error, sft_samples
-from megatron.data.splits import Source, find_sources, has_split, split_weights
-from megatron.data.t5_dataset import T5Dataset, t5_error, t5_samples
+from megatron.data.sft_dataset import SFTDataset
+from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
+from megatron.data.t5_dataset import PairDataset, T5Dataset
 
 PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
 IndexedSamples: TypeAlias = PretrainingSamples | SFTDataset | PairDataset
 
 
-def _readers(
-    data: DataConfig, masked_lm: bool
-) -> tuple[Callable[[DataConfig, str, Source], str | None], Callable[..., IndexedSamples]]:
-    """What checks a source, and what makes samples of it: of masked language models pairs of sentences, or a text with
-    spans taken out if a decoder reads those."""
+def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
+    """The samples of a run: of masked language models pairs of sentences, or a text with spans taken out if a decoder
+    reads those."""
     if data.decoder_seq_length:
-        return (pair_error, pair_samples) if data.sft else (t5_error, t5_samples)
+        return PairDataset if data.sft else T5Dataset
     if masked_lm:
-        return bert_error, bert_samples
-    return (sft_error, sft_samples) if data.sft else (gpt2_error, gpt2_samples)
+        return BertDataset
+    return SFTDataset if data.sft else GPT2Dataset
 
 
 def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> None:
@@ -42,28 +39,17 @@ def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm
     if data.mock_data:
         split_weights(data.split)
         return
-    find_sources(data, check=_readers(data, masked_lm)[0], train_iters=train_iters, eval_iters=eval_iters)
+    find_sources(data, check=_kind(data, masked_lm).problem, train_iters=train_iters, eval_iters=eval_iters)
 
 
-class BlendedDataset:
+class BlendedDataset(OrderedSamples):
     """``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
 
     def __init__(self, parts: Sequence[IndexedSamples], order: BlendOrder, samples: int) -> None:
+        super().__init__(samples)
         self.parts, self.order = parts, order
-        self._samples = samples
 
-    def __len__(self) -> int:
-        """Samples in the blend, as many as were requested."""
-        return self._samples
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The ``index``-th sample to train on, as its data set returns it. Raises DataError as that does."""
-        return self.take([index])[0]
-
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, [n, ...]. Raises DataError as their data sets do."""
-        if wrong := [index for index in indices if not 0 <= index < self._samples]:
-            raise IndexError(wrong[0])
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
         located = [self.order[index] for index in indices]
         rows = {
             source: iter(self.parts[source].take([place for of, place in located if of == source]))
@@ -142,10 +128,12 @@ def build_datasets(
             if samples[name] and has_split(data, name):
                 datasets[name] = mock_samples(data, name, samples[name], seed=seed, masked_lm=masked_lm)
         return Datasets(**datasets)
-    check, samples_of = _readers(data, masked_lm)
-    sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
+    kind = _kind(data, masked_lm)
+    sources = find_sources(
+        data, check=kind.problem, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup
+    )
     for name, parts in sources.items():
-        of_source = partial(samples_of, data, name, vocab_size=vocab_size, seed=seed)
+        of_source = partial(kind, data, name, vocab_size=vocab_size, seed=seed)
         datasets[name] = _blended(data, parts, samples[name], of_source)
     return Datasets(**datasets)
 

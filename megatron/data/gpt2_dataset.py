@@ -15,7 +15,7 @@ They are built for an epoch at a time, so that neither memory nor the time to st
 In the maps of an epoch, samples and positions count from its beginning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -25,9 +25,9 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.indexed_dataset import IndexedDataset, Span, unknown_token
+from megatron.data.indexed_dataset import Span, unknown_token
 from megatron.data.map_cache import Arrays, Recipe, cache_folder, cached_epoch, digest
-from megatron.data.splits import SPLIT_NAMES, Source
+from megatron.data.splits import Source, SourceSamples, more_text, words_of
 
 
 @dataclass(frozen=True)
@@ -120,45 +120,49 @@ def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:
     return narrow if bound <= np.iinfo(narrow).max else np.int64
 
 
-class GPT2Dataset:
-    """Samples of some documents of a data set, in the order of training.
+class GPT2Dataset(SourceSamples):
+    """Samples of ``seq_length + 1`` tokens.
 
-    Args:
-        indexed: the data set.
-        documents: the documents to use.
-        stream: the stream of samples of these documents, numbered from 0.
-        samples: samples that are needed.
-        load: returns the maps that ``stream.build`` does. Those of the last two epochs stay open.
-        vocab_size: tokens at or above it are an error.
+    Attributes:
+        stream: the stream of samples of the documents, which are numbered from 0.
+        maps: returns the maps of an epoch.
     """
 
     def __init__(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        stream: SampleStream,
-        samples: int,
-        load: Callable[[int], Arrays],
-        *,
-        vocab_size: int,
+        self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
-        self.indexed, self.documents, self.stream = indexed, documents, stream
-        self.maps = lru_cache(maxsize=2)(lambda epoch: IndexMaps(**load(epoch)))
-        """The maps of an epoch."""
-        self.maps(0)
+        indexed, documents = source.indexed, source.documents
         self._starts = indexed.document_starts[documents.start : documents.stop + 1]
-        self._samples, self._vocab_size = stream.first_sample(stream.epoch_of(samples - 1) + 1), vocab_size
+        self.stream = stream = SampleStream(np.diff(self._starts), data.seq_length, seed, SPLITS.index(name))
+        super().__init__(source, stream.first_sample(stream.epoch_of(samples - 1) + 1))
+        self._vocab_size = vocab_size
+        origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length))
+        folder, prefix = cache_folder(data, indexed.prefix), Path(indexed.prefix).name
 
-    def __len__(self) -> int:
-        """Samples in the data set: whole epochs, at least as many as were requested."""
-        return self._samples
+        @lru_cache(maxsize=2)
+        def maps(epoch: int) -> IndexMaps:
+            cache_name = f"{prefix}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch{epoch}"
+            return IndexMaps(**cached_epoch(folder, cache_name, stream.recipe(epoch), epoch))
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens of the ``index``-th sample to train on, int64 [seq_length + 1]. Raises DataError as ``take`` does."""
-        return self.take([index])[0]
+        self.maps = maps
+        maps(0)
 
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Tokens of some samples, int64 [n, seq_length + 1]. Raises DataError if one is not in the vocabulary."""
+    @staticmethod
+    def problem(data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
+        _, indexed, documents = source
+        starts = indexed.document_starts
+        tokens = int(starts[documents.stop] - starts[documents.start])
+        if tokens > data.seq_length:
+            return None
+        which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
+        return (
+            f"{words_of(data, name, source)} ({which} of {indexed.num_documents}: {tokens} tokens) holds no sample of "
+            f"{data.seq_length}+1 tokens: {more_text(data, 'a smaller --seq-length')}"
+        )
+
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
+        """Tokens of some samples, int64 [n, seq_length + 1]."""
         span, begin_of = self.indexed.span, self._starts.item
         parts = [
             span(begin_of(document) + start, stop - start)
@@ -177,8 +181,6 @@ class GPT2Dataset:
 
     def _parts(self, index: int) -> list[tuple[int, int, int]]:
         """Document, counted from the first in use, start and stop of each part of the ``index``-th sample."""
-        if not 0 <= index < self._samples:
-            raise IndexError(index)
         epoch = self.stream.epoch_of(index)
         maps, begin_of = self.maps(epoch), self._starts.item
         sample = maps.shuffle.item(index - self.stream.first_sample(epoch))
@@ -202,36 +204,3 @@ class GPT2Dataset:
         at = int(wrong.argmax())
         place = f"document {span.document} at offset {span.start + at}"
         return unknown_token(self.indexed, tokens[at], place, self._vocab_size)
-
-
-def gpt2_error(data: DataConfig, name: str, source: Source) -> str | None:
-    """An error message for a source that does not hold a single sample of the split ``name``, else None."""
-    _, indexed, documents = source
-    starts = indexed.document_starts
-    tokens = int(starts[documents.stop] - starts[documents.start])
-    if tokens > data.seq_length:
-        return None
-    which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
-    cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
-    return (
-        f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({which} of {indexed.num_documents}: {tokens} "
-        f"tokens) holds no sample of {data.seq_length}+1 tokens: use more text{',' if advice else ' or'} a smaller "
-        f"--seq-length{advice}"
-    )
-
-
-def gpt2_samples(
-    data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
-) -> GPT2Dataset:
-    """At least ``samples`` samples of one source of the split ``name``."""
-    indexed, documents = source.indexed, source.documents
-    lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1])
-    stream = SampleStream(lengths, data.seq_length, seed, SPLITS.index(name))
-    origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length))
-    folder, prefix = cache_folder(data, indexed.prefix), Path(indexed.prefix).name
-
-    def load(epoch: int) -> Arrays:
-        cache_name = f"{prefix}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch{epoch}"
-        return cached_epoch(folder, cache_name, stream.recipe(epoch), epoch)
-
-    return GPT2Dataset(indexed, documents, stream, samples, load, vocab_size=vocab_size)

@@ -3,7 +3,7 @@
 A document counts: from a random token on, each token is the next in the vocabulary, so a model can learn it.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,30 +11,21 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
-from megatron.data.t5_dataset import FRAME, Shape, corrupted
+from megatron.data.splits import OrderedSamples
+from megatron.data.t5_dataset import FRAME, corrupted
 from megatron.tokenizer import Tokenizer, span_vocabulary, tokenizer_of
 
 
-class MockDataset(ABC):
+class MockDataset(OrderedSamples):
     """``samples`` samples, each of which depends on nothing but ``seed_words`` and its index; see the subclasses."""
 
     def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seed_words: Sequence[int]) -> None:
-        self._samples, self._ordinary, self._seq_length = samples, ordinary, seq_length
-        self._seed_words = seed_words
+        super().__init__(samples)
+        self._ordinary, self._seq_length, self._seed_words = ordinary, seq_length, seed_words
 
-    def __len__(self) -> int:
-        """Samples in the data set, as many as were requested."""
-        return self._samples
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The ``index``-th sample, int64."""
-        if not 0 <= index < self._samples:
-            raise IndexError(index)
-        return self._draw(np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32]))
-
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, int64 [n, ...]."""
-        return np.stack([self[index] for index in indices])
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
+        generators = (np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32]) for index in indices)
+        return np.stack([self._draw(random) for random in generators])
 
     @abstractmethod
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
@@ -87,12 +78,12 @@ class MockT5Dataset(MockDataset):
     """Samples for T5 as those of ``T5Dataset``: texts that count."""
 
     def __init__(self, samples: int, data: DataConfig, seed_words: Sequence[int]) -> None:
-        self._vocabulary, self._shape = span_vocabulary(data), Shape.of(data)
+        self._data, self._vocabulary = data, span_vocabulary(data)
         super().__init__(samples, np.arange(self._vocabulary.text_tokens), data.seq_length, seed_words)
 
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
         longest = self._seq_length - FRAME
-        return corrupted(self._count(longest, random), longest, self._vocabulary, self._shape, random)
+        return corrupted(self._count(longest, random), longest, self._vocabulary, self._data, random)
 
 
 def mock_samples(data: DataConfig, name: str, samples: int, *, seed: int, masked_lm: bool) -> MockDataset:

@@ -4,8 +4,8 @@ runs   [n, 3]  first sentence, the one after the last, and tokens at most, of ea
 order  [n]     the run that is the i-th of an epoch to be trained on; each epoch is shuffled by itself
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.indexed_dataset import IndexedDataset, Span, check_tokens
+from megatron.data.indexed_dataset import Span, check_tokens
 from megatron.data.map_cache import Recipe, cache_folder, cached, cached_epoch, digest
-from megatron.data.splits import Source
+from megatron.data.splits import Source, SourceSamples
 
 
 @dataclass(frozen=True)
@@ -77,35 +77,48 @@ class Run(NamedTuple):
     """Tokens of them that a sample has, at most."""
 
 
-class SentenceDataset(ABC):
-    """Samples of some documents of a data set of sentences, in the order of training.
+class SentenceDataset(SourceSamples):
+    """Samples of a data set whose sequences are sentences.
 
     Attributes:
-        indexed: the data set; its sequences are sentences.
-        documents: the documents to use.
-        runs: which sentences make up which sample; sentence 0 is the first of these documents.
+        runs: which sentences make up which sample; sentence 0 is the first of the documents.
         order: returns the order of the runs in an epoch.
 
     Args:
-        samples: samples that are needed.
+        max_tokens: tokens of a sample, at most.
+        fewest: sentences of a sample, at least.
     """
 
-    def __init__(self, source: Source, runs: np.ndarray, order: Callable[[int], np.ndarray], samples: int) -> None:
-        self.indexed, self.documents, self.runs = source.indexed, source.documents, runs
-        self.order = lru_cache(maxsize=2)(order)
-        self._samples = -(-samples // len(runs)) * len(runs)
+    def __init__(
+        self, data: DataConfig, name: str, source: Source, samples: int, *, max_tokens: int, fewest: int, seed: int
+    ) -> None:
+        indexed, documents = source.indexed, source.documents
+        bounds = indexed.doc_idx[documents.start : documents.stop + 1]
+        sizes = indexed.sizes[bounds[0] : bounds[-1]]
+        salt = SPLITS.index(name)
+        stream = SentenceStream(sizes, bounds - bounds[0], max_tokens, data.short_seq_prob, seed, salt, fewest)
+        origin = (indexed.content_hash(), documents, name, seed, max_tokens, data.short_seq_prob, fewest)
+        cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{digest(origin)}"
+        folder = cache_folder(data, indexed.prefix)
+        least = 24 * int(np.count_nonzero(np.diff(bounds) >= fewest))  # a run for each document that has one
+        recipe = Recipe(("runs",), least, lambda: {"runs": stream.runs()})
+        self.runs = runs = cached(folder, cache_name, recipe)["runs"]
+        super().__init__(source, -(-samples // len(runs)) * len(runs))
 
-    def __len__(self) -> int:
-        """Samples in the data set: whole epochs, at least as many as were requested."""
-        return self._samples
+        @lru_cache(maxsize=2)
+        def order(epoch: int) -> np.ndarray:
+            recipe = Recipe(("order",), 8 * len(runs), lambda: {"order": stream.order(len(runs), epoch)})
+            return cached_epoch(folder, f"{cache_name}_epoch{epoch}", recipe, epoch)["order"]
+
+        self.order = order
+        order(0)
+
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
+        return np.stack([self._sample(self._run(index), index) for index in indices])
 
     @abstractmethod
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The ``index``-th sample to train on, int64. Raises DataError if a token is not in the vocabulary."""
-
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, int64 [n, ...]. Raises DataError as each does."""
-        return np.stack([self[index] for index in indices])
+    def _sample(self, run: Run, index: int) -> np.ndarray:
+        """The ``index``-th sample, which is made of ``run``."""
 
     def spans(self, index: int) -> list[Span]:
         """The parts of a document that make up the ``index``-th sample, in the order in which it has them."""
@@ -121,48 +134,13 @@ class SentenceDataset(ABC):
         """The tokens of ``run`` that the ``index``-th sample has, counted from the first of the run."""
 
     def _run(self, index: int) -> Run:
-        """The sentences of the ``index``-th sample. Raises IndexError if there is none."""
-        if not 0 <= index < self._samples:
-            raise IndexError(index)
+        """The sentences of the ``index``-th sample."""
         epoch, at = divmod(index, len(self.runs))
         first, end, target = map(int, self.runs[self.order(epoch)[at]])
         before = int(self.indexed.doc_idx[self.documents.start])
         return Run(before + first, before + end, target)
 
-
-def read_sentences(indexed: IndexedDataset, run: Run, vocab_size: int) -> np.ndarray:
-    """Tokens of consecutive sentences, int64. Raises DataError if one is not in a vocabulary of that size."""
-    tokens = indexed.run(run.first, run.end)
-    return check_tokens(indexed, tokens, f"sentences {run.first} to {run.end - 1}", vocab_size)
-
-
-def sentence_maps(
-    data: DataConfig, name: str, source: Source, *, max_tokens: int, fewest: int, seed: int
-) -> tuple[np.ndarray, Callable[[int], np.ndarray]]:
-    """The runs of a source of the split ``name``, and a function that returns their order in an epoch.
-
-    Both are built or read from the cache.
-    """
-    indexed, documents = source.indexed, source.documents
-    salt, bounds = SPLITS.index(name), indexed.doc_idx[documents.start : documents.stop + 1]
-    stream = SentenceStream(
-        sizes=indexed.sizes[bounds[0] : bounds[-1]],
-        bounds=bounds - bounds[0],
-        max_tokens=max_tokens,
-        short_seq_prob=data.short_seq_prob,
-        seed=seed,
-        salt=salt,
-        fewest=fewest,
-    )
-    origin = (indexed.content_hash(), documents, name, seed, max_tokens, data.short_seq_prob, fewest)
-    cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{digest(origin)}"
-    folder = cache_folder(data, indexed.prefix)
-    least = 24 * int(np.count_nonzero(np.diff(bounds) >= fewest))  # a run for each document that has one
-    runs = cached(folder, cache_name, Recipe(("runs",), least, lambda: {"runs": stream.runs()}))["runs"]
-
-    def order(epoch: int) -> np.ndarray:
-        recipe = Recipe(("order",), 8 * len(runs), lambda: {"order": stream.order(len(runs), epoch)})
-        return cached_epoch(folder, f"{cache_name}_epoch{epoch}", recipe, epoch)["order"]
-
-    order(0)
-    return runs, order
+    def _tokens(self, run: Run, vocab_size: int) -> np.ndarray:
+        """Tokens of the sentences of ``run``, int64. Raises DataError if one is not in a vocabulary of that size."""
+        tokens = self.indexed.run(run.first, run.end)
+        return check_tokens(self.indexed, tokens, f"sentences {run.first} to {run.end - 1}", vocab_size)

@@ -15,7 +15,7 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.splits import SPLIT_NAMES, Source
+from megatron.data.splits import Source, SourceSamples, words_of
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 """Rows of a sample."""
@@ -53,57 +53,58 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     return np.fromiter((index for members in bins for index in members), np.int64, len(sizes)), starts
 
 
-class SFTDataset:
-    """Samples of some documents of a data set, in the order of training, without end: epoch after epoch.
+class SFTDataset(SourceSamples):
+    """Samples of tokens, segment ids, labels and loss mask, int64 [4, seq_length].
 
     Documents of the same length change places in every epoch, and so does the order of samples; how many samples an
     epoch has does not change.
 
-    Args:
-        indexed, loss_mask: the data set, and the one with a 0 or 1 for each token.
-        documents: the documents to use.
-        requested: samples needed.
-        vocab_size: tokens at or above it are an error.
-        seed_words: seed of both orders.
+    Attributes:
+        samples_per_epoch: samples of an epoch.
+        cut_documents: number of documents that do not fit a sample.
     """
 
     def __init__(
-        self,
-        indexed: IndexedDataset,
-        loss_mask: IndexedDataset,
-        documents: range,
-        *,
-        seq_length: int,
-        requested: int,
-        vocab_size: int,
-        seed_words: Sequence[int],
+        self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
-        self.indexed, self.loss_mask = indexed, loss_mask
+        indexed, documents = source.indexed, source.documents
         self._starts = indexed.document_starts[documents.start : documents.stop + 1]
         positions = np.diff(self._starts) - 1
         self._documents = np.flatnonzero(positions > 0)
-        self._sizes = positions[self._documents].clip(max=seq_length)
-        self.cut_documents = int(np.count_nonzero(positions > seq_length))
-        """Documents that do not fit a sample."""
-        self._seq_length, self._vocab_size, self._seed_words = seq_length, vocab_size, list(seed_words)
-        self._members, self._bins = pack(-np.sort(-self._sizes), seq_length)
+        self._sizes = positions[self._documents].clip(max=data.seq_length)
+        self.cut_documents = int(np.count_nonzero(positions > data.seq_length))
+        self._members, self._bins = pack(-np.sort(-self._sizes), data.seq_length)
         self.samples_per_epoch = len(self._bins) - 1
-        self._samples = -(-requested // self.samples_per_epoch) * self.samples_per_epoch
+        super().__init__(source, -(-samples // self.samples_per_epoch) * self.samples_per_epoch)
+        self._loss_mask = _loss_mask_of(indexed)
+        self._seq_length, self._vocab_size = data.seq_length, vocab_size
+        self._seed_words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, SPLITS.index(name)]
         self._epoch = lru_cache(maxsize=2)(self._order_of)
 
-    def __len__(self) -> int:
-        """Samples in the data set: whole epochs, at least as many as were requested."""
-        return self._samples
+    @staticmethod
+    def problem(data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source without a loss mask, or without a document in the split ``name``; else None."""
+        _, indexed, documents = source
+        try:
+            loss_mask = _loss_mask_of(indexed)
+        except DataError as error:
+            maker = "tools/preprocess_data.py --format messages or prompt-completion"
+            return f"{error}; --sft reads a data set made by {maker}"
+        if not np.array_equal(loss_mask.document_starts, indexed.document_starts):
+            return f"{loss_mask.prefix} is not the loss mask of {indexed.prefix}: its documents have other lengths"
+        split = words_of(data, name, source)
+        starts = indexed.document_starts[documents.start : documents.stop + 1]
+        positions = np.diff(starts) - 1
+        if not (positions > 0).any():
+            return f"{split} has no document: use more text or another --split"
+        kept = zip(starts[:-1].tolist(), positions.clip(0, data.seq_length).tolist(), strict=True)
+        if any(loss_mask.span(start + 1, size).any() for start, size in kept if size):
+            return None
+        return (
+            f"{split}: no token that counts is among the first {data.seq_length + 1} of a document: raise --seq-length"
+        )
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The ``index``-th sample to train on, int64 [4, seq_length]. Raises DataError as ``take`` does."""
-        return self.take([index])[0]
-
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Tokens, segment ids, labels and loss mask of some samples, int64 [n, 4, seq_length].
-
-        Raises DataError if a token is not in the vocabulary.
-        """
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
         samples = np.zeros((len(indices), 4, self._seq_length), np.int64)
         for sample, index in zip(samples, indices, strict=True):
             end = 0
@@ -113,7 +114,7 @@ class SFTDataset:
                 start = int(self._starts[document])
                 tokens = self.indexed.span(start, size + 1)
                 sample[TOKENS, begin:end], sample[LABELS, begin:end] = tokens[:-1], tokens[1:]
-                sample[LOSS_MASK, begin:end] = self.loss_mask.span(start + 1, size)
+                sample[LOSS_MASK, begin:end] = self._loss_mask.span(start + 1, size)
                 sample[SEGMENTS, begin:end] = number
             sample[SEGMENTS, end:] = len(documents)
         check_tokens(self.indexed, samples[:, (TOKENS, LABELS)].ravel(), "some document", self._vocab_size)
@@ -132,13 +133,11 @@ class SFTDataset:
     def _describe_lost(self) -> str:
         """How many documents are cut before the first token that counts in the loss."""
         starts = (int(start) for start in self._starts[self._documents[self._sizes == self._seq_length]])
-        lost = sum(not self.loss_mask.span(start + 1, self._seq_length).any() for start in starts)
+        lost = sum(not self._loss_mask.span(start + 1, self._seq_length).any() for start in starts)
         return f"; {lost:,} of no effect, as their answers come after the cut" if lost else ""
 
     def _documents_of(self, index: int) -> list[tuple[int, int]]:
         """Each document of the ``index``-th sample, counted from the first in use, and its positions."""
-        if not 0 <= index < self._samples:
-            raise IndexError(index)
         epoch, at = divmod(index, self.samples_per_epoch)
         by_size, order = self._epoch(epoch)
         first, stop = self._bins[order[at] : order[at] + 2]
@@ -151,42 +150,6 @@ class SFTDataset:
         shuffled = random.permutation(len(self._sizes))
         by_size = shuffled[np.argsort(-self._sizes[shuffled], kind="stable")]
         return by_size, random.permutation(self.samples_per_epoch)
-
-
-def sft_error(data: DataConfig, name: str, source: Source) -> str | None:
-    """An error message for a source without a loss mask, or without a document in the split ``name``; else None."""
-    _, indexed, documents = source
-    try:
-        loss_mask = _loss_mask_of(indexed)
-    except DataError as error:
-        return (
-            f"{error}; --sft reads a data set made by tools/preprocess_data.py --format messages or prompt-completion"
-        )
-    if not np.array_equal(loss_mask.document_starts, indexed.document_starts):
-        return f"{loss_mask.prefix} is not the loss mask of {indexed.prefix}: its documents have other lengths"
-    split = f"the {SPLIT_NAMES[name]} split of {indexed.prefix}"
-    starts = indexed.document_starts[documents.start : documents.stop + 1]
-    positions = np.diff(starts) - 1
-    if not (positions > 0).any():
-        cut = f' by --split "{data.split}"' if data.is_split else ""
-        return f"{split}{cut} has no document: use more text or another --split"
-    kept = zip(starts[:-1].tolist(), positions.clip(0, data.seq_length).tolist(), strict=True)
-    if any(loss_mask.span(start + 1, size).any() for start, size in kept if size):
-        return None
-    return f"{split}: no token that counts is among the first {data.seq_length + 1} of a document: raise --seq-length"
-
-
-def sft_samples(data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int) -> SFTDataset:
-    """At least ``samples`` samples of one source of the split ``name``."""
-    return SFTDataset(
-        source.indexed,
-        _loss_mask_of(source.indexed),
-        source.documents,
-        seq_length=data.seq_length,
-        requested=samples,
-        vocab_size=vocab_size,
-        seed_words=[seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, SPLITS.index(name)],
-    )
 
 
 def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:

@@ -1,8 +1,9 @@
-"""Splits: which documents of which data sets are for training, validation and test."""
+"""Splits: which documents of which data sets are for training, validation and test, and samples of them."""
 
 import math
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
@@ -54,6 +55,61 @@ class Source(NamedTuple):
     """Its share of the split's samples."""
     indexed: IndexedDataset
     documents: range
+
+
+class OrderedSamples(ABC):
+    """``samples`` samples in the order of training."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        """Samples in the data set: as many as were requested, or more."""
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The ``index``-th sample to train on, int64. Raises as ``take``."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Some samples, int64 [n, ...]. Raises IndexError if there is no such sample, DataError if one has an error."""
+        if wrong := [index for index in indices if not 0 <= index < self._samples]:
+            raise IndexError(wrong[0])
+        return self._read(indices)
+
+    @abstractmethod
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
+        """The samples of ``indices``, which exist."""
+
+
+class SourceSamples(OrderedSamples):
+    """Samples of one source. Each subclass is made of (data, name of the split, source, samples, vocab_size, seed).
+
+    Attributes:
+        indexed: the data set.
+        documents: the documents to use.
+    """
+
+    def __init__(self, source: Source, samples: int) -> None:
+        super().__init__(samples)
+        self.indexed, self.documents = source.indexed, source.documents
+
+    @staticmethod
+    @abstractmethod
+    def problem(data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
+
+
+def words_of(data: DataConfig, name: str, source: Source) -> str:
+    """The part of ``source`` in the split ``name``, for messages."""
+    cut = f' by --split "{data.split}"' if data.is_split else ""
+    return f"the {SPLIT_NAMES[name]} split of {source.indexed.prefix}{cut}"
+
+
+def more_text(data: DataConfig, *others: str) -> str:
+    """Advice for a split without a sample."""
+    options = ["use more text", *others, *(["another --split"] if data.is_split else [])]
+    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
 
 
 def has_split(data: DataConfig, name: str) -> bool:

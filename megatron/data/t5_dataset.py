@@ -9,15 +9,17 @@ sentence or more. Which spans are taken out of a run follows from the seed and t
 are those of megatron-core's ``T5MaskedWordPieceDataset``.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.sentence_dataset import Run, SentenceDataset, read_sentences, sentence_maps
-from megatron.data.splits import SPLIT_NAMES, Source
+from megatron.config.data import SPLITS, target_prefix
+from megatron.data.indexed_dataset import IndexedDataset, check_tokens
+from megatron.data.sentence_dataset import Run, SentenceDataset
+from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, more_text, words_of
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
 FRAME = 2
@@ -26,57 +28,33 @@ LONGEST_SPAN, STOP = 10, 0.2
 """Words of a span at most, and the probability that a span ends after a word."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The lengths of a sample, and the share of its tokens that is taken out."""
-
-    encoder: int
-    decoder: int
-    mask_prob: float
-
-    @classmethod
-    def of(cls, data: DataConfig) -> "Shape":
-        """Those of a run."""
-        return cls(data.seq_length, data.decoder_seq_length, data.mask_prob)
-
-
 class T5Dataset(SentenceDataset):
-    """Samples of some documents of a data set of sentences, in the order of training.
-
-    Args:
-        source: the data set, whose sequences are sentences, and its documents.
-        runs: which sentences make up which sample.
-        order: returns the order of the runs in an epoch.
-        samples: samples that are needed.
-        vocabulary: the special tokens, and which tokens continue a word.
-        shape: lengths of the samples.
-        seed: seed of the spans.
-    """
+    """Samples of texts with spans taken out, int64 [encoder + 2 x decoder]: see ``framed``."""
 
     def __init__(
-        self,
-        source: Source,
-        runs: np.ndarray,
-        order: Callable[[int], np.ndarray],
-        samples: int,
-        *,
-        vocabulary: SpanVocabulary,
-        shape: Shape,
-        seed: int,
+        self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
-        super().__init__(source, runs, order, samples)
-        self._vocabulary, self._shape, self._seed = vocabulary, shape, seed
+        """Raises DataError as ``span_vocabulary``."""
+        super().__init__(data, name, source, samples, max_tokens=data.seq_length - FRAME, fewest=1, seed=seed)
+        self._data, self._seed, self._vocabulary = data, seed, span_vocabulary(data)
+        assert self._vocabulary.size == vocab_size
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """The ``index``-th sample to train on, int64 [encoder + 2 x decoder]: see ``framed``.
+    @staticmethod
+    def problem(data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
+        _, indexed, documents = source
+        if np.diff(indexed.doc_idx[documents.start : documents.stop + 1]).any():
+            return None
+        return (
+            f"{words_of(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
+            f"sentence: {more_text(data)}"
+        )
 
-        Raises DataError if a token is not in the vocabulary, or the sample does not fit into the decoder.
-        """
-        run = self._run(index)
-        tokens = read_sentences(self.indexed, run, self._vocabulary.text_tokens)
+    def _sample(self, run: Run, index: int) -> np.ndarray:
+        tokens = self._tokens(run, self._vocabulary.text_tokens)
         random = np.random.RandomState((self._seed + index) % 2**32)
         try:
-            return corrupted(tokens[: run.target], run.target, self._vocabulary, self._shape, random)
+            return corrupted(tokens[: run.target], run.target, self._vocabulary, self._data, random)
         except ValueError as error:
             raise DataError(f"sample {index} of {self.indexed.prefix}: {error}") from None
 
@@ -85,13 +63,13 @@ class T5Dataset(SentenceDataset):
 
 
 def corrupted(
-    tokens: np.ndarray, target: int, vocabulary: SpanVocabulary, shape: Shape, random: np.random.RandomState
+    tokens: np.ndarray, target: int, vocabulary: SpanVocabulary, data: DataConfig, random: np.random.RandomState
 ) -> np.ndarray:
     """A sample of ``tokens``, of which there could be ``target``, with spans taken out at random; see ``framed``."""
-    return framed(tokens, chosen_spans(tokens, target, vocabulary, shape.mask_prob, random), vocabulary, shape)
+    return framed(tokens, chosen_spans(tokens, target, vocabulary, data.mask_prob, random), vocabulary, data)
 
 
-def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabulary, shape: Shape) -> np.ndarray:
+def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabulary, data: DataConfig) -> np.ndarray:
     """What encoder and decoder read, and what the decoder is to predict, one after the other, int64.
 
     Each of the ``spans`` of ``tokens`` is in the first a sentinel, and in the others its tokens after that sentinel.
@@ -104,10 +82,10 @@ def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabular
         )
     sentinels = [int(sentinel) for sentinel in vocabulary.sentinels[: len(spans)]]
     predicted = [token for mark, span in zip(sentinels, spans, strict=True) for token in (mark, *tokens[span])]
-    if len(predicted) >= shape.decoder:
+    if len(predicted) >= data.decoder_seq_length:
         raise ValueError(
-            f"the spans have {len(predicted) + 1} tokens, more than --decoder-seq-length {shape.decoder}: raise it, or "
-            "lower --mask-prob"
+            f"the spans have {len(predicted) + 1} tokens, more than --decoder-seq-length {data.decoder_seq_length}: "
+            "raise it, or lower --mask-prob"
         )
     text: list[int] = []
     end = 0
@@ -115,17 +93,17 @@ def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabular
         text += [*tokens[end : span.start], mark]
         end = span.stop
     text += tokens[end:].tolist()
-    return padded(text, predicted, vocabulary, shape)
+    return padded(text, predicted, vocabulary, data)
 
 
-def padded(text: Sequence[int], predicted: Sequence[int], vocabulary: SpanVocabulary, shape: Shape) -> np.ndarray:
+def padded(text: Sequence[int], predicted: Sequence[int], vocabulary: SpanVocabulary, data: DataConfig) -> np.ndarray:
     """A sample of the ``text`` of the encoder, and the tokens that the decoder is to predict before the end.
 
     What the encoder reads, what the decoder reads, and its labels, int64 [encoder + 2 x decoder]. Padding is -1, and 0
     for the decoder.
     """
-    sample = np.full(shape.encoder + 2 * shape.decoder, -1, np.int64)
-    encoder, decoder, labels = np.split(sample, [shape.encoder, shape.encoder + shape.decoder])
+    sample = np.full(data.seq_length + 2 * data.decoder_seq_length, -1, np.int64)
+    encoder, decoder, labels = np.split(sample, [data.seq_length, data.seq_length + data.decoder_seq_length])
     encoder[: len(text)] = text
     decoder[:] = 0
     decoder[: len(predicted) + 1] = [vocabulary.bos, *predicted]
@@ -181,21 +159,52 @@ def _shuffled(count: int, random: np.random.RandomState) -> list[int]:
     return order
 
 
-def t5_error(data: DataConfig, name: str, source: Source) -> str | None:
-    """An error message for a source that does not hold a single sample of the split ``name``, else None."""
-    _, indexed, documents = source
-    if np.diff(indexed.doc_idx[documents.start : documents.stop + 1]).any():
-        return None
-    cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
-    return (
-        f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({len(documents)} of {indexed.num_documents} "
-        f"documents) holds no sentence: use more text{advice}"
-    )
+class PairDataset(SourceSamples):
+    """Samples for fine-tuning: texts, and what the decoder is to write for each, int64 [encoder + 2 x decoder].
 
+    The text of PREFIX_input_document and its target are documents of the same number in PREFIX_input_document and
+    PREFIX_target_document, as ``tools/preprocess_data.py --json-keys input target`` writes them. Each ends with the end
+    of the vocabulary; what is longer than the model reads is cut before it. Each epoch is shuffled by itself.
+    """
 
-def t5_samples(data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int) -> T5Dataset:
-    """At least ``samples`` samples of one source of the split ``name``. Raises DataError as ``span_vocabulary``."""
-    vocabulary = span_vocabulary(data)
-    assert vocabulary.size == vocab_size
-    runs, order = sentence_maps(data, name, source, max_tokens=data.seq_length - FRAME, fewest=1, seed=seed)
-    return T5Dataset(source, runs, order, samples, vocabulary=vocabulary, shape=Shape.of(data), seed=seed)
+    def __init__(
+        self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
+    ) -> None:
+        """Raises DataError as ``span_vocabulary``."""
+        super().__init__(source, samples)
+        self._targets = IndexedDataset(target_prefix(source.indexed.prefix))
+        self._data, self._vocabulary = data, span_vocabulary(data)
+        assert self._vocabulary.size == vocab_size
+        words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
+        count = len(source.documents)
+        self._order = lru_cache(maxsize=2)(lambda epoch: np.random.RandomState([*words, epoch]).permutation(count))
+
+    @staticmethod
+    def problem(data: DataConfig, name: str, source: Source) -> str | None:
+        """Why the data sets of ``source`` are no texts with targets of the split ``name``; None if they are."""
+        _, indexed, documents = source
+        if target_prefix(indexed.prefix) == indexed.prefix:
+            return (
+                f"--sft: {indexed.prefix} is not named as texts with targets are: make it with "
+                "tools/preprocess_data.py --json-keys input target, and name PREFIX_input_document"
+            )
+        targets = IndexedDataset(target_prefix(indexed.prefix))
+        if targets.num_documents != indexed.num_documents:
+            return (
+                f"{indexed.prefix} has {indexed.num_documents} documents, and {targets.prefix} "
+                f"{targets.num_documents}: make both again, from lines that have an input and a target"
+            )
+        return None if len(documents) else f"the {SPLIT_NAMES[name]} split of {indexed.prefix} holds no document"
+
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
+        return np.stack([self._sample(*divmod(index, len(self.documents))) for index in indices])
+
+    def _sample(self, epoch: int, at: int) -> np.ndarray:
+        document = self.documents[int(self._order(epoch)[at])]
+        text = self._tokens(self.indexed, document)[: self._data.seq_length - 1]
+        predicted = self._tokens(self._targets, document)[: self._data.decoder_seq_length - 1]
+        return padded([*text, self._vocabulary.eos], predicted.tolist(), self._vocabulary, self._data)
+
+    def _tokens(self, indexed: IndexedDataset, document: int) -> np.ndarray:
+        first, end = indexed.doc_idx[document : document + 2]
+        return check_tokens(indexed, indexed.run(first, end), f"document {document}", self._vocabulary.size)

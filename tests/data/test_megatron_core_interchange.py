@@ -123,7 +123,8 @@ def test_megatron_core_reads_ours(megatron_core: Callable[..., str], write_datas
 
 def test_spans_of_t5_are_those_of_megatron_core(megatron_core: Callable[..., str]):
     """For the same texts and seed: the spans, and what encoder and decoder read."""
-    from megatron.data.t5_dataset import Shape, corrupted
+    from megatron.config import DataConfig
+    from megatron.data.t5_dataset import corrupted
     from megatron.tokenizer import SpanVocabulary
 
     chance, seed, target = np.random.RandomState(1), 1234, 38
@@ -145,6 +146,8 @@ def test_spans_of_t5_are_those_of_megatron_core(megatron_core: Callable[..., str
     )
     for number, (text, parts) in enumerate(zip(texts, expected, strict=True)):
         random = np.random.RandomState((seed + number) % 2**32)
-        sample = corrupted(np.array(text), target, vocabulary, Shape(40, 24, 0.15), random)
+        sample = corrupted(
+            np.array(text), target, vocabulary, DataConfig(seq_length=40, decoder_seq_length=24, mask_prob=0.15), random
+        )
         encoder, decoder, labels = np.split(sample, [40, 64])
         assert [encoder.clip(0).tolist(), decoder.tolist(), labels.tolist()] == parts
