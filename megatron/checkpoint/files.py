@@ -101,6 +101,17 @@ def write_text(path: Path, text: str) -> Record:
     return file.close()
 
 
+def copy_file(source: Path, path: Path) -> Record:
+    """Copy ``source`` to a new file. Raises OSError if it cannot be read, or the file not be written."""
+    with open(source, "rb", buffering=0) as content:
+        file = NewFile(path)
+        try:
+            shutil.copyfileobj(content, file, _BLOCK)
+        finally:
+            record = file.close()
+    return record
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of ``path`` atomically. A symbolic link is replaced, not its target."""
     with replace_file(path, text=True) as file:

@@ -23,14 +23,13 @@ from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
-from megatron.checkpoint.engine_files import EngineFiles, StateFile, bytes_of
-from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
+from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.parameter_state import own_experts
-from megatron.checkpoint.run_file import describe
+from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
-from megatron.checkpoint.tensor_files import write_file
+from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
@@ -46,8 +45,6 @@ class _Save:
     """A checkpoint that is being written."""
 
     iteration: int
-    description: dict[str, Any]
-    """The content of ``run.json``."""
     size: int
     """Approximate bytes of all ranks' files."""
     stop: Event
@@ -161,20 +158,17 @@ class Checkpointer:
             tracker.begin_tag(folder, tag)
 
         on_rank_0(begin)
-        description, files = self.collect(iteration, skipped_samples, path, self._files)
+        files = self.collect(iteration, skipped_samples, path, self._files)
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
         on_rank_0(lambda: check_disk_space(folder, f"--save {folder}: {what}", size))
         stop = Event()
         written = self._writer.submit(write_files, files, path, stop)
-        self._in_flight = _Save(iteration, description, size, stop, written)
+        self._in_flight = _Save(iteration, size, stop, written)
 
     def collect(
         self, iteration: int, skipped_samples: Sequence[range], path: Path, files: EngineFiles
-    ) -> tuple[dict[str, Any], list[StateFile]]:
-        """The content of ``run.json``, and the files that this rank has to write into the folder ``path``.
-
-        ``files`` takes what DeepSpeed saves.
-        """
+    ) -> list[StateFile]:
+        """The files that this rank has to write into the folder ``path``. ``files`` takes what DeepSpeed saves."""
         engine, run = self._engine, self._run
         description = describe(run, iteration, skipped_samples, self._history)
         description["optimizer"] = optimizer_name(engine.basic_optimizer)
@@ -195,7 +189,9 @@ class Checkpointer:
         taken = files.take()
         if not run.checkpoint.no_save_rng:
             taken.append((rng_file(path, dist.get_rank()), random_states()))
-        return description, taken
+        if dist.get_rank() == 0:
+            taken.append((path / RUN_FILE, json.dumps(description, indent=2) + "\n"))
+        return taken
 
     def _complete(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
@@ -205,7 +201,7 @@ class Checkpointer:
 
     def _commit(self, save: _Save) -> None:
         """Wait for the writers of all ranks, and make what they wrote the newest checkpoint."""
-        folder, tag, what = self._folder, tracker.tag_name(save.iteration), _name(save.iteration)
+        folder, what = self._folder, _name(save.iteration)
 
         @disk_errors(folder, what, save.size)
         def written() -> dict[str, Record]:
@@ -226,12 +222,11 @@ class Checkpointer:
         def commit() -> None:
             self._check_lock()
             records = {name: record for manifest in manifests for name, record in manifest.items()}
-            tracker.commit_tag(folder, tag, save.description, records)
-            tracker.remove_old_tags(folder, save.iteration, self._run.checkpoint)
+            tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
         on_rank_0(commit)
         self._failure = None
-        self._log(f"  saved {folder / tag}")
+        self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 
     def _guarded(self, iteration: int, step: Callable[[], None]) -> None:
         """Take a step of a save. If it fails, on all ranks then, undo the save and apply ``--on-save-error``."""
@@ -259,13 +254,15 @@ def _name(iteration: int) -> str:
 def write_files(
     files: list[StateFile], folder: Path, stop: Event | None = None, *, crc32: bool = True
 ) -> dict[str, Record]:
-    """Write the files into ``folder``, several at a time, and free the content of each. Ends early after ``stop``.
+    """Write texts and states into files of ``folder``, several at a time, and free each. Ends early after ``stop``.
 
     Without ``crc32`` torch computes none, which takes it longer than the rest; it never compares them.
     """
 
     def write(path: Path, state: Any) -> Record | None:
-        return None if stop is not None and stop.is_set() else write_file(path, state)
+        if stop is not None and stop.is_set():
+            return None
+        return write_text(path, state) if isinstance(state, str) else write_file(path, state)
 
     use_crc32 = partial(set_crc32_options, crc32)  # of the thread that calls it
     with ThreadPoolExecutor(_AT_ONCE, "file", initializer=use_crc32) as writers:

@@ -26,8 +26,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import machine_id
 from megatron.common.errors import CheckpointError, ResourceError, counted
 from megatron.common.units import with_prefix
@@ -111,15 +112,9 @@ def make_start_folder(folder: Path, start: str) -> None:
         raise CheckpointError(f"--snapshot-dir: {folder} cannot be prepared ({error.strerror})") from error
 
 
-def marker_text(shard: Shard, description: Mapping[str, Any] | None) -> str:
-    """What the ``marker`` of a complete shard says; rank 0's has the ``description`` of the checkpoint."""
-    content = {"iteration": shard.iteration, "rank": shard.rank, "ranks": shard.ranks, "files": shard.files}
-    return json.dumps({**content, "description": description})
-
-
-def marker(folder: Path, rank: int) -> Path:
-    """The file that says that the files of ``rank`` in ``folder`` are complete."""
-    return folder / f"rank_{rank:05d}.json"
+def write_marker(shard: Shard, folder: Path) -> None:
+    """Mark the files of ``shard`` in ``folder`` as complete."""
+    replace_text(folder / f"rank_{shard.rank:05d}.json", json.dumps({**shard._asdict(), "folder": str(folder)}))
 
 
 def read_shards(folder: Path, start: str) -> list[Shard]:
@@ -129,15 +124,9 @@ def read_shards(folder: Path, start: str) -> list[Shard]:
         with suppress(OSError, ValueError, KeyError, TypeError):  # not a shard that can be used
             content = json.loads(path.read_text())
             files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
-            if all(Path(name).name == name and (path.parent / name).stat().st_size == files[name][0] for name in files):
-                iteration, rank, ranks = (int(content[name]) for name in ("iteration", "rank", "ranks"))
-                found.append(Shard(iteration, rank, ranks, files, str(path.parent)))
+            if all((path.parent / name).stat().st_size == size for name, (size, _) in files.items()):
+                found.append(Shard(content["iteration"], content["rank"], content["ranks"], files, str(path.parent)))
     return found
-
-
-def read_description(shard: Shard) -> dict[str, Any]:
-    """What ``marker_text`` was given for rank 0's shard."""
-    return json.loads(marker(Path(shard.folder), shard.rank).read_text())["description"]
 
 
 def copy_holders(hosts: Sequence[str]) -> dict[int, int]:

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
-from megatron.checkpoint.files import Record, check_disk_space, disk_errors, xxh128_of
+from megatron.checkpoint.files import Record, check_disk_space, copy_file, disk_errors
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import select_checkpoint
 from megatron.checkpoint.run_file import SavedRun
@@ -18,13 +17,11 @@ from megatron.checkpoint.snapshot_files import (
     brought_folders,
     divide,
     newest_complete,
-    read_description,
     read_shards,
     read_start,
     snapshot_folder,
     this_host,
 )
-from megatron.checkpoint.tensor_files import read_checked_file, write_file
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 
@@ -89,15 +86,6 @@ def _recover(
     return False
 
 
-class _Written(NamedTuple):
-    """What a rank has written of a snapshot."""
-
-    records: Mapping[str, Record]
-    description: Mapping[str, Any] | None
-    broken: Mapping[Place, str]
-    """Shards that are damaged, and how."""
-
-
 def _save(
     run: RunConfig, lock: FolderLock | None, work: Mapping[int, Sequence[tuple[int, Shard]]], iteration: int
 ) -> dict[Place, str]:
@@ -105,66 +93,43 @@ def _save(
 
     ``work`` has the shards that each rank writes, with the first rank of the host that has them.
     """
-    save = Path(run.checkpoint.save or "")
-    tag, what = tracker.tag_name(iteration), f"the snapshot of iteration {iteration}"
+    save, what = Path(run.checkpoint.save or ""), f"the snapshot of iteration {iteration}"
     size = sum(shard.size for shards in work.values() for _, shard in shards)
 
     @disk_errors(save, what, size)
     def begin() -> Path:
-        path = tracker.begin_tag(save, tag)
+        path = tracker.begin_tag(save, tracker.tag_name(iteration))
         check_disk_space(save, f"--save {save}: {what}", size)
         return path
 
     path = on_rank_0(begin)
-
-    @disk_errors(save, what, size)
-    def write() -> _Written:
-        return _write(work.get(dist.get_rank(), ()), path)
-
-    written = on_all_ranks(write)
-    damaged = {place: text for one in written for place, text in one.broken.items()}
+    own = work.get(dist.get_rank(), ())
+    written = on_all_ranks(disk_errors(save, what, size)(lambda: _write(own, path)))
+    damaged = {place: text for _, broken in written for place, text in broken.items()}
 
     @disk_errors(save, what, size)
     def commit() -> None:
         if lock is not None:
             lock.check()
-        records = {name: record for one in written for name, record in one.records.items()}
-        description = next(dict(one.description) for one in written if one.description is not None)
-        tracker.commit_tag(save, tag, description, records)
-        tracker.remove_old_tags(save, iteration, run.checkpoint)
+        records = {name: record for copied, _ in written for name, record in copied.items()}
+        tracker.commit_tag(save, iteration, records, run.checkpoint)
 
     if not damaged:
         on_rank_0(commit)
     return damaged
 
 
-def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> _Written:
-    """Write shards of this host's memory to disk, as files of a checkpoint."""
+def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> tuple[dict[str, Record], dict[Place, str]]:
+    """Copy shards of this host's memory to disk: the records of the files, and shards that are damaged, and how."""
     records: dict[str, Record] = {}
-    description, broken = None, {}
+    broken: dict[Place, str] = {}
     for first, shard in shards:
-        try:
-            contents = _read(shard)
-        except CheckpointError as error:
-            broken[first, shard.folder, shard.rank] = str(error)
-            continue
-        if shard.rank == 0:
-            description = read_description(shard)
-        records |= {name: write_file(path / name, content) for name, content in contents.items()}
-    return _Written(records, description, broken)
-
-
-def _read(shard: Shard) -> dict[str, Any]:
-    """The contents of the files of ``shard``, mapped into memory. Raises CheckpointError if one is damaged."""
-    folder = Path(shard.folder)
-    for name, (_, digest) in shard.files.items():
-        try:
-            found = xxh128_of(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
-        if found != digest:
-            raise CheckpointError(f"{folder / name} is damaged: its hash differs from that of the snapshot")
-    return {name: read_checked_file(folder / name, mapped=True) for name in shard.files}
+        for name, (_, digest) in shard.files.items():
+            records[name] = copy_file(Path(shard.folder) / name, path / name)
+            if records[name].xxh128 != digest:
+                problem = "is damaged: its hash differs from that of the snapshot"
+                broken[first, shard.folder, shard.rank] = f"{Path(shard.folder) / name} {problem}"
+    return records, broken
 
 
 def _print(line: str) -> None:

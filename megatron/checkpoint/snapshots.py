@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
-from megatron.checkpoint.engine_files import EngineFiles, StateFile
 from megatron.checkpoint.files import disk_errors, replace_text
 from megatron.checkpoint.save import Checkpointer, write_files
 from megatron.checkpoint.snapshot_files import (
@@ -26,12 +25,12 @@ from megatron.checkpoint.snapshot_files import (
     brought_folders,
     copy_holders,
     make_start_folder,
-    marker,
-    marker_text,
     read_start,
     snapshot_folder,
     this_host,
+    write_marker,
 )
+from megatron.checkpoint.tensor_files import EngineFiles, StateFile
 from megatron.common.errors import ResourceError, UserError
 from megatron.config import RunConfig
 
@@ -74,7 +73,7 @@ class Snapshots:
         """
         self.finish()
         folder, copies = self._folder / str(iteration), dict[int, list[Tensor]]()
-        description, files = self._checkpointer.collect(iteration, skipped_samples, folder, EngineFiles(copies=False))
+        files = self._checkpointer.collect(iteration, skipped_samples, folder, EngineFiles(copies=False))
         try:
             self._on_each_host(lambda: _make(folder))
             shards = on_all_ranks(lambda: self._write(files, folder))
@@ -82,8 +81,8 @@ class Snapshots:
         except UserError as error:
             self._give_up(folder, error)
             return
-        markers = {rank: marker_text(shards[rank], description if rank == 0 else None) for rank in copies}
-        self._in_flight = folder, self._background.submit(self._complete, folder, copies, markers)
+        of_this_rank = [shards[rank] for rank in copies]
+        self._in_flight = folder, self._background.submit(self._complete, folder, copies, of_this_rank)
 
     def finish(self) -> None:
         """Wait until the last snapshot is complete on all ranks, and remove the one before.
@@ -168,7 +167,7 @@ class Snapshots:
                         os.close(file)
             return {rank: _messages(folder, shards[rank]) for rank in (self._rank, *self._senders)}
 
-    def _complete(self, folder: Path, copies: Mapping[int, list[Tensor]], markers: Mapping[int, str]) -> None:
+    def _complete(self, folder: Path, copies: Mapping[int, list[Tensor]], shards: Sequence[Shard]) -> None:
         """Send this rank's shard, receive those of others, and mark all as complete. Runs in the background."""
         sent, received = copies[self._rank], {rank: copies[rank] for rank in self._senders}
         for out, *into in zip_longest(sent if self._group else (), *received.values()):
@@ -181,8 +180,8 @@ class Snapshots:
             for work in works:
                 work.wait()
         with _memory_errors(folder):
-            for rank, text in markers.items():
-                replace_text(marker(folder, rank), text)
+            for shard in shards:
+                write_marker(shard, folder)
 
 
 def _where(copies: Mapping[int, int]) -> str:

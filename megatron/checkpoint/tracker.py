@@ -175,30 +175,29 @@ def unfinished(folder: Path, tag: str) -> Path:
     return folder / (tag + UNFINISHED)
 
 
-def commit_tag(folder: Path, tag: str, description: dict[str, Any], records: Manifest) -> None:
-    """Complete the written tag, give it its name, and point the trackers to it.
+def commit_tag(folder: Path, iteration: int, records: Manifest, config: CheckpointConfig) -> None:
+    """Complete the written tag, give it its name, point the trackers to it, and remove what ``config`` does not keep.
 
-    If this is killed at any step, ``folder`` has every checkpoint it had before, and the trackers name a complete one.
+    ``records`` are of its files. If this is killed at any step, the trackers name a complete checkpoint.
     """
+    tag = tag_name(iteration)
     path, final = unfinished(folder, tag), folder / tag
-    write_description(path, description, records)
+    write_manifest(path, records)
     if os.path.lexists(final):
         os.rename(final, final.with_name(tag + _REPLACED))
     os.rename(path, final)
     sync_folder(folder)
-    publish(folder, tag, description["iteration"])
+    publish(folder, tag, iteration)
     for replaced in folder.glob(f"global_step*{_REPLACED}"):
         if replaced.with_suffix("").exists():
             _remove(replaced)
+    _remove_old_tags(folder, iteration, config)
 
 
-def write_description(tag_folder: Path, description: dict[str, Any], records: Manifest | None = None) -> None:
-    """Write ``run.json`` and then the manifest, which marks the checkpoint as complete.
-
-    ``records`` are of files written before; files that they lack are read again.
-    """
-    record = write_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
-    write_manifest(tag_folder, {**(records or {}), RUN_FILE: record})
+def write_description(tag_folder: Path, description: dict[str, Any]) -> None:
+    """Write ``run.json`` and then the manifest, which marks the checkpoint as complete; its files are read for that."""
+    write_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
+    write_manifest(tag_folder, {})
 
 
 def publish(folder: Path, tag: str, iteration: int) -> None:
@@ -214,7 +213,7 @@ def remove_unfinished(folder: Path) -> None:
             _remove(path)
 
 
-def remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> None:
+def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> None:
     """Remove the checkpoints before ``iteration`` that ``--keep-last`` and ``--keep-every`` do not keep."""
     if config.keep_last is None:
         return

@@ -1,6 +1,7 @@
 """Adding and removing checkpoints on disk: interrupted at any step, no earlier checkpoint is lost."""
 
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -39,8 +40,8 @@ def save(folder: Path, iteration: int, text: str = "weights", config: Checkpoint
     place = tracker.begin_tag(folder, tag)
     records = {name: write_text(place / name, f"{text} of {name}") for name in ("first.pt", "second.pt")}
     description = {"iteration": iteration, "layout": ONE_PROCESS, "config": {"model": {}}}
-    tracker.commit_tag(folder, tag, description, records)
-    tracker.remove_old_tags(folder, iteration, config)
+    records["run.json"] = write_text(place / "run.json", json.dumps(description))
+    tracker.commit_tag(folder, iteration, records, config)
 
 
 def whole_iteration(folder: Path) -> int:

@@ -14,8 +14,7 @@ from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining, pretrain
 from torch import nn
 
-from megatron.checkpoint.engine_files import EngineFiles, bytes_of, in_host_memory
-from megatron.checkpoint.tensor_files import write_file
+from megatron.checkpoint.tensor_files import EngineFiles, bytes_of, in_host_memory, write_file
 from megatron.cli import parse_run
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()

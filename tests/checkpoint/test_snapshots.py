@@ -22,12 +22,11 @@ from megatron.checkpoint.snapshot_files import (
     copy_holders,
     divide,
     make_start_folder,
-    marker,
-    marker_text,
     newest_complete,
     planned_bytes,
     planned_host_bytes,
     read_shards,
+    write_marker,
 )
 from megatron.checkpoint.tensor_files import read_checked_file
 from megatron.cli import parse_run
@@ -92,7 +91,7 @@ def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
         (folder / "now" / iteration).mkdir()
     (folder / "now" / "3" / "f").write_text("1234")
     shard = Shard(3, 1, 2, {"f": (4, "digest")}, str(folder / "now" / "3"))
-    marker(folder / "now" / "3", 1).write_text(marker_text(shard, None))
+    write_marker(shard, folder / "now" / "3")
     assert read_shards(folder, "now") == [shard] and read_shards(folder, "earlier") == read_shards(folder, "") == []
     (folder / "now" / "3" / "f").write_text("123")
     (folder / "now" / "4" / "rank_00000.json").write_text('{"iteration": 3')
@@ -256,7 +255,7 @@ def kept_in_memory(words: list[str], memory: str) -> list[Any]:
 
     def collect(iteration, skipped_samples, path, files):
         state = torch.full((1000,), float(iteration + number))
-        return {"iteration": iteration}, [(path / f"of_{number}.pt", {"weights": state})]
+        return [(path / f"of_{number}.pt", {"weights": state})]
 
     def failing(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -274,7 +273,7 @@ def kept_in_memory(words: list[str], memory: str) -> list[Any]:
 
         taken.take(1)
         look()
-        for step in ("write_files", "_messages", "replace_text"):
+        for step in ("write_files", "_messages", "write_marker"):
             with pytest.MonkeyPatch.context() as fault:
                 if number == 1:
                     fault.setattr(snapshots, step, failing)
