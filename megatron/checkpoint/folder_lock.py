@@ -34,10 +34,6 @@ RUN_VARIABLE = "MEGATRON_ELASTIC_RUN"
 """Environment variable of all processes of an elastic run, by which they are found when they are to be ended."""
 RENEWAL_SECONDS = 5.0
 LEASE_SECONDS = 30.0
-_LOOK_SECONDS = 2.0
-"""Of the time between two looks at a lock, no more counts: the file system may have been away, for its owner, too."""
-_UNREADABLE_SECONDS = 5.0
-"""How long a network file system may fail before a lock that cannot be read counts as lost."""
 _SIZE = 1024
 """Bytes of the file, padding included, so that a renewal never changes its size."""
 
@@ -90,14 +86,9 @@ class FolderLock:
         make_folder(self.folder)
         while not self._create():
             text, owner = _read(self._path)
-            if owner is not None and _is_here(owner):
-                if _is_alive(owner):
-                    raise CheckpointError(_in_use(self.folder, owner, self._use))
-            elif owner is not None and owner.is_displaced:
-                pass
-            elif text is not None and self._is_renewed(text, owner):
-                raise CheckpointError(_in_use(self.folder, owner, self._use))
             if text is not None:
+                if self._is_held(text, owner, announced=True):
+                    raise CheckpointError(_in_use(self.folder, owner, self._use))
                 self._remove(text)
         threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
 
@@ -107,37 +98,25 @@ class FolderLock:
         Without an owner the lock is taken at once. Raises as ``take()``.
         """
         text, owner = _read(self._path)
-        is_free = text is None
-        while text is not None:
-            runs = _is_alive(owner) if owner is not None and _is_here(owner) else self._changes(text)
-            if not runs:
-                break
-            time.sleep(min(1.0, LEASE_SECONDS / 10))
-            text, owner = _read(self._path)
-        if not is_free and not os.path.lexists(self._path):
-            return False
         if text is not None:
-            self._remove(text)
+            while text is not None and self._is_held(text, owner):
+                time.sleep(_pause())
+                text, owner = _read(self._path)
+            if not os.path.lexists(self._path):
+                return False
         self.take()
         return True
 
-    def check(self, *, is_repeated: bool = False) -> None:
+    def check(self) -> None:
         """Raises CheckpointError if another run has taken the folder over: this process was suspended for long.
 
-        If the file cannot be read, a check that ``is_repeated`` leaves the answer to the next one; another one tries
-        for some seconds, and then raises CheckpointError, too.
+        A file that cannot be read now says nothing; one that the user has deleted is made again.
         """
-        deadline = time.monotonic() + _UNREADABLE_SECONDS
-        while (owner := self._present_owner()) is None:
-            if is_repeated:
+        text, owner = _read(self._path)
+        with suppress(OSError):
+            if text is None and self._create():
                 return
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"--save {self.folder}: {self._path.name} cannot be read or created, and another run may have "
-                    "taken the folder over; see whether one saves there, and whether the file system works"
-                )
-            time.sleep(0.2)
-        if owner.token != self._owner.token:
+        if owner is not None and owner.token != self._owner.token:
             raise CheckpointError(self._lost_to(owner))
 
     def _lost_to(self, owner: Owner) -> str:
@@ -145,14 +124,6 @@ class FolderLock:
             f"--save {self.folder}: another run ({owner}) has taken the folder over while this one did not "
             "respond; end one of them, or name another folder"
         )
-
-    def _present_owner(self) -> Owner | None:
-        """Who has the lock; this process, if the user has deleted the file. None if it cannot be read now."""
-        text, owner = _read(self._path)
-        with suppress(OSError):
-            if text is None and self._create():
-                return self._owner
-        return owner
 
     def release(self) -> None:
         """Give the lock back, if it is still this process's."""
@@ -188,22 +159,21 @@ class FolderLock:
             if self._when_lost and owner and owner.token != self._owner.token and not self._over.is_set():
                 self._when_lost(self._lost_to(owner))
 
-    def _is_renewed(self, text: str, owner: Owner | None) -> bool:
-        """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
-        whose = f"that of {owner}" if owner else "of another run"
-        print_warning(f"--save {self.folder}: waiting up to {LEASE_SECONDS:.0f} s for a lock, {whose}, to expire")
-        return self._changes(text)
-
-    def _changes(self, text: str) -> bool:
-        """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
-        waited, looked = 0.0, time.monotonic()
-        while waited < LEASE_SECONDS:
-            time.sleep(min(1.0, LEASE_SECONDS / 10))
-            now, _ = _read(self._path)
-            if now != text:
+    def _is_held(self, text: str, owner: Owner | None, *, announced: bool = False) -> bool:
+        """Whether the owner of the file, which contains ``text``, still runs; on another host, whether it renews it."""
+        if owner is not None and _is_here(owner):
+            return _is_alive(owner)
+        if owner is not None and owner.is_displaced:
+            return False
+        if announced:
+            whose = f"that of {owner}" if owner else "of another run"
+            print_warning(f"--save {self.folder}: waiting up to {LEASE_SECONDS:.0f} s for a lock, {whose}, to expire")
+        waited = 0.0
+        while waited < LEASE_SECONDS:  # without the time of reading: the file system may be away, for its owner, too
+            time.sleep(_pause())
+            waited += _pause()
+            if (now := _read(self._path)[0]) != text:
                 return now is not None
-            before, looked = looked, time.monotonic()
-            waited += min(looked - before, _LOOK_SECONDS)
         return False
 
     def _remove(self, stale: str) -> None:
@@ -235,15 +205,8 @@ def last_renewal(folder: Path, run: str) -> str | None:
     return text if owner is not None and owner.run == run and not owner.is_displaced else None
 
 
-def remove_lock(folder: Path, owner: Owner) -> None:
-    """Remove the lock of ``owner``, which is known to have ended on another host: its lease need not expire."""
-    with suppress(FileNotFoundError):
-        if _read(folder / LOCK)[1] == owner:
-            (folder / LOCK).unlink()
-
-
 def displace(folder: Path, owner: Owner) -> None:
-    """Take the lock from ``owner``, which cannot be reached: the next start may have it, and ``owner`` ends.
+    """Take the lock from ``owner``, which has ended or cannot be reached: the next start may have it at once.
 
     Only for an owner that the caller has started, and replaces.
     """
@@ -253,6 +216,11 @@ def displace(folder: Path, owner: Owner) -> None:
     if _read(folder / LOCK)[1] == owner:
         os.replace(moved, folder / LOCK)
     moved.unlink(missing_ok=True)
+
+
+def _pause() -> float:
+    """Seconds between two looks at a lock."""
+    return min(1.0, LEASE_SECONDS / 10)
 
 
 def _in_use(folder: Path, owner: Owner | None, use: str = SAVES) -> str:

@@ -104,22 +104,6 @@ def test_the_lock_is_taken_again_if_the_user_deletes_it(tmp_path: Path) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("is_folder_gone", [False, True])
-def test_a_lock_that_cannot_be_read_is_no_other_run(tmp_path: Path, monkeypatch, is_folder_gone: bool) -> None:
-    """As on a network file system that fails for a while: neither read nor created."""
-    monkeypatch.setattr(folder_lock, "_UNREADABLE_SECONDS", 0.5)
-    lock = FolderLock(tmp_path / "ck")
-    lock.take()
-    if is_folder_gone:
-        lock.folder.rename(tmp_path / "elsewhere")
-    else:
-        monkeypatch.setattr(folder_lock, "_read", lambda _: ("", None))
-    lock.check(is_repeated=True)
-    with pytest.raises(CheckpointError, match="writer.lock cannot be read or created"):
-        lock.check()
-    lock.release()
-
-
 def taken_over(lock: FolderLock, change: Callable[[], None]) -> bool:
     """Whether ``lock`` is taken over once the owner has changed, for which it waits."""
     with ThreadPoolExecutor(1) as pool:

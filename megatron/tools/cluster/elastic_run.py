@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.folder_lock import RUN_VARIABLE, FolderLock, displace, owner_of, remove_lock
+from megatron.checkpoint.folder_lock import RUN_VARIABLE, FolderLock, displace, owner_of
 from megatron.checkpoint.snapshot_files import brought_folder, snapshot_folder
 from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
@@ -108,9 +108,9 @@ class ElasticRun:
             if not (self._used and self._too_few_answer(states) and time.monotonic() < deadline):
                 break
             time.sleep(_PAUSE_SECONDS)  # a network may fail for a moment
-        if owner is not None and any(state.owner_has_ended for state in states):
-            remove_lock(self.save, owner)
-        elif owner is not None and owner.run == self.token:  # cut off, it may train on: it must not save
+        # One that is cut off may train on, but must not save.
+        has_ended = any(state.owner_has_ended for state in states)
+        if owner is not None and (has_ended or owner.run == self.token):
             with suppress(OSError):
                 displace(self.save, owner)
         self._healthy = [state.host for state in states if state.problem is None]

@@ -65,7 +65,7 @@ class Watch:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _LOOK_SECONDS
-            self._run.lock.check(is_repeated=True)
+            self._run.lock.check()
             if len(self._connections) < len(self.start.hosts):
                 self._connections |= connections(launcher, [host.name for host in self.start.hosts])
             if self._connections and self._connected_at is None:
