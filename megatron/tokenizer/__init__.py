@@ -19,19 +19,6 @@ from megatron.tokenizer.words import (
     WordPieceTokenizer,
 )
 
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What a model needs to know of its tokenizer."""
-
-    size: int
-    """Tokens, before any padding."""
-    eod: int
-    """Id that ends a document."""
-    tokens: int | None = None
-    """Tokens of a published tokenizer, without the rows that only the model has; None of another."""
-
-
 TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     "GPT2BPETokenizer": GPT2BPETokenizer,
     "WhitespaceTokenizer": WhitespaceTokenizer,
@@ -138,18 +125,3 @@ def span_vocabulary(data: DataConfig) -> SpanVocabulary:
     text, separators = size - len(tokenizer.extra), (tokenizer.cls, tokenizer.sep)
     sentinels = tuple(range(text + 2, size))
     return SpanVocabulary(size, text, text, text + 1, sentinels, separators, tokenizer.continues)
-
-
-def read_vocabulary(
-    kind: str,
-    vocab_file: str | None,
-    merge_file: str | None,
-    vocab_size: int | None = None,
-    eod_token: str | None = None,
-    extra_ids: int = 0,
-) -> Vocabulary:
-    """Size and end of document of a vocabulary. Checks all its files; raises as ``build_tokenizer``."""
-    tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size, eod_token, extra_ids)
-    if isinstance(tokenizer, HuggingFaceTokenizer | GPTSentencePieceTokenizer):
-        return Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer.tokens)
-    return Vocabulary(tokenizer.vocab_size, tokenizer.eod)

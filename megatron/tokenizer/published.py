@@ -30,12 +30,13 @@ class HuggingFaceTokenizer(RustTokenizer):
         path: the tokenizer.json.
         vocab_size: its tokens with the added ones (or the highest id and one, if ids are left out), or the size that is
             asked for, if the model has more rows.
-        tokens: the same without these rows.
         eod: the eos_token that a file beside it names, of ``CONFIG_FILES`` the first that does.
         bos: id of the bos_token that such a file names, which begins texts of some models; None without one.
         special_tokens: ids of the special tokens by their text.
         pieces: ids of all tokens by their text.
     """
+
+    tokens: int
 
     def __init__(
         self,
@@ -157,11 +158,12 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
     Attributes:
         vocab_size: its pieces, or the size that is asked for, if the model has more rows.
-        tokens: the same without these rows.
         eod: the model's own end of a sentence, ``</s>`` for most.
         bos: id of the model's own beginning of a sentence; None without one.
         special_tokens: ids of the control tokens by their text.
     """
+
+    tokens: int
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from megatron.data.fingerprint import blend_hash, tokenizer_hash
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_config
-from megatron.tokenizer import read_vocabulary, span_vocabulary
+from megatron.tokenizer import span_vocabulary, tokenizer_of
 
 T = TypeVar("T")
 
@@ -83,16 +83,14 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     if is_provided and data.vocab_file is None and data.vocab_size is None:
         return run
     check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
-    vocabulary = read_vocabulary(
-        data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text, data.extra_ids
-    )
+    vocabulary = tokenizer_of(data)
     if vocabulary.tokens is not None and not data.mock_data and not is_provided:
         check_token_type(data, vocabulary.tokens)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,
-        vocab_size=vocabulary.size,
-        padded_vocab_size=padded_vocabulary(vocabulary.size, ranks, multiple),
+        vocab_size=vocabulary.vocab_size,
+        padded_vocab_size=padded_vocabulary(vocabulary.vocab_size, ranks, multiple),
         eod_token=vocabulary.eod,
     )
     if architecture_of(run.model).is_encoder_decoder:

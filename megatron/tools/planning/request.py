@@ -157,10 +157,10 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     try:
         if not file or not Path(file).is_file():
             return None
-        from megatron.tokenizer import read_vocabulary  # with numpy, whose import takes long
+        from megatron.tokenizer import build_tokenizer  # with numpy, whose import takes long
 
         extra = _value(given, "vocab_extra_ids") if "decoder_seq_length" in given else 0
-        return read_vocabulary(kind, file, merges, rows, eod, extra).size
+        return build_tokenizer(kind, file, merges, rows, eod, extra).vocab_size
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
