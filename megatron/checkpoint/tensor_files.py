@@ -199,39 +199,15 @@ def outlines_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors.outlines if isinstance(tensors, LazyTensors) else tensors
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
 class SafetensorsFiles(LazyTensors):
     """The tensors in one or several safetensors files, by ``read_entries``, each read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError as ``read_entries``, and for a type of tensor that is not known."""
+        """Raises CheckpointError as ``read_entries``."""
         self._entries = read_entries(path)
         self._opened: dict[Path, Any] = {}
-        for name, entry in self._entries.items():
-            if entry.dtype not in _DTYPES:
-                raise CheckpointError(f"{entry.file}: {name} is of type {entry.dtype}, which is not supported")
-        super().__init__(
-            {
-                name: torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="meta")
-                for name, entry in self._entries.items()
-            },
-            self._whole,
-        )
+        # The library maps a tensor into memory, which reads nothing of it.
+        super().__init__({name: self._whole(name).to("meta") for name in self._entries}, self._whole)
 
     def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
         """Indices from ``begin`` to ``end`` in dimension ``dim`` of a tensor; the rest of it is not read."""

@@ -4,9 +4,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,38 +14,22 @@ BLEND_WINDOW = 1 << 20
 """Samples of a blend whose order is computed at a time."""
 
 
-@dataclass(frozen=True)
-class BlendPlan:
-    """Shares and length of a blend, from which its order is computed, or a window of it."""
+class BlendWindow(NamedTuple):
+    """Consecutive samples of a blend."""
 
     shares: tuple[Fraction, ...]
     """Share of each data set; they add up to 1."""
-    requested: int
-    """Samples needed, counted from the first of the blend."""
-    taken: tuple[int, ...] = ()
-    """Samples of each data set before the window; empty if it is the first one."""
-
-    @cached_property
-    def period(self) -> int:
-        """Samples after which the order repeats: each data set has had exactly its share by then."""
-        return math.lcm(*(share.denominator for share in self.shares))
-
-    @property
-    def length(self) -> int:
-        """Samples whose order has to be computed."""
-        return min(self.period, self.requested) - sum(self.taken)
-
-    def window(self, taken: tuple[int, ...]) -> "BlendPlan":
-        """The window that begins after that many samples of each data set."""
-        return replace(self, requested=min(self.period, self.requested, sum(taken) + BLEND_WINDOW), taken=taken)
+    taken: tuple[int, ...]
+    """Samples of each data set before the window."""
+    length: int
+    """Samples in it."""
 
     def build(self) -> dict[str, np.ndarray]:
-        """``sources`` and ``places`` of the window, [length]: the data set of each sample, and how many before it are
-        of the same one."""
-        taken = self.taken or (0,) * len(self.shares)
-        sources = np.fromiter(_draw(self.shares, taken, self.length), np.uint16, self.length)
-        places = np.empty(self.length, np.uint32 if self.length + sum(taken) < 1 << 32 else np.int64)
-        for source, before in enumerate(taken):
+        """``sources`` and ``places``, [length]: the data set of each sample, and how many before it are of the same
+        one."""
+        sources = np.fromiter(_draw(self.shares, self.taken, self.length), np.uint16, self.length)
+        places = np.empty(self.length, np.uint32 if self.length + sum(self.taken) < 1 << 32 else np.int64)
+        for source, before in enumerate(self.taken):
             is_its_own = sources == source
             places[is_its_own] = np.arange(before, before + np.count_nonzero(is_its_own), dtype=places.dtype)
         return {"sources": sources, "places": places}
@@ -60,26 +44,29 @@ class BlendOrder:
     are requested. The order is computed for a window of samples at a time; what precedes a window is needed for it.
 
     Args:
-        sources, places: arrays of the first window, see ``BlendPlan.build``.
-        load: returns the arrays of a later window.
+        shares: share of each data set; they add up to 1.
+        samples: samples that are needed.
+        load: returns what ``build`` of a window does.
     """
 
     def __init__(
         self,
-        plan: BlendPlan,
-        sources: np.ndarray,
-        places: np.ndarray,
-        load: Callable[[BlendPlan], Mapping[str, np.ndarray]] = BlendPlan.build,
+        shares: tuple[Fraction, ...],
+        samples: int,
+        load: Callable[[BlendWindow], Mapping[str, np.ndarray]] = BlendWindow.build,
     ) -> None:
-        self._plan, self._load = plan, load
-        self._in_period = [int(share * plan.period) for share in plan.shares]
-        self._before: list[tuple[int, ...]] = [(0,) * len(plan.shares)]
-        self._first = {"sources": sources, "places": places}
-        self._window = lru_cache(maxsize=2)(self._open_window)
+        self._shares, self._load = shares, load
+        # The order repeats when each data set has had exactly its share.
+        self._period = math.lcm(*(share.denominator for share in shares))
+        self._in_period = [int(share * self._period) for share in shares]
+        self._length = min(self._period, samples)
+        self._before: list[tuple[int, ...]] = [(0,) * len(shares)]
+        self._window = lru_cache(maxsize=2)(self._load_window)
+        self._window(0)
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         """The data set of the ``index``-th sample, and its index among the samples of that data set."""
-        periods, position = divmod(index, self._plan.period)
+        periods, position = divmod(index, self._period)
         number, at = divmod(position, BLEND_WINDOW)
         window = self._window(number)
         source = window["sources"].item(at)
@@ -87,20 +74,16 @@ class BlendOrder:
 
     def sources(self, samples: int) -> np.ndarray:
         """The data set of each of the first ``samples``, [samples]."""
-        needed = min(samples, self._plan.period)
+        needed = min(samples, self._period)
         windows = [self._window(number)["sources"] for number in range(-(-needed // BLEND_WINDOW))]
         return np.resize(np.concatenate([np.empty(0, np.uint16), *windows]), samples)
 
-    def _open_window(self, number: int) -> Mapping[str, np.ndarray]:
-        taken = self._taken_before(number)
-        return self._load(self._plan.window(taken)) if number else self._first
-
-    def _taken_before(self, number: int) -> tuple[int, ...]:
-        """Samples of each data set before the ``number``-th window."""
+    def _load_window(self, number: int) -> Mapping[str, np.ndarray]:
         while len(self._before) <= number:
             latest = len(self._before) - 1
             self._before.append(_counts(self._window(latest)["sources"], self._before[latest]))
-        return self._before[number]
+        length = min(BLEND_WINDOW, self._length - number * BLEND_WINDOW)
+        return self._load(BlendWindow(self._shares, self._before[number], length))
 
 
 def _counts(sources: np.ndarray, before: tuple[int, ...]) -> tuple[int, ...]:

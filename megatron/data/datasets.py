@@ -11,7 +11,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset
-from megatron.data.blend_order import BlendOrder, BlendPlan
+from megatron.data.blend_order import BlendOrder, BlendWindow
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import Span
 from megatron.data.map_cache import Recipe, cache_folder, cached, digest
@@ -147,16 +147,13 @@ def _blended(
     """``samples`` of a split, from all its sources."""
     if len(sources) == 1:
         return of_source(sources[0], samples)
-    plan = BlendPlan(tuple(source.share for source in sources), samples)
     folder = cache_folder(data, sources[0].indexed.prefix)
 
-    def load(window: BlendPlan) -> Mapping[str, np.ndarray]:
-        origin: object = (plan.shares, sum(window.taken)) if any(window.taken) else plan.shares
+    def load(window: BlendWindow) -> Mapping[str, np.ndarray]:
         recipe = Recipe(("sources", "places"), 6 * window.length, window.build)
-        return cached(folder, f"blend_{window.length}ns_{digest(origin)}", recipe)
+        return cached(folder, f"blend_{window.length}ns_{digest((window.shares, sum(window.taken)))}", recipe)
 
-    first = load(plan.window(()))
-    order = BlendOrder(plan, first["sources"], first["places"], load)
+    order = BlendOrder(tuple(source.share for source in sources), samples, load)
     # A data set has its share of the samples, plus less than one.
     parts = [of_source(source, math.ceil(source.share * samples)) for source in sources]
     return BlendedDataset(parts, order, samples)

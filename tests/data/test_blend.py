@@ -10,7 +10,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.blend_order import BlendOrder, BlendPlan
+from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
@@ -19,11 +19,6 @@ SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_i
 def shares_of(*weights: int | str) -> tuple[Fraction, ...]:
     fractions = [Fraction(weight) for weight in weights]
     return tuple(fraction / sum(fractions) for fraction in fractions)
-
-
-def order_of(shares: tuple[Fraction, ...], requested: int) -> BlendOrder:
-    plan = BlendPlan(shares, requested)
-    return BlendOrder(plan, **plan.build())
 
 
 CHANCE = random.Random(7)
@@ -40,7 +35,7 @@ BLENDS = [
 @pytest.mark.parametrize("shares", BLENDS, ids=[str(number) for number in range(len(BLENDS))])
 def test_blend_has_the_weights_at_every_point(shares: tuple[Fraction, ...]) -> None:
     requested = 1000
-    order = order_of(shares, requested)
+    order = BlendOrder(shares, requested)
     taken = [0] * len(shares)
     for sample in range(requested):
         source, place = order[sample]
@@ -51,9 +46,9 @@ def test_blend_has_the_weights_at_every_point(shares: tuple[Fraction, ...]) -> N
 
 def test_longer_run_continues_the_same_order() -> None:
     shares = shares_of(3, 5, 17)
-    long = order_of(shares, 400)
+    long = BlendOrder(shares, 400)
     for requested in (7, 24, 25, 26, 300):
-        short = order_of(shares, requested)
+        short = BlendOrder(shares, requested)
         assert [short[sample] for sample in range(requested)] == [long[sample] for sample in range(requested)]
 
 

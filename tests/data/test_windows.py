@@ -12,7 +12,7 @@ import pytest
 from megatron.common.errors import ResourceError
 from megatron.config import DataConfig
 from megatron.data import blend_order, map_cache
-from megatron.data.blend_order import BlendOrder, BlendPlan
+from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import build_datasets
 
 SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 90, "eval_interval": 7, "eval_iters": 2, "seed": 5}
@@ -56,12 +56,11 @@ def test_a_disk_that_is_too_small_is_refused_before_training(data: DataConfig, m
 @pytest.mark.parametrize("weights", [(3, 5, 17), (1, 1), (90, 1, 1, 1, 1, 1), (7, 123, 1000, 13)])
 def test_a_blend_has_the_same_order_in_windows(weights: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     shares = tuple(Fraction(weight, sum(weights)) for weight in weights)
-    plan = BlendPlan(shares, 400)
-    order = BlendOrder(plan, **plan.build())
+    order = BlendOrder(shares, 400)
     whole, sources = [order[sample] for sample in range(400)], order.sources(400)
     monkeypatch.setattr(blend_order, "BLEND_WINDOW", 7)
-    windowed = BlendOrder(plan, **plan.window(()).build())
+    windowed = BlendOrder(shares, 400)
     assert [windowed[sample] for sample in range(400)] == whole
-    fresh = BlendOrder(plan, **plan.window(()).build())
+    fresh = BlendOrder(shares, 400)
     for samples in (399, 400, 5, 7, 14):
         assert np.array_equal(fresh.sources(samples), sources[:samples])
