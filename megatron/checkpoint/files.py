@@ -133,10 +133,10 @@ def record_of(path: Path) -> Record:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file. Raises OSError if it cannot be read."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    digest = hashlib.sha256()
     with open(path, "rb", buffering=0, opener=regular) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
+        while block := file.read(_BLOCK):
+            digest.update(block)
     return digest.hexdigest()
 
 

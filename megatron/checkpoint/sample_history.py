@@ -13,9 +13,6 @@ from typing import Any
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 
-_NUMBERS = ("finished", "last", "first_place", "end_place", "global_batch_size")
-_AXES = ("PP", "DP", "SP", "TP")
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -88,12 +85,6 @@ def read_history(description: Mapping[str, Any], path: str) -> tuple[Segment, ..
     if "ledger" not in description:
         return (Segment(0, description["iteration"], 0, description.get("consumed_samples", 0), 0, {}, ""),)
     try:
-        return tuple(_read_segment(entry) for entry in description["ledger"])
-    except (TypeError, ValueError, KeyError, AttributeError):
-        raise CheckpointError(f"{path} has a sample history that cannot be read") from None
-
-
-def _read_segment(entry: Mapping[str, Any]) -> Segment:
-    numbers = {name: int(entry[name]) for name in _NUMBERS}
-    layout = {axis: int(entry["layout"][axis]) for axis in _AXES} if entry["layout"] else {}
-    return Segment(**numbers, layout=layout, stream=str(entry["stream"]))
+        return tuple(Segment(**entry) for entry in description["ledger"])
+    except TypeError:
+        raise CheckpointError(f"{path} has the sample history of another version, which cannot be read") from None
