@@ -72,12 +72,6 @@ class BlendOrder:
         source = window["sources"].item(at)
         return source, periods * self._in_period[source] + window["places"].item(at)
 
-    def sources(self, samples: int) -> np.ndarray:
-        """The data set of each of the first ``samples``, [samples]."""
-        needed = min(samples, self._period)
-        windows = [self._window(number)["sources"] for number in range(-(-needed // BLEND_WINDOW))]
-        return np.resize(np.concatenate([np.empty(0, np.uint16), *windows]), samples)
-
     def _load_window(self, number: int) -> Mapping[str, np.ndarray]:
         while len(self._before) <= number:
             latest = len(self._before) - 1
