@@ -154,21 +154,24 @@ def read_text(path: str) -> str:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; is this the right file?") from error
 
 
+def read_object(path: str) -> dict[str, Any]:
+    """The content of a file with one JSON object. Raises DataError if it is another."""
+    try:
+        content = parse_json(read_text(path))
+    except ValueError as error:
+        where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
+        raise DataError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: a JSON {type(content).__name__}, not an object")
+    return content
+
+
 def read_vocab_json(path: str) -> dict[str, int]:
     """The token -> id table of a ``vocab.json``.
 
     Raises DataError if the file is not such a table, or if its ids are not 0 to n-1, each once.
     """
-    try:
-        vocabulary = parse_json(read_text(path))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}); a vocabulary is one object of token: id"
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from error
-    if not isinstance(vocabulary, dict):
-        raise DataError(f"{path}: a JSON {type(vocabulary).__name__}; a vocabulary is one object of token: id")
+    vocabulary = read_object(path)
     check_ids(path, vocabulary)
     return vocabulary
 

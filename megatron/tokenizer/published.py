@@ -5,14 +5,14 @@ A tokenizer.json is run by the library ``tokenizers``. Its ids are equal to thos
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from megatron.common.errors import ConfigError, DataError
-from megatron.common.reading import read_bytes, read_json
-from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_text, require_files
+from megatron.common.reading import read_bytes
+from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_object, read_text, require_files
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 """Files beside a tokenizer.json that name its special tokens, the most specific first."""
@@ -51,7 +51,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         Raises DataError if a file is absent or broken, no token ends a document, or ``vocab_size`` is too small.
         """
         self.path = require_files("HuggingFaceTokenizer", {"--tokenizer-model": vocab_file}, "")[0]
-        configs = dict(_read_configs(os.path.dirname(self.path)))
+        configs = _read_configs(os.path.dirname(self.path))
         encoder = _read_encoder(self.path, configs.get("tokenizer_config.json", {}))
         encoder.encode_special_tokens = True  # as ordinary text
         self.pieces = encoder.get_vocab(with_added_tokens=True)
@@ -105,21 +105,10 @@ def checked_size(path: str, tokens: int, rows: int | None) -> int:
     return tokens if rows is None else rows
 
 
-def _read_configs(folder: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and content of each of ``CONFIG_FILES`` in ``folder``. Raises DataError for one that is broken."""
-    for name in CONFIG_FILES:
-        path = os.path.join(folder, name)
-        try:
-            config = read_json(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON ({error})") from None
-        if not isinstance(config, dict):
-            raise DataError(f"{path}: a JSON {type(config).__name__}, not an object")
-        yield name, config
+def _read_configs(folder: str) -> dict[str, dict[str, Any]]:
+    """The content of each of ``CONFIG_FILES`` in ``folder``, by name. Raises DataError for one that is broken."""
+    paths = {name: os.path.join(folder, name) for name in CONFIG_FILES}
+    return {name: read_object(path) for name, path in paths.items() if os.path.lexists(path)}
 
 
 def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
