@@ -200,7 +200,7 @@ def test_broken_files(tmp_path: Path, encoder: tokenizers.Tokenizer) -> None:
     with pytest.raises(DataError, match="has 354 tokens, and the table of the model 353 rows"):
         build_tokenizer(HUGGINGFACE, str(path), None, 353, "<think>")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match="config.json: not JSON"):
+    with pytest.raises(DataError, match="config.json:1: not JSON"):
         build_tokenizer(HUGGINGFACE, str(path), None)
 
 
