@@ -39,11 +39,11 @@ def test_the_first_epoch_and_large_ones_are_stored(
 
 def test_a_disk_that_is_too_small_is_refused_before_training(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(".")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(ResourceError) as caught:
         build_datasets(data, **SIZES)
     (line,) = caught.value.messages
-    assert caught.value.exit_code == 7 and "the index maps need " in line and "the disk has 1,000 free" in line
+    assert caught.value.exit_code == 7 and "the index maps need " in line and "the disk has 100 free" in line
     folder = Path(data.data_path[0]).parent / "index-cache"
     assert not list(folder.glob("*.npy"))
     monkeypatch.setattr(map_cache, "LARGE", 1)
