@@ -52,6 +52,8 @@ class SavedLayout:
     """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
     context_parallel_size: int | None = _saved_as("--context-parallel-size", default=None)
     """None without it."""
+    gradient_bucket: int | None = _saved_as("elements of a bucket of gradients", default=None)
+    """None for one bucket: ZeRO's files have a tensor for each."""
     expert_parallel_size: int = _saved_as("--expert-model-parallel-size", default=1)
     """Only saved if it is more than 1."""
     unknown: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ class SavedLayout:
             pipeline_schedule=parallel.pipeline_schedule if parallel.uses_pipeline else None,
             partition=", ".join(map(str, layers_per_chunk(run))) if parallel.uses_pipeline else None,
             context_parallel_size=parallel.context_parallel_size if parallel.context_parallel_size > 1 else None,
+            gradient_bucket=run.gradient_bucket,
             expert_parallel_size=parallel.expert_model_parallel_size,
         )
 
@@ -91,6 +94,7 @@ class SavedLayout:
         """The layout for ``run.json``."""
         absent = [] if self.pipe_parallel_size else ["pipeline_schedule", "partition"]
         absent += [] if self.context_parallel_size else ["context_parallel_size"]
+        absent += [] if self.gradient_bucket else ["gradient_bucket"]
         absent += [] if self.expert_parallel_size > 1 else ["expert_parallel_size"]
         return {key: getattr(self, name) for name, key in layout_keys().items() if name not in absent}
 

@@ -81,6 +81,31 @@ class RunConfig:
         """
         return self.zero.zero_coalesce_grad_reduction and self.train.gradient_accumulation_steps > 1
 
+    @property
+    def gradient_bucket(self) -> int | None:
+        """Elements of gradients that ZeRO 1 and 2 reduce together over the data-parallel ranks; None for all of them.
+
+        The default is Megatron-LM's: large enough for the bandwidth of the links, whatever the number of ranks.
+        """
+        ranks = self.parallel.data_parallel_size * self.parallel.sequence_ranks
+        if self.zero.zero_stage not in (1, 2) or self.zero.offloads_optimizer or ranks <= 1:
+            return None
+        return int(self.zero.zero_reduce_bucket_size) or max(40_000_000, 1_000_000 * ranks)
+
+    @property
+    def overlaps_grad_reduce(self) -> bool:
+        """Whether ranks reduce gradients during the backward pass, unless --no-overlap-grad-reduce.
+
+        Not where a weight gets several gradients in a backward pass, or gets it after that.
+        """
+        is_split = self.parallel.pipeline_schedule in ("zbh1", "zbv")
+        return self.zero.zero_overlap_comm is not False and not (self.model.tiled_mlp or is_split)
+
+    @property
+    def overlaps_param_gather(self) -> bool:
+        """Whether ranks gather weights at ZeRO 1 and 2 in the forward pass, unless --no-overlap-param-gather."""
+        return self.zero.overlap_param_gather is not False
+
     def is_logged(self, iteration: int) -> bool:
         """Whether the metrics of ``iteration`` are logged, which they always are for the last one.
 

@@ -79,10 +79,16 @@ class ZeroConfig:
     )
     zero_overlap_comm: bool | None = flag(
         None,
-        "Overlap the reduction of gradients with the backward pass (default: at stage 3 only).",
-        switches={"no-zero-overlap-comm": False},
+        "Overlap the reduction of gradients with the backward pass; enabled by default.",
+        aliases=("overlap-grad-reduce",),
+        switches={"no-zero-overlap-comm": False, "no-overlap-grad-reduce": False},
         needs="zero_stage=1|2|3",
-        excludes={"pipe_parallel_size": "a pipeline reduces gradients after its last micro-batch"},
+    )
+    overlap_param_gather: bool | None = flag(
+        None,
+        "Overlap the gathering of weights with the next forward pass; enabled by default.",
+        switches={"no-overlap-param-gather": False},
+        needs="zero_stage=1|2",
     )
     zero_round_robin_gradients: bool = flag(
         False, "Distribute gradients over ranks in turn: all ranks copy at the same time.", needs="zero_stage=1|2"

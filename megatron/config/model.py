@@ -99,7 +99,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         excludes={
             "compile": "torch's compiler cannot see a gradient change that it does not compute",
             "grad_accum_dtype=fp32": "gradients are added up in the type of the weights",
-            "zero_stage=2|3 or zero_overlap_comm or offload_optimizer": "DeepSpeed moves gradients before a step ends",
+            "zero_stage=2|3 or offload_optimizer": "gradients are moved before a step ends",
         },
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(

@@ -4,6 +4,7 @@ Each method says what DeepSpeed 0.19.8 does instead, and the test.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines import continue_without_reports
 from megatron.engines.containers import loss_parts
+from megatron.engines.gradients import gradient_norm
+from megatron.engines.host_copy import HostCopy
 from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
-from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, gradient_norm, takes_scale
+from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, scale_and_skip, takes_scale
 from megatron.model.moe import ParallelMoE, routers
 from megatron.parallel.expert import group_name
 from megatron.parallel.layout import ParallelLayout
@@ -39,6 +42,13 @@ class Engine(DeepSpeedEngine):
     """
 
     hooks: Sequence[InstructionHook] = ()
+    step_learning_rate: float
+    """Of the last step."""
+    skipped_before: int
+    """Steps that were skipped before the last one."""
+    step_outcome: HostCopy
+    """Whether the last step was "skipped"."""
+    _is_settled = True
     mean_loss_parts: Mapping[str, Tensor]
     """The terms of the loss of the last global batch by name, [], averaged like the loss."""
 
@@ -46,9 +56,12 @@ class Engine(DeepSpeedEngine):
         self.layout = layout
         self._data_group = layout.get_sequence_data_parallel_group()
         self._coalesces_grad_reduction = run.coalesces_grad_reduction
+        self._overlaps_grad_reduce = run.overlaps_grad_reduce
         super().__init__(*arguments, **options)
         self.routers = routers(self.module)
         continue_without_reports(self)
+        if isinstance(self.optimizer, ZeroOptimizer) and run.overlaps_param_gather:
+            self.optimizer.gather_before(layer for name, layer in self.module.named_children() if name.isdigit())
 
     def inside_hooks(self, instruction: Instruction) -> AbstractContextManager:
         """Enter the contexts of all ``hooks`` for ``instruction``."""
@@ -81,37 +94,79 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, client_optimizer, model_parameters)")
     def _configure_optimizer(self, client_optimizer: Optimizer | None, model_parameters: Any) -> None:
-        with corrected_optimizers():
+        """Wrap the optimizer in one of ``megatron.engines.zero``."""
+        with corrected_optimizers(
+            layout=self.layout,
+            reduced_last=self._reduced_last(),
+            micro_batches=self.gradient_accumulation_steps,
+            coalesces=self._coalesces_grad_reduction,
+            overlaps=self._overlaps_grad_reduce,
+        ):
             super()._configure_optimizer(client_optimizer, model_parameters)
         accept_any_adam(self.basic_optimizer)
         if isinstance(self.basic_optimizer, Muon) and self.zero_optimization():
             self.basic_optimizer.use_partitions(master_weights(self))
 
+    def _reduced_last(self) -> set[nn.Parameter]:
+        """Parameters whose gradients are complete only after the backward pass: tied ones."""
+        counts = Counter(parameter for _, parameter in self.module.named_parameters(remove_duplicate=False))
+        return {parameter for parameter, count in counts.items() if count > 1}
+
     @overrides(DeepSpeedEngine, "(self, lr_kwargs)")
     def _take_model_step(self, lr_kwargs: dict | None) -> None:
-        """In fp32 at ZeRO 0: clip by the norm of the gradient of the whole model, skip a step that is not finite.
+        """Update the weights, unless the gradient is not finite, which the host may learn from a GPU later.
 
-        DeepSpeed's ``clip_fp32_gradients`` counts a tied weight once for each stage that holds it, omits norms and
-        row-parallel biases of all stages but the first, and discards the norm, so that the update depends on the
-        layout; and any gradient is applied. Tests: tests/training/test_layouts_agree.py, test_anomaly_detection.py.
+        DeepSpeed reads the norm before it starts the optimizer, so that a GPU has nothing to do meanwhile. In fp32 at
+        ZeRO 0 it applies any gradient; its ``clip_fp32_gradients`` counts a tied weight once for each stage that holds
+        it, omits norms and row-parallel biases of all stages but the first, and discards the norm, so that the update
+        depends on the layout.
+        Tests: tests/training/test_layouts_agree.py, test_anomaly_detection.py, test_synchronizations.py.
         """
-        if self.zero_optimization():
-            super()._take_model_step(lr_kwargs)
-            return
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        norm = gradient_norm(parameters, self.layout)
-        self._global_grad_norm = norm.item()
-        self.optimizer.overflow = not math.isfinite(self._global_grad_norm)  # what DeepSpeed calls a skipped step
-        if self.optimizer.overflow:
-            with replaced(self.optimizer, step=lambda: None):
+        self.settle()
+        self.step_learning_rate, self.skipped_before = self.get_lr()[0], self.skipped_steps
+        step = self.optimizer.step
+        with replaced(self, lr_scheduler=None):
+            if self.zero_optimization():
                 super()._take_model_step(lr_kwargs)
+                skipped = getattr(self.optimizer, "skipped", not self._step_applied)
+            else:
+                skipped = self._clip()
+                if skipped is True:
+                    step = _do_nothing
+                with replaced(self.optimizer, step=step):
+                    super()._take_model_step(lr_kwargs)
+        self.skipped_steps -= not self._step_applied  # ``settle`` counts them
+        self.step_outcome = HostCopy({"skipped": skipped})
+        self._is_settled = False
+
+    def settle(self) -> None:
+        """End the last step: wait for its weights, and advance the learning-rate schedule unless it was skipped."""
+        self.wait_for_weights()
+        if self._is_settled:
             return
-        limit = self.gradient_clipping()
+        self._is_settled = True
+        if self.step_outcome.read()["skipped"]:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def wait_for_weights(self) -> None:
+        """Wait for the weights of the last step, before anything but a forward pass reads or changes them."""
+        if isinstance(self.optimizer, ZeroOptimizer):
+            self.optimizer.wait_for_weights()
+
+    def _clip(self) -> bool | Tensor:
+        """In fp32 at ZeRO 0: clip the gradient of the whole model. Returns whether it is not finite.
+
+        torch's fused Adam clips and skips on the device, without the host.
+        """
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        self._global_grad_norm = norm = gradient_norm(parameters, self.layout)
+        limit = self.gradient_clipping() or math.inf
         if takes_scale(self.optimizer):
-            self.optimizer.grad_scale = clip_divisor(norm, limit) if limit else None
-        else:
-            nn.utils.clip_grads_with_norm_(parameters, limit or math.inf, norm)
-        super()._take_model_step(lr_kwargs)
+            return scale_and_skip(self.optimizer, norm, clip_divisor(norm, limit))
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return not math.isfinite(norm)
 
     @overrides(DeepSpeedEngine, "(self)")
     def clip_fp32_gradients(self) -> None:
@@ -150,8 +205,6 @@ class SequentialEngine(Engine):
         self._reduces = False
         """Whether a step has run all backward passes, so that leaving ``coalesce_grad_reduction`` may reduce."""
         super().__init__(*arguments, **options)
-        if isinstance(self.optimizer, ZeroOptimizer):
-            self.optimizer.remove_unused_hooks()
 
     def train_batch(self, batches: Iterator[Batch]) -> Tensor:
         """Run one optimizer step over a global batch. Returns its loss [], the same on every rank."""
@@ -218,7 +271,10 @@ class SequentialEngine(Engine):
     def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
         if self._reduces:
             with self.inside_hooks(Instruction("ReduceGrads")):
-                super()._flush_coalesced_reduction_zero12(optimizer)
+                if isinstance(optimizer, ZeroOptimizer) and optimizer.gradients is not None:
+                    optimizer.reduce_gradients()
+                else:
+                    super()._flush_coalesced_reduction_zero12(optimizer)
 
     @overrides(DeepSpeedEngine, "(self, optimizer)")
     def _flush_coalesced_reduction_zero3(self, optimizer: Any) -> None:
@@ -237,15 +293,26 @@ class SequentialEngine(Engine):
 class StepStatus:
     """What an engine reports after a step."""
 
-    applied: bool
-    """Whether the weights were updated; they are not if the gradient was not finite."""
+    outcome: HostCopy
+    """Whether it was "skipped"."""
+    learning_rate: float
     grad_norm: float | Tensor | None
-    """2-norm of the gradient of the model, [] or a number, before clipping; None if the step was skipped."""
+    """2-norm of the gradient of the model, [] or a number, before clipping."""
     loss_scale: float
-    skipped_iterations: int
-    """Iterations since the start of training whose gradients were not finite."""
+    skipped_before: int
+    """Iterations before this one whose gradients were not finite."""
     loss_parts: Mapping[str, Tensor] = field(default_factory=dict)
     """The terms of the loss by name, [], averaged like the loss; none if the loss has a single one."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated; they are not if the gradient was not finite. Waits for the device."""
+        return not self.outcome.read()["skipped"]
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Iterations up to this one whose gradients were not finite."""
+        return self.skipped_before + (not self.applied)
 
 
 def train_batch(engine: Engine, batches: Iterator[Batch] | None, hooks: Sequence[InstructionHook] = ()) -> Tensor:
@@ -268,14 +335,18 @@ def eval_batch(engine: Engine, batches: Iterator[Batch] | None, hooks: Sequence[
 
 def step_status(engine: Engine) -> StepStatus:
     """The status of the step that ``engine`` has just run."""
-    applied, norm = engine.was_step_applied(), engine.get_global_grad_norm()
     return StepStatus(
-        applied=applied,
-        grad_norm=norm if applied else None,
+        outcome=engine.step_outcome,
+        learning_rate=engine.step_learning_rate,
+        grad_norm=engine.get_global_grad_norm(),
         loss_scale=_loss_scale(engine),
-        skipped_iterations=engine.skipped_steps,
+        skipped_before=engine.skipped_before,
         loss_parts=engine.mean_loss_parts,
     )
+
+
+def _do_nothing() -> None:
+    """In place of an optimizer's step."""
 
 
 def _loss_scale(engine: Engine) -> float:

@@ -149,17 +149,20 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @overrides(PipelineEngine, "(self)")
     def _exec_reduce_tied_grads(self) -> None:
-        """At ZeRO 1: sum a tied weight's gradient over its stages where it is, in ``grad_accum``.
+        """At ZeRO 1: sum a tied weight's gradient over its stages in the bucket where it is.
 
         DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in another tensor in fp32. Each stage
         then updates its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
         """
-        if not getattr(self.optimizer, "use_grad_accum_attribute", False):
+        gradients = getattr(self.optimizer, "gradients", None)
+        if gradients is None:
             super()._exec_reduce_tied_grads()
             return
         for weight, group in self.module.get_tied_weights_and_groups():
-            if weight.grad_accum is not None:
-                dist.all_reduce(weight.grad_accum, group=group)
+            dist.all_reduce(gradients.of(weight), group=group)
+
+    def _reduced_last(self) -> set[nn.Parameter]:
+        return super()._reduced_last() | {weight for weight, _ in self.module.get_tied_weights_and_groups()}
 
     @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_backward_pass(self, buffer_id: int) -> None:

@@ -36,6 +36,7 @@ def save_state(
     of optimizer states at ZeRO 0.
     Tests: tests/checkpoint/test_checkpoint_files.py (``--no-save-optim``), tests/training/test_moe_layouts_agree.py.
     """
+    engine.settle()
     changes: dict[str, Any] = {"checkpoint_engine": files, "has_moe_layers": False}
     if not optimizer:
         changes["save_zero_checkpoint"] = False
@@ -66,6 +67,7 @@ def parameter_states(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:
 
 def restore_progress(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Restore the schedule and the counters from what DeepSpeed saved for a rank."""
+    engine.settle()
     engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved["global_samples"]
@@ -178,7 +180,8 @@ def _zero3(optimizer: Any) -> MasterWeights:
                 yield parameter, MasterWeight(master, start, begin, length)
 
 
-def _zero1_and_2(optimizer: Any) -> MasterWeights:
+def zero_master_weights(optimizer: Any) -> MasterWeights:
+    """The master weights of an optimizer of ZeRO 1 or 2."""
     # Not by DeepSpeed's links between parameters and masters: with round-robin gradients they are in another order.
     groups, masters = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
     return _flat(groups, masters, optimizer.real_dp_process_group, optimizer.round_robin_bit16_offsets)
@@ -210,7 +213,7 @@ def _flat(
 
 _WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {
     "fp32_partitioned_groups_flat": _zero3,
-    "single_partition_of_fp32_groups": _zero1_and_2,
+    "single_partition_of_fp32_groups": zero_master_weights,
     "fp32_groups_flat_partition": _bf16,
 }
 """DeepSpeed's optimizer wrappers by an attribute that only each of them has. In fp32 without ZeRO there is none."""

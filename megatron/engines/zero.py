@@ -15,9 +15,10 @@ DeepSpeed 0.19.8:
   Test: tests/training/test_gradient_norm.py.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -25,20 +26,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
+from torch.distributed import Work
 
+from megatron.engines.gradients import GradientBucket, Gradients, block_norms, counted_once, sum_over_model
 from megatron.engines.overrides import expect, overrides, replaced
+from megatron.engines.state import zero_master_weights
 from megatron.parallel.layout import ParallelLayout
 
 for _module in (stage_1_and_2, stage3):
     expect(_module, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
-expect(DeepSpeedZeroOptimizer, "get_gradient_for_reduction", "(self, param)")
-expect(DeepSpeedZeroOptimizer, "_clear_param_grad_only", "(self)")
+expect(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "(self)")
 
 
 def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
@@ -46,11 +47,11 @@ def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> 
 
 
 @contextmanager
-def corrected_optimizers() -> Iterator[None]:
-    """While inside, DeepSpeed's engines make the optimizers of this module."""
+def corrected_optimizers(**options: Any) -> Iterator[None]:
+    """While inside, DeepSpeed's engines make the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
     stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
-    ours = {"DeepSpeedZeroOptimizer": ZeroOptimizer, "BF16_Optimizer": Bf16Optimizer}
+    ours = {"DeepSpeedZeroOptimizer": partial(ZeroOptimizer, **options), "BF16_Optimizer": Bf16Optimizer}
     with ExitStack() as stack:
         stack.enter_context(replaced(deepspeed.runtime.engine, **ours))
         stack.enter_context(replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer))
@@ -77,18 +78,209 @@ class _LossScaleOfStep:
 
 
 class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
-    """ZeRO 1 and 2."""
+    """ZeRO 1 and 2.
+
+    Args:
+        layout: of the ranks.
+        reduced_last: parameters whose gradients change after the backward pass, or get several in one.
+        micro_batches: returns their number in the step that runs.
+        coalesces: whether ZeRO 2 keeps the gradients of all micro-batches, and reduces them once.
+        overlaps: whether gradients are reduced during the backward pass.
+    """
+
+    gradients: Gradients | None = None
+    skipped: bool | Tensor = False
+    """Whether the last step was skipped, as its gradient was not finite."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        layout: ParallelLayout,
+        reduced_last: Set[nn.Parameter],
+        micro_batches: Callable[[], int],
+        coalesces: bool,
+        overlaps: bool,
+        **options: Any,
+    ):
+        self._layout, self._reduced_last = layout, reduced_last
+        self._gathering: dict[int, Work] = {}
+        self._gathered_late: set[int] = set()
+        super().__init__(*arguments, **options)
+        if self._has_buckets:
+            is_sharded = self.partition_gradients and not coalesces
+            groups = range(len(self.bit16_groups))
+            buckets = [self._bucket(number, is_sharded=is_sharded) for number in groups]
+            passes = (lambda: 1) if is_sharded else micro_batches
+            self.gradients = Gradients(buckets, passes if overlaps else None)
+            self.use_grad_accum_attribute = False  # gradients are in the buckets
+
+    @cached_property
+    def _has_buckets(self) -> bool:
+        """Whether gradients are reduced in ``Gradients``.
+
+        DeepSpeed's own way serves offload to the CPU, and keys of its config that change the sum or the order.
+        """
+        is_padded = any(map(any, self.round_robin_bit16_padding))
+        is_plain_mean = self.gradient_average and self.postscale_gradients and self.gradient_predivide_factor == 1
+        is_plain_step = self.compute_grad_norm and not self.cpu_offload
+        return is_plain_mean and is_plain_step and self.reduce_scatter and not is_padded
+
+    def _bucket(self, number: int, *, is_sharded: bool) -> GradientBucket:
+        parameters = self.round_robin_bit16_groups[number]
+        return GradientBucket(
+            parameters,
+            self.single_partition_of_fp32_groups[number],
+            self.real_dp_process_group[number],
+            dtype=self.gradient_accumulation_dtype,
+            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else self.communication_data_type,
+            divisor=self.dp_process_group.size() / self.sequence_parallel_size,
+            is_sharded=is_sharded,
+            is_last=not self._reduced_last.isdisjoint(parameters),
+        )
+
+    @overrides(DeepSpeedZeroOptimizer, "(self)")
+    def create_gradient_handling_hooks(self) -> None:
+        """``Gradients`` has hooks of its own."""
+        if not self._has_buckets:
+            super().create_gradient_handling_hooks()
+
+    @overrides(DeepSpeedZeroOptimizer, "(self, set_to_none=True)")
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        if self.gradients is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.gradients.begin_step()
+            self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
+
+    @overrides(DeepSpeedZeroOptimizer, "(self, pipeline_parallel=False)")
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """ZeRO 1: average the gradients of a step over the data-parallel ranks."""
+        if self.gradients is None:
+            super().reduce_gradients(pipeline_parallel)
+        else:
+            self._reduce(self.gradients)
+
+    @overrides(DeepSpeedZeroOptimizer, "(self)")
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """ZeRO 2: the same for a micro-batch."""
+        if self.gradients is None:
+            super().overlapping_partition_gradients_reduce_epilogue()
+        else:
+            self._reduce(self.gradients)
+
+    def _reduce(self, gradients: Gradients) -> None:
+        gradients.reduce()
+        for number, part in enumerate(gradients.parts):  # where DeepSpeed's ``safe_get_full_grad`` looks
+            self.averaged_gradients[number] = [part[start : start + size] for start, size, _ in self._pieces[number]]
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return takes_scale(self.optimizer) and not self.dynamic_loss_scale
+
+    @overrides(DeepSpeedZeroOptimizer, "(self, closure=None)")
+    def step(self, closure: None = None) -> None:
+        """Update the weights, unless the gradient is not finite."""
+        if self.gradients is None:
+            super().step()
+            self.skipped = self.overflow
+            return
+        parts = self.gradients.parts
+        norm = self._norm(parts)
+        self._global_grad_norm = norm / self.loss_scale
+        if self._skips_on_device:
+            divisor = clip_divisor(self._global_grad_norm, self.clip_grad or math.inf) * self.loss_scale
+            self.skipped = scale_and_skip(self.optimizer, norm, divisor)
+        else:
+            self.skipped = not math.isfinite(norm)
+            if self.skipped:
+                self._update_scale(True)
+                return
+            self.unscale_and_clip_grads(parts, norm)
+        for master, part in zip(self.single_partition_of_fp32_groups, parts, strict=True):
+            master.grad = part
+        self.optimizer.step()
+        self._lazy_init_hp_params_optimizer_state()
+        for master in self.single_partition_of_fp32_groups:
+            master.grad = None
+        torch._foreach_copy_(self._own_parts(), [master.detach() for master in self.single_partition_of_fp32_groups])
+        self._gather_weights()
+        if self.dynamic_loss_scale:
+            DeepSpeedZeroOptimizer._update_scale(self, False)
+
+    def _own_parts(self) -> list[Tensor]:
+        """This rank's part of the flat weights of each group."""
+        groups = zip(self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True)
+        return [parts[group.rank()] for parts, group in groups]
+
+    def gather_before(self, layers: Iterable[nn.Module]) -> None:
+        """From now on let each of ``layers`` wait for its own weights only, when it runs for the first time in a step.
+
+        What is tied, or not in ``layers``, is gathered before the step ends.
+        """
+        numbers = {parameter: number for number, group in enumerate(self.bit16_groups) for parameter in group}
+        for layer in layers:
+            needed = {numbers[parameter] for parameter in layer.parameters() if parameter in numbers}
+            layer.register_forward_pre_hook(partial(self._wait_before, needed))
+            self._gathered_late |= needed
+        self._gathered_late -= {numbers[parameter] for parameter in self._reduced_last if parameter in numbers}
+
+    def _gather_weights(self) -> None:
+        """Gather the flat weights, to which each rank has updated its part."""
+        flats = zip(self.bit16_groups_flat, self._own_parts(), self.real_dp_process_group, strict=True)
+        for number, (flat, own, group) in enumerate(flats):
+            if group.size() > 1:
+                self._gathering[number] = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
+        self.wait_for_weights(self._gathering.keys() - self._gathered_late)
+
+    def wait_for_weights(self, numbers: Iterable[int] | None = None) -> None:
+        """Wait until the weights of these groups are gathered, or those of all."""
+        for number in list(self._gathering if numbers is None else numbers):
+            if number in self._gathering:
+                self._gathering.pop(number).wait()
+
+    def _wait_before(self, numbers: Set[int], *_: Any) -> None:
+        if self._gathering:
+            self.wait_for_weights(numbers)
+
+    def _norm(self, parts: Sequence[Tensor]) -> Tensor:
+        """2-norm [] of the gradient of the model, each weight counted once; ``parts`` are this rank's."""
+        sums = torch.zeros(2, device=parts[0].device)
+        for number, part in enumerate(parts):
+            counted = self._counted(number, part)
+            if counted:
+                norms = torch.cat([block_norms(tensor) for tensor in counted])
+                sums[int(self._is_of_experts(number))] += norms.square().sum()
+        dist.all_reduce(sums[:1], group=self.dp_process_group)
+        if self._layout.expert_data_group is not None:
+            dist.all_reduce(sums[1:], group=self._layout.expert_data_group)
+        return sum_over_model(sums, self._layout).sqrt()
+
+    def _is_of_experts(self, number: int) -> bool:
+        return is_moe_param(self.bit16_groups[number][0])
+
+    def _counted(self, number: int, part: Tensor) -> list[Tensor]:
+        """The pieces of a group's ``part`` that count: all of it, or those of parameters that this rank contributes."""
+        pieces = self._pieces[number]
+        if all(is_counted for _, _, is_counted in pieces):
+            return [part]
+        return [part[start : start + length] for start, length, is_counted in pieces if is_counted]
+
+    @cached_property
+    def _pieces(self) -> list[list[tuple[int, int, bool]]]:
+        """Start, length and whether it counts of each parameter's piece in this rank's part of each group."""
+        numbers = {id(master): number for number, master in enumerate(self.single_partition_of_fp32_groups)}
+        pieces: list[list[tuple[int, int, bool]]] = [[] for _ in numbers]
+        for parameter, weight in zero_master_weights(self):
+            is_counted = bool(list(counted_once([parameter], self._layout)))
+            pieces[numbers[id(weight.tensor)]].append((weight.start, weight.length, is_counted))
+        return pieces
 
     @overrides(DeepSpeedZeroOptimizer, "(self, gradients, params, norm_type=2)")
     def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
         """2-norm [] of a parameter group's gradient over all ranks; -1 if it is not finite."""
-        rank = self.model_parallel_rank
-        if isinstance(gradients, FlatGradients) and all(_counts(parameter, rank) for parameter in params):
-            norms = [block_norms(gradients.flat_partition)]
-        else:  # the padding of a partition has no parameter; DeepSpeed marks it, and skips it likewise
-            unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-            norms = [block_norms(gradient) for gradient in unpadded]
-        return super().get_grad_norm_direct(norms, params, norm_type)
+        unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        return super().get_grad_norm_direct([block_norms(gradient) for gradient in unpadded], params, norm_type)
 
     @overrides(DeepSpeedZeroOptimizer, "(self, partition_gradients=True)")
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -106,39 +298,6 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
         limit = self.clip_grad
         scale = clip_divisor(norm / self.loss_scale, limit) if limit else torch.ones((), device=norm.device)
         self.optimizer.grad_scale = scale * self.loss_scale
-
-    @cached_property
-    def _copies_gradients_once(self) -> bool:
-        """Whether gradients stay on this one rank, and go into the fp32 tensor that the optimizer reads.
-
-        Not with "parameter_alignment", whose padding DeepSpeed counts among gradients.
-        """
-        is_one_rank = dist.get_world_size(self.dp_process_group) == 1
-        is_padded = any(map(any, self.round_robin_bit16_padding))
-        return is_one_rank and not (self.partition_gradients or self.cpu_offload or self.overlap_comm or is_padded)
-
-    @overrides(DeepSpeedZeroOptimizer, "(self, pipeline_parallel=False)")
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Average the gradients over the data-parallel ranks."""
-        if not self._copies_gradients_once:
-            super().reduce_gradients(pipeline_parallel)
-            return
-        for group in range(len(self.params_in_partition)):
-            self.averaged_gradients[group] = FlatGradients(self, group)
-        self._clear_param_grad_only()
-        self._epilogue_ran_this_backward = True
-
-    @overrides(DeepSpeedZeroOptimizer, "(self)")
-    def setup_buckets(self) -> None:
-        """Allocate the buckets in which gradients are reduced."""
-        if not self._copies_gradients_once:
-            super().setup_buckets()
-
-    def remove_unused_hooks(self) -> None:
-        """Remove the hooks of each parameter that fill buckets, where none are filled. Not in a pipeline."""
-        if self._copies_gradients_once and not self.use_grad_accum_attribute:
-            for hook in self._grad_acc_hooks:
-                hook.remove()
 
 
 class Zero3Optimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer_Stage3):
@@ -167,74 +326,16 @@ def takes_scale(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults["fused"])
 
 
+def scale_and_skip(optimizer: torch.optim.Adam, norm: Tensor, divisor: Tensor) -> Tensor:
+    """Let the next step divide gradients by ``divisor`` [], and do nothing if ``norm`` [] is not finite.
+
+    Returns whether it does nothing, [].
+    """
+    skips = ~norm.isfinite()
+    optimizer.grad_scale, optimizer.found_inf = divisor.float(), skips.float()  # type: ignore[attr-defined]
+    return skips
+
+
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     """What a gradient of ``norm`` is divided by to be clipped at ``limit``: at least 1."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
-
-
-class FlatGradients(list[Tensor]):
-    """The gradients of a parameter group, views of ``flat_partition``, by which name DeepSpeed looks for it."""
-
-    def __init__(self, optimizer: ZeroOptimizer, group: int):
-        flat = torch.zeros_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
-        self.flat_partition = flat
-        parameters = optimizer.params_in_partition[group]
-        super().__init__(_unflatten_dense_tensors(flat, parameters))
-        gradients = [optimizer.get_gradient_for_reduction(parameter) for parameter in parameters]
-        copied = [pair for pair in zip(self, gradients, strict=True) if pair[1] is not None]
-        if copied:  # a few kernels: the host would take longer to start one for each than a GPU to copy
-            torch._foreach_copy_([own for own, _ in copied], [gradient for _, gradient in copied])
-
-
-def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
-    """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
-    device = parameters[0].device
-    norms: list[list[Tensor]] = [[torch.zeros(1, device=device)], [torch.zeros(1, device=device)]]
-    for parameter in counted_once(parameters, layout):
-        if parameter.grad is not None:
-            norms[is_moe_param(parameter)].append(block_norms(parameter.grad))
-    return sum_over_model(torch.stack([torch.cat(some).square().sum() for some in norms]), layout).sqrt()
-
-
-def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
-    """The sum [] over the ranks that share a replica of the model, on every rank.
-
-    ``values`` [2] are sums over this rank's parameters that are ``counted_once``: of those that all ranks of an expert
-    group hold, and of the experts that are divided over them.
-    """
-    if layout.expert_group is not None:
-        dist.all_reduce(values[1], group=layout.expert_group)
-    total = values.sum()
-    for group in (layout.tensor_group, layout.pipe_group):
-        if group.size() > 1:  # with itself, a rank would wait for the thread that communicates
-            dist.all_reduce(total, group=group)
-    return total
-
-
-def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> Iterator[nn.Parameter]:
-    """The parameters that this rank contributes to a sum over the tensor-parallel ranks and the stages."""
-    return (parameter for parameter in parameters if _counts(parameter, layout.tensor_group.rank()))
-
-
-def _counts(parameter: nn.Parameter, tensor_rank: int) -> bool:
-    is_replica = getattr(parameter, "ds_pipe_replicated", False)  # the first stage that holds a tied weight has it
-    return not is_replica and (is_model_parallel_parameter(parameter) or tensor_rank == 0)
-
-
-_BLOCK = 1 << 16
-"""Elements of a block, few enough for an accurate sum of squares in fp32."""
-_BLOCKS = 16
-"""Blocks that are converted together, and fit a core's cache."""
-
-
-def block_norms(tensor: Tensor) -> Tensor:
-    """2-norms in fp32 of blocks of ``tensor``. The norm of the result is the norm of the tensor.
-
-    torch on CPU adds squares in fp32 one by one: for 40 million elements the third digit of the norm is wrong.
-    """
-    if tensor.device.type != "cpu" or tensor.numel() < _BLOCK:  # other devices add in a tree
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).view(1)
-    flat, in_blocks = tensor.flatten(), tensor.numel() // _BLOCK * _BLOCK
-    blocks = flat[:in_blocks].view(-1, _BLOCK).split(_BLOCKS)
-    norms = [torch.linalg.vector_norm(some.float(), dim=1) for some in blocks]
-    return torch.cat([*norms, torch.linalg.vector_norm(flat[in_blocks:].float()).view(1)])

@@ -22,40 +22,6 @@ from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import warn_if_unwritable
 
-
-class HostCopy:
-    """Numbers on their way from a GPU to the host: one copy, for which nothing waits until it is read."""
-
-    def __init__(self, values: Mapping[str, float | Tensor | None]):
-        """Start the copy of the tensors [] among ``values``."""
-        self._values: dict[str, Any] = {name: _number(value) for name, value in values.items()}
-        tensors = [value.detach().double().reshape(()) for value in self._values.values() if isinstance(value, Tensor)]
-        self.has_arrived = not tensors
-        """Whether reading does not wait, as on the CPU."""
-        if tensors:
-            numbers = torch.stack(tensors)
-            self._numbers = get_accelerator().pin_memory(torch.empty(numbers.shape, dtype=numbers.dtype))
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._copied = get_accelerator().Event()
-            self._copied.record()
-
-    def read(self) -> dict[str, Any]:
-        """The values as numbers, after the GPU has computed them."""
-        if not self.has_arrived:
-            self._copied.synchronize()
-            numbers = iter(self._numbers.tolist())
-            for name, value in self._values.items():
-                if isinstance(value, Tensor):
-                    self._values[name] = next(numbers) if value.is_floating_point() else int(next(numbers))
-            self.has_arrived = True
-        return self._values
-
-
-def _number(value: float | Tensor | None) -> float | Tensor | None:
-    """``value`` as a number, unless it is on a GPU."""
-    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
-
-
 _QUIET_SECONDS = 5.0
 """After so long without a line there is one on a terminal."""
 _EVALUATED = 25
@@ -158,7 +124,7 @@ class MetricsLogger:
             for output in filter(None, (self._file, self._board)):
                 output.close()
 
-    def report(self, iteration: int, learning_rate: float, status: StepStatus, measured: Mapping[str, Any]) -> None:
+    def report(self, iteration: int, status: StepStatus, measured: Mapping[str, Any]) -> None:
         """Log the iteration that ends an interval, and begin the next interval; of others only print the line.
 
         ``measured`` has the numbers of ``means()``, ``grad_norm``, and others by name.
@@ -176,8 +142,8 @@ class MetricsLogger:
             "consumed_tokens": samples * self._run.data.seq_length,
             "lm_loss": loss,
             **parts,
-            "learning_rate": learning_rate,
-            "grad_norm": grad_norm,
+            "learning_rate": status.learning_rate,
+            "grad_norm": grad_norm if status.applied else None,
             "loss_scale": status.loss_scale,
             "skipped_iterations": status.skipped_iterations,
             "seconds_per_iteration": seconds,

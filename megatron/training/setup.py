@@ -24,8 +24,8 @@ from megatron.config import RunConfig
 from megatron.engines import deepspeed_silenced
 from megatron.engines.build import build_engine
 from megatron.engines.engine import Engine
+from megatron.engines.gradients import counted_once, sum_over_model
 from megatron.engines.state import optimizer_name
-from megatron.engines.zero import counted_once, sum_over_model
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.progress import ProgressState, record_into

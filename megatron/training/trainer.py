@@ -21,6 +21,7 @@ from megatron.common.processes import ExitSignal
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine, StepStatus, eval_batch, step_status, train_batch
+from megatron.engines.host_copy import HostCopy
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import exit_now
 from megatron.parallel.layout import ParallelLayout
@@ -28,7 +29,7 @@ from megatron.parallel.pipeline.schedule import InstructionHook
 from megatron.training.anomaly_detection import AnomalyDetector, StepResult, find_origin, max_across_ranks
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators
-from megatron.training.metrics import HostCopy, MetricsLogger
+from megatron.training.metrics import MetricsLogger
 
 PREEMPTED = 75
 """Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
@@ -84,7 +85,6 @@ class Step(NamedTuple):
     """An iteration that has run on the host, and perhaps still runs on a GPU."""
 
     iteration: int
-    learning_rate: float
     status: StepStatus
     numbers: HostCopy
     """By name: what all ranks agree on, and what is logged."""
@@ -232,7 +232,6 @@ class Trainer:
     def _step(self, iteration: int, batches: Iterator[Batch] | None) -> Tensor:
         """Run one iteration, which joins ``self.steps``. Returns its loss []."""
         self.progress.enter("training", iteration)
-        learning_rate = self.engine.get_lr()[0]
         samples = self.run.train.batches.size(iteration)
         self.engine.set_train_batch_size(samples * self.run.parallel.samples_counted)
         with ExitStack() as stack:
@@ -246,13 +245,14 @@ class Trainer:
         if self.log.has_line(iteration):
             values |= self.log.means() | {"grad_norm": status.grad_norm}
         if self.run.is_logged(iteration):
+            self.engine.wait_for_weights()
             with self.log.paused():
                 for callback in self.callbacks:
                     values |= callback.metrics()
         # The only collective of most steps outside of the engine: all ranks agree on anomalies and on exiting.
         agreed = max_across_ranks(loss, *self.exit_conditions.local_request())
         numbers = HostCopy(dict(zip(AGREED, agreed, strict=True)) | values)
-        self.steps.append(Step(iteration, learning_rate, status, numbers))
+        self.steps.append(Step(iteration, status, numbers))
         return loss
 
     def _finish_steps(self, waits: bool) -> tuple[Sequence[float], int | None]:
@@ -263,11 +263,11 @@ class Trainer:
         """
         request: Sequence[float] = (0, 0)
         while self.steps and (waits or any(request) or len(self.steps) > 1 or self.steps[0].numbers.has_arrived):
-            iteration, learning_rate, status, numbers = self.steps.popleft()
+            iteration, status, numbers = self.steps.popleft()
             values = numbers.read()
             largest_loss, *request = [values.pop(name) for name in AGREED]
             if values:
-                self.log.report(iteration, learning_rate, status, values)
+                self.log.report(iteration, status, values)
             result = self.anomalies.check(iteration, largest_loss, status)
             if result.problem and (restart := self._handle_bad_step(iteration, result)) is not None:
                 self.steps.clear()

@@ -68,6 +68,7 @@ FAULTS = {
 def train_batch(engine, batches, hooks):
     global iteration
     iteration += 1
+    engine.settle()
     if kind == "weights" and [dist.get_rank(), iteration] == [numbers[0], numbers[2]]:
         layers = {
             name: part for name, part in engine.module.named_modules() if isinstance(part, ParallelTransformerLayer)
@@ -107,6 +108,7 @@ def eval_batch(engine, batches, hooks):
 
 
 def weights(engine):
+    engine.settle()
     return [getattr(weight, "ds_tensor", weight).detach().clone() for weight in engine.module.parameters()]
 
 

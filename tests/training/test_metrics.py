@@ -14,8 +14,9 @@ from support.programs import TINY_MODEL, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.engines.engine import StepStatus
+from megatron.engines.host_copy import HostCopy
 from megatron.model.spec import hardware_flops
-from megatron.training.metrics import HostCopy, MetricsLogger
+from megatron.training.metrics import MetricsLogger
 
 STEP_KEYS = {
     "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "learning_rate", "grad_norm", "loss_scale",
@@ -75,10 +76,10 @@ def lines_of_slow_iterations(run, monkeypatch, capsys, *, is_terminal):
     log.start()
     for iteration in range(1, 16):
         now[0] += 2
-        status = StepStatus(True, 0.5, 1.0, 0)
+        status = StepStatus(HostCopy({"skipped": False}), 1e-3, 0.5, 1.0, 0)
         log.add(iteration, torch.tensor(float(iteration)), status)
         if log.has_line(iteration):
-            log.report(iteration, 1e-3, status, HostCopy(log.means() | {"grad_norm": status.grad_norm}).read())
+            log.report(iteration, status, HostCopy(log.means() | {"grad_norm": status.grad_norm}).read())
     for _ in log.counting(30, "evaluating"):
         now[0] += 2
     log.close()

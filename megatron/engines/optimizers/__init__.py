@@ -21,15 +21,25 @@ QKV = "attention.query_key_value.weight"
 
 
 def parameter_groups(module: nn.Module, run: RunConfig) -> Groups:
-    """The groups of ``weight_decay_groups``; for Muon, a group of its matrices before them."""
+    """The groups of ``weight_decay_groups``, for ZeRO 1 and 2 in buckets; for Muon, a group of its matrices before."""
     groups = weight_decay_groups(module, run.model)
     if run.optim.optimizer != "muon":
-        return groups
+        return [bucket for group in groups for bucket in _buckets(group, run.gradient_bucket)]
     names = block_matrices(architecture_of(run.model), run.model)
     matrices = [parameter for name, parameter in module.named_parameters() if name in names]
     numbers = set(map(id, matrices))
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in numbers]} for group in groups]
     return [group for group in ({"params": matrices, "orthogonalize": True}, *rest) if group["params"]]
+
+
+def _buckets(group: dict[str, Any], elements: int | None) -> Groups:
+    """``group`` in groups of consecutive parameters with ``elements`` or more each, and one of the rest."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    for parameter in group["params"]:
+        if elements is not None and sum(one.numel() for one in buckets[-1]) >= elements:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return [{**group, "params": bucket} for bucket in buckets]
 
 
 def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:

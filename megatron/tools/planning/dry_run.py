@@ -84,6 +84,6 @@ def _describe(run: RunConfig, rank: int, layout: ParallelLayout) -> Iterator[str
         if group is not None:
             ranks = dist.get_process_group_ranks(group)
             yield f"  {name:8} {ranks.index(rank)} of {len(ranks)}: [{ranks_as_text(ranks)}]"
-    memory = stage_memory(run, layout.get_sequence_data_parallel_rank())[stage]
+    memory = stage_memory(run)[stage]
     parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in memory.parts().items())
     yield f"  memory   {with_prefix(memory.total, 'B')}: {parts}"

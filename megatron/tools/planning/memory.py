@@ -58,28 +58,23 @@ class Memory:
         return sum(self.parts().values())
 
 
-def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
-    """Peak memory of a rank of each pipeline stage; ``owner`` as in ``states``.
-
-    ``run`` has its batch and vocabulary settled.
-    """
-    return [memory for _, memory in _of_stages(run, owner, lambda first, last: range(first, last + 1))]
+def stage_memory(run: RunConfig) -> list[Memory]:
+    """Peak memory of a rank of each pipeline stage. ``run`` has its batch and vocabulary settled."""
+    return [memory for _, memory in _of_stages(run, lambda first, last: range(first, last + 1))]
 
 
 def distinct_stage_memory(run: RunConfig) -> Iterator[tuple[Stage, Memory]]:
     """Of equal neighboring stages, only the memory of those some of which one needs most."""
-    return _of_stages(run, None, partial(stages_that_keep_most, schedule_of(run)))
+    return _of_stages(run, partial(stages_that_keep_most, schedule_of(run)))
 
 
-def _of_stages(
-    run: RunConfig, owner: int | None, choose: Callable[[int, int], Iterable[int]]
-) -> Iterator[tuple[Stage, Memory]]:
+def _of_stages(run: RunConfig, choose: Callable[[int, int], Iterable[int]]) -> Iterator[tuple[Stage, Memory]]:
     """The stages that ``choose`` returns of the first and the last of equal ones."""
     micro_batch = activations(run)
     for _, equal in groupby(enumerate(plan(run)), key=lambda one: one[1].layers_of_chunks):
         (first, stage), *others = equal
         weights = stage_weights(run, stage)
-        of_states = states(run, weights, owner)
+        of_states = states(run, weights)
         for number in choose(first, first + len(others)):
             working = _working(run, stage, number, micro_batch, of_states.new_gradients)
             yield stage, Memory(weights.numel, weights.trained.numel, of_states, working)

@@ -9,7 +9,6 @@ at ZeRO 3.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -123,19 +122,19 @@ def bytes_of(run: RunConfig) -> int:
     return FP32 if run.precision.dtype == "fp32" else 2
 
 
-def states(run: RunConfig, weights: Weights, owner: int | None = None) -> States:
-    """What rank ``owner`` of the ranks with ``weights`` keeps; without one, the rank that keeps most.
+def states(run: RunConfig, weights: Weights) -> States:
+    """What a rank with ``weights`` keeps.
 
     What is offloaded to CPU memory or NVMe is not counted.
     """
     changing = weights.trained
     return States(
         weights=_weights(run, weights),
-        gradients=_gradients(run, changing, owner),
-        new_gradients=_new_gradients(run, changing, owner),
+        gradients=_gradients(run, changing),
+        new_gradients=_new_gradients(run, changing),
         optimizer=_optimizer(run, changing),
         buffers=_buffers(run, weights),
-        step=_step(run, changing, owner),
+        step=_step(run, changing),
     )
 
 
@@ -157,34 +156,30 @@ def _weights(run: RunConfig, weights: Weights) -> int:
     return (weights.numel - weights.trained.numel + flat) * element
 
 
-def _gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
+def _gradients(run: RunConfig, weights: Weights) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
         return weights.numel * (FP32 + element)  # the sum, and the gradients of the last micro-batch
+    if _has_buckets(run):
+        return _flat(run, weights) * element if _keeps_gradients(run) else _parts(run, weights) * FP32
     full = weights.numel * element if run.zero.zero_stage < 2 or run.coalesces_grad_reduction else 0
-    has_part = run.zero.zero_stage == 3 or (run.zero.zero_stage == 2 and not full)  # ZeRO 3 always has its shards
-    return full + (_reduced_gradients(run, weights, owner) if has_part and not run.zero.offloads_optimizer else 0)
+    return full + (0 if run.zero.offloads_optimizer else _part(run, weights))
 
 
-def _new_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
+def _new_gradients(run: RunConfig, weights: Weights) -> int:
     """Bytes of the gradients that are in no tensor of the optimizer, which would stay."""
     if _sums_in_fp32(run):
         return 0
+    if _has_buckets(run):
+        return 0 if _keeps_gradients(run) else _gradients(run, weights)
     if run.zero.zero_stage < 2 or run.coalesces_grad_reduction:
         return weights.numel * bytes_of(run)
-    is_kept = run.zero.zero_stage == 3 or run.precision.grad_accum_dtype == "fp32"
-    return 0 if is_kept else _gradients(run, weights, owner)
+    return 0  # ZeRO 3 always has memory for its shards
 
 
-def _reduced_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
-    """Bytes that ZeRO 2 and 3 keep of reduced gradients."""
-    element = bytes_of(run)
-    if run.zero.zero_stage == 3:
-        return _shards(run, weights) * element
-    if run.precision.grad_accum_dtype == "fp32" and element != FP32:
-        return sum(group.part for group in _groups(run, weights)) * FP32
-    overlapping = _overlapping(run, weights)
-    return (max(overlapping) if owner is None else overlapping[owner]) * element
+def _part(run: RunConfig, weights: Weights) -> int:
+    """Bytes that ZeRO 3 keeps of reduced gradients."""
+    return _shards(run, weights) * bytes_of(run) if run.zero.zero_stage == 3 else 0
 
 
 def _optimizer(run: RunConfig, weights: Weights) -> int:
@@ -217,8 +212,11 @@ def _moments(run: RunConfig, weight: Weight) -> int:
 
 def _buffers(run: RunConfig, weights: Weights) -> int:
     zero = run.zero
-    if zero.zero_stage == 0 or _sums_in_fp32(run) or _copies_once(run):
+    if zero.zero_stage == 0 or _sums_in_fp32(run):
         return 0
+    if _has_buckets(run):  # ZeRO 2: a bucket, and this rank's part of its sum
+        bucket = min(run.gradient_bucket or weights.trained.numel, weights.trained.numel)
+        return 0 if _keeps_gradients(run) else bucket * (owners(run) + 1) // owners(run) * bytes_of(run)
     if zero.zero_stage == 3:
         most = _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
         passing = sum(count * weight.numel for weight, count in weights.counts if weight.numel > most)
@@ -235,7 +233,7 @@ def _bucket(run: RunConfig, weights: Weights) -> int:
     return min(bucket, weights.trained.numel)
 
 
-def _step(run: RunConfig, weights: Weights, owner: int | None) -> int:
+def _step(run: RunConfig, weights: Weights) -> int:
     """Temporary memory of the optimizer step, or of the reduction after the last backward pass if that needs more.
 
     Reduced gradients replace the unsharded ones.
@@ -243,36 +241,48 @@ def _step(run: RunConfig, weights: Weights, owner: int | None) -> int:
     if run.zero.zero_stage == 0:
         copied = min(weights.numel, DEFAULT_REDUCE_BUCKET) if owners(run) > 1 else 0
         return copied * bytes_of(run)
+    if _has_buckets(run):
+        received = bytes_of(run) if owners(run) > 1 and _keeps_gradients(run) else 0
+        in_fp32 = FP32 if bytes_of(run) != FP32 and _keeps_gradients(run) else 0
+        return _parts(run, weights) * (received + in_fp32)
     step = _optimizer_step(run, weights)
     if not run.coalesces_grad_reduction:
         return step
-    full, reduced = weights.numel * bytes_of(run), _reduced_gradients(run, weights, owner)
-    if run.zero.zero_stage == 3:
-        return max(_bucket(run, weights) * bytes_of(run), step - full)
-    return max(_bucket(run, weights) * bytes_of(run) + reduced, step + reduced - full)
+    return max(_bucket(run, weights) * bytes_of(run), step - weights.numel * bytes_of(run))
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:
-    """Flat gradients, and a copy in fp32 for half precision or at ZeRO 2, which keeps gradients of each tensor.
+    """Flat gradients, and a copy in fp32 for half precision.
 
     Adam steps in place, and gradient norms are computed in blocks.
     """
     if run.zero.offloads_optimizer:
         return 0
-    parts = sum(group.part for group in _groups(run, weights))
-    if _copies_once(run):
-        return parts * FP32
-    if run.zero.zero_stage == 3:
-        parts = min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP))
-    copies_again = bytes_of(run) != FP32 or run.zero.zero_stage == 2
-    return parts * (bytes_of(run) + (FP32 if copies_again else 0))
+    is_sharded = run.zero.zero_stage == 3
+    parts = (
+        min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP)) if is_sharded else _parts(run, weights)
+    )
+    return parts * (bytes_of(run) + (FP32 if bytes_of(run) != FP32 else 0))
 
 
-def _copies_once(run: RunConfig) -> bool:
-    """Whether gradients are copied straight into the fp32 tensor that the optimizer reads."""
-    zero = run.zero
-    has_one_owner = zero.zero_stage == 1 and owners(run) == 1 and not _sums_in_fp32(run)
-    return has_one_owner and not (zero.offloads_optimizer or zero.zero_overlap_comm)
+def _has_buckets(run: RunConfig) -> bool:
+    """Whether the gradients of ZeRO 1 and 2 are in ``megatron.engines.gradients``."""
+    return run.zero.zero_stage in (1, 2) and not (run.zero.offloads_optimizer or _sums_in_fp32(run))
+
+
+def _keeps_gradients(run: RunConfig) -> bool:
+    """Whether the buckets stay, as at ZeRO 1."""
+    return run.zero.zero_stage == 1 or run.coalesces_grad_reduction
+
+
+def _flat(run: RunConfig, weights: Weights) -> int:
+    """Elements of the flat gradients."""
+    return sum(group.part * group.owners for group in _groups(run, weights))
+
+
+def _parts(run: RunConfig, weights: Weights) -> int:
+    """Elements of them that a rank updates."""
+    return sum(group.part for group in _groups(run, weights))
 
 
 def _sums_in_fp32(run: RunConfig) -> bool:
@@ -301,19 +311,6 @@ def _groups(run: RunConfig, weights: Weights) -> list[_Group]:
 def _shards(run: RunConfig, weights: Weights) -> int:
     """Elements of one owner's parts of every weight at ZeRO 3."""
     return sum(count * ceil(weight.numel / owners(run)) for weight, count in weights.counts)
-
-
-def _overlapping(run: RunConfig, weights: Weights) -> list[int]:
-    """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their full gradients."""
-    found = [0] * owners(run)
-    for group in _groups(run, weights):
-        sizes = [weight.numel for layer in group.weights.layers for weight in layer]
-        ranks, part = len(found) // group.owners, group.part
-        for size, end in zip(sizes, accumulate(sizes), strict=True):
-            # Neighboring ranks of the data-parallel group have different experts, and the same part of them.
-            for owner in range((end - size) // part * ranks, ((end - 1) // part + 1) * ranks):
-                found[owner] += size
-    return found
 
 
 def _setting(run: RunConfig, key: str, default: int) -> int:

@@ -16,7 +16,7 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
 )
-BUCKET = "--zero-reduce-bucket-size 5000"
+BUCKET = "--zero-reduce-bucket-size 1000000"
 FEW_STEPS, MORE_STEPS = 2, 5
 """A peak is the least of so many steps, and of more where it is too high, since gloo's threads ran late."""
 
@@ -141,6 +141,5 @@ def measure(words: list[str], model: str, steps: int) -> Bytes:
     run, _ = check(parse_run(words, os.environ, ARCHITECTURES[model]))
     with distributed(run.parallel) as layout:
         measured = measured_memory(run, layout, DataIterators(run, layout, ()).training(0), steps)
-        owner = layout.get_sequence_data_parallel_rank()
-        memory = stage_memory(run, owner)[layout.pipe_group.rank()]
+        memory = stage_memory(run)[layout.pipe_group.rank()]
     return {**memory.parts(), "total": memory.total}, measured

@@ -1,0 +1,94 @@
+"""Gradients in flat buckets, against the mean over the ranks, and against DeepSpeed's own ZeRO 1 and 2."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.programs import TINY_MODEL, Programs, read_metrics
+from torch import nn
+
+from megatron.engines import zero
+from megatron.engines.gradients import GradientBucket, Gradients
+from megatron.engines.zero import ZeroOptimizer
+
+PASSES = 3
+SIZES = (6, 7, 8, 5)
+"""Of a chain of linear layers, which together do not divide by the number of ranks."""
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_is_the_mean_over_the_ranks(is_sharded: bool, dtype: torch.dtype, run_ranks) -> None:
+    run_ranks(2, part_is_the_mean, is_sharded, dtype)
+
+
+def part_is_the_mean(is_sharded: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    layers = nn.Sequential(*(nn.Linear(i, o) for i, o in zip(SIZES, SIZES[1:], strict=False))).to(dtype)
+    buckets = []
+    for layer in layers:
+        parameters = list(layer.parameters())
+        part = -(-sum(one.numel() for one in parameters) // ranks)
+        buckets.append(
+            GradientBucket(
+                parameters,
+                torch.zeros(part),
+                group,
+                dtype=torch.float32,
+                sent_dtype=torch.float32,
+                divisor=ranks,
+                is_sharded=is_sharded,
+                is_last=layer is layers[-1],
+            )
+        )
+    gradients = Gradients(buckets, (lambda: 1) if is_sharded else (lambda: PASSES))
+    started: list[int] = []
+    layers[0].bias.register_post_accumulate_grad_hook(lambda _: started.append(gradients.number_started))
+    sums = [torch.zeros(bucket.gradient_elements) for bucket in buckets]
+    for number in range(2 * PASSES):  # two steps
+        x = torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(10 * number + rank)).to(dtype)
+        expected = torch.autograd.grad(layers(x).float().square().sum(), list(layers.parameters()))
+        layers(x).float().square().sum().backward()
+        if is_sharded or number % PASSES == PASSES - 1:
+            gradients.reduce()
+        for index, total in enumerate(sums):
+            flat = torch.cat([one.float().flatten() for one in expected[2 * index : 2 * index + 2]])
+            total[: flat.numel()] += flat
+        if number % PASSES == PASSES - 1:
+            for total, part in zip(sums, gradients.parts, strict=True):
+                dist.all_reduce(total)
+                torch.testing.assert_close(part, total.div(ranks).chunk(ranks)[rank], rtol=2e-2, atol=2e-2)
+                total.zero_()
+            gradients.begin_step()
+    # The middle layer is reduced before the first has its gradient; the last waits for what comes after the pass.
+    assert started[-1] == 1 and max(started) == 1
+
+
+STEPS = "--train-iters 3 --batch-size 2 --gas 2 --clip-grad 0.4 --eval-iters 0 --ddp-bucket-size 5000"
+LAYOUTS = ["--zero-stage 1 --bf16 --grad-accum-dtype fp32", "--zero-stage 2", "--zero-stage 1 --optimizer muon"]
+
+
+def test_steps_are_those_of_deepspeed(run_ranks_once, programs: Programs, tmp_path: Path) -> None:
+    """Losses, norms and clipped updates."""
+    common = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split()]
+    run_ranks_once(2, train_both_ways, common, tmp_path)
+    for number, layout in enumerate(LAYOUTS):
+        own, theirs = (read_metrics(tmp_path / f"{number}-{way}") for way in ("own", "theirs"))
+        for name in ("lm_loss", "grad_norm"):
+            expected = [line[name] for line in theirs]
+            assert [line[name] for line in own] == pytest.approx(expected, rel=2e-3), f"{name}, {layout}"
+
+
+def train_both_ways(common: list[str], folder: Path) -> None:
+    from support.training import pretrain
+
+    class Theirs(ZeroOptimizer):
+        _has_buckets = False
+
+    for number, layout in enumerate(LAYOUTS):
+        for way, kind in (("own", ZeroOptimizer), ("theirs", Theirs)):
+            zero.ZeroOptimizer = kind  # type: ignore[misc]
+            code, output = pretrain([*common, *layout.split(), "--metrics-file", str(folder / f"{number}-{way}")])
+            assert code == 0, output
