@@ -65,8 +65,8 @@ def test_a_run_resumed_in_mid_ramp_equals_an_uninterrupted_one(
         assert [other[name] for name in names] == pytest.approx([one[name] for name in names], rel=rel)
     saved = newest(str(tmp_path / "ck"))
     proof = prove(saved.history, saved.skipped_samples, tmp_path / "metrics")
-    assert (proof.errors, proof.logged, proof.samples) == ([], len(SIZES), sum(SIZES))
-    parts = [(part.finished, part.last, part.global_batch_size) for part in proof.segments]
+    assert (proof["faults"], proof["logged"], proof["samples"]) == ([], len(SIZES), sum(SIZES))
+    parts = [(part.finished, part.last, part.global_batch_size) for part in saved.history]
     assert parts == [(0, 5, 4), (5, 6, 8), (6, 8, 8), (8, 11, 12)]
 
 

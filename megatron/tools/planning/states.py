@@ -212,11 +212,8 @@ def _moments(run: RunConfig, weight: Weight) -> int:
 
 def _buffers(run: RunConfig, weights: Weights) -> int:
     zero = run.zero
-    if zero.zero_stage == 0 or _sums_in_fp32(run):
+    if zero.zero_stage == 0 or _sums_in_fp32(run) or _has_buckets(run):
         return 0
-    if _has_buckets(run):  # ZeRO 2: a bucket, and this rank's part of its sum
-        bucket = min(run.gradient_bucket or weights.trained.numel, weights.trained.numel)
-        return 0 if _keeps_gradients(run) else bucket * (owners(run) + 1) // owners(run) * bytes_of(run)
     if zero.zero_stage == 3:
         most = _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
         passing = sum(count * weight.numel for weight, count in weights.counts if weight.numel > most)
@@ -242,13 +239,20 @@ def _step(run: RunConfig, weights: Weights) -> int:
         copied = min(weights.numel, DEFAULT_REDUCE_BUCKET) if owners(run) > 1 else 0
         return copied * bytes_of(run)
     if _has_buckets(run):
-        received = bytes_of(run) if owners(run) > 1 and _keeps_gradients(run) else 0
-        in_fp32 = FP32 if bytes_of(run) != FP32 and _keeps_gradients(run) else 0
-        return _parts(run, weights) * (received + in_fp32)
+        return _reduction(run, weights)
     step = _optimizer_step(run, weights)
     if not run.coalesces_grad_reduction:
         return step
     return max(_bucket(run, weights) * bytes_of(run), step - weights.numel * bytes_of(run))
+
+
+def _reduction(run: RunConfig, weights: Weights) -> int:
+    """Bytes that the reduction of buckets needs: this rank's parts, also in fp32; at ZeRO 2 a bucket as well."""
+    element, parts = bytes_of(run), _parts(run, weights)
+    if _keeps_gradients(run):
+        return parts * ((element if owners(run) > 1 else 0) + (FP32 if element != FP32 else 0))
+    bucket = min(run.gradient_bucket or weights.numel, weights.numel)
+    return (bucket + bucket // owners(run)) * element
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:
