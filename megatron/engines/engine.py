@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -18,16 +17,15 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.common.errors import NumericsError
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines import continue_without_reports
 from megatron.engines.containers import loss_parts
 from megatron.engines.gradients import gradient_norm
-from megatron.engines.host_copy import HostCopy
 from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
+from megatron.engines.status import HostCopy, StepStatus, loss_scale_limit_reported
 from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, scale_and_skip, takes_scale
 from megatron.model.moe import ParallelMoE, routers
 from megatron.parallel.expert import group_name
@@ -289,32 +287,6 @@ class SequentialEngine(Engine):
             super().allreduce_gradients(*arguments, **options)
 
 
-@dataclass(frozen=True)
-class StepStatus:
-    """What an engine reports after a step."""
-
-    outcome: HostCopy
-    """Whether it was "skipped"."""
-    learning_rate: float
-    grad_norm: float | Tensor | None
-    """2-norm of the gradient of the model, [] or a number, before clipping."""
-    loss_scale: float
-    skipped_before: int
-    """Iterations before this one whose gradients were not finite."""
-    loss_parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """The terms of the loss by name, [], averaged like the loss; none if the loss has a single one."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the weights were updated; they are not if the gradient was not finite. Waits for the device."""
-        return not self.outcome.read()["skipped"]
-
-    @property
-    def skipped_iterations(self) -> int:
-        """Iterations up to this one whose gradients were not finite."""
-        return self.skipped_before + (not self.applied)
-
-
 def train_batch(engine: Engine, batches: Iterator[Batch] | None, hooks: Sequence[InstructionHook] = ()) -> Tensor:
     """Run one optimizer step over a global batch. Returns its loss, the same on every rank.
 
@@ -351,20 +323,3 @@ def _do_nothing() -> None:
 
 def _loss_scale(engine: Engine) -> float:
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
-
-
-@contextmanager
-def loss_scale_limit_reported() -> Iterator[None]:
-    """Raise NumericsError, the same on all ranks, if gradients overflow at the smallest loss scale of fp16.
-
-    DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, known only from its text.
-    Test: tests/training/test_loss_scale.py.
-    """
-    try:
-        yield
-    except Exception as error:
-        if "loss scale already at minimum" not in str(error):
-            raise
-        raise NumericsError(
-            "gradients overflow even at the smallest loss scale, --min-scale: lower --lr, or use --bf16"
-        ) from error

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.engine import StepStatus, eval_batch
+from megatron.engines.engine import eval_batch
+from megatron.engines.status import StepStatus
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer, unpack
 
 SPIKE_WINDOW = 20

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
-from megatron.engines.engine import StepStatus
+from megatron.engines.status import StepStatus
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import warn_if_unwritable

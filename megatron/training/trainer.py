@@ -20,8 +20,9 @@ from megatron.common.errors import NumericsError
 from megatron.common.processes import ExitSignal
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engines.engine import Engine, StepStatus, eval_batch, step_status, train_batch
-from megatron.engines.host_copy import HostCopy
+from megatron.engines.engine import Engine, eval_batch, step_status, train_batch
+from megatron.engines.status import StepStatus
+from megatron.engines.status import HostCopy
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import exit_now
 from megatron.parallel.layout import ParallelLayout
