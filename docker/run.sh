@@ -4,6 +4,7 @@
 #   bash docker/run.sh bash examples/ds_pretrain_gpt2.sh
 #   IMAGE=megatron-deepspeed:0.1.0-cpu GPUS= bash docker/run.sh env OUT=checkpoints/quickstart \
 #       bash examples/quickstart.sh
+#   DOCKER=podman bash docker/run.sh ...           # or DOCKER=nvidia-docker
 #
 # On several hosts, with a key shared by all of them (ssh-keygen -t ed25519 -N "" -f cluster_key). Without a command the
 # container waits for connections from the host that starts the run:
@@ -14,7 +15,9 @@
 set -euo pipefail
 
 IMAGE=${IMAGE:-megatron-deepspeed:0.1.0}
-GPUS=${GPUS-all}                                   # all, a number, or '"device=0,1"' with its quotes; empty: none
+DOCKER=${DOCKER:-docker}                           # docker, nvidia-docker or podman
+GPUS=${GPUS-all}                                   # all; for nvidia-docker and podman also 0,1; for docker
+                                                   # a number, or '"device=0,1"' with its quotes; empty: none
 DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ in the container; index maps are written there, too
 CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ in the container
 INFINIBAND=${INFINIBAND-/dev/infiniband}           # device files of RDMA, passed if they exist; empty: none
@@ -34,7 +37,16 @@ FLAGS=(
     --mount "type=bind,source=$(realpath -m "$DATA_DIR"),target=$INSIDE/data"
     --mount "type=bind,source=$(realpath -m "$CHECKPOINT_DIR"),target=$INSIDE/checkpoints"
 )
-if [ -n "$GPUS" ]; then FLAGS+=(--gpus "$GPUS"); fi
+case "$(basename "$DOCKER"):$GPUS" in
+    *:) ;;
+    nvidia-docker:*) FLAGS+=(--env "NVIDIA_VISIBLE_DEVICES=$GPUS") ;;
+    podman:*) # by the names of NVIDIA's container device interface: nvidia-ctk cdi generate
+        for number in ${GPUS//,/ }; do FLAGS+=(--device "nvidia.com/gpu=$number"); done
+        ;;
+    *) FLAGS+=(--gpus "$GPUS") ;;
+esac
+# Without root, podman would map the caller to root in the container, and others' files to nobody.
+if [ "$(basename "$DOCKER")" = podman ] && [ "$(id -u)" != 0 ]; then FLAGS+=(--userns keep-id); fi
 if [ -n "$INFINIBAND" ] && [ -e "$INFINIBAND" ]; then FLAGS+=(--device "$INFINIBAND"); fi
 if [ -n "$SSH_KEY" ]; then
     : "${SSH_ADDRESS:?is needed with SSH_KEY: the address of this host in the network of the cluster}"
@@ -53,4 +65,4 @@ if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 # shellcheck disable=SC1091
 source "$(dirname "$0")/../tools/dry_run.sh"
 run mkdir -p "$DATA_DIR" "$CHECKPOINT_DIR"
-run docker run "${FLAGS[@]}" "$IMAGE" "$@"
+run "$DOCKER" run "${FLAGS[@]}" "$IMAGE" "$@"

@@ -31,7 +31,7 @@ def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
     users = [step[1] for step in steps if step[0] == "USER"]
     assert users == ["trainer"] and 'useradd --create-home --shell /bin/bash --uid "$USER_ID" trainer' in text
     sources = [source for step in steps if step[0] == "COPY" for source in step[1:-1]]
-    assert {"requirements.txt", "pretrain_gpt2.py", "megatron"} <= set(sources)
+    assert {"requirements.txt", "pretrain_gpt2.py", "megatron", "tasks", "benchmarks"} <= set(sources)
     assert [source for source in sources if not (ROOT / source).exists()] == []
     entrypoint = next(json.loads(" ".join(step[1:])) for step in steps if step[0] == "ENTRYPOINT")
     assert entrypoint == ["bash", "/opt/megatron-deepspeed/docker/entrypoint.sh"]
@@ -98,6 +98,10 @@ def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None
     assert f"type=bind,source={ROOT}/checkpoints,target={inside}/checkpoints" in words
     for flag in ("--gpus all", "--ulimit memlock=-1", "--network host", "--ipc=host"):
         assert f" {flag} " in " ".join(words)
+    assert "--env NVIDIA_VISIBLE_DEVICES=0,1" in " ".join(docker(DOCKER="nvidia-docker", GPUS="0,1"))
+    podman = docker(DOCKER="/usr/bin/podman", GPUS="0,1")
+    assert podman[:2] == ["/usr/bin/podman", "run"] and "--gpus" not in podman
+    assert {"nvidia.com/gpu=0", "nvidia.com/gpu=1"} <= set(podman)
     assert "--gpus" not in docker(GPUS="") and "ssh_key" not in " ".join(words)
     over_ssh = docker(SSH_KEY="pyproject.toml", SSH_ADDRESS="10.0.0.1", GLOO_SOCKET_IFNAME="ib0")
     assert f"type=bind,source={ROOT}/pyproject.toml,target=/run/secrets/ssh_key,readonly" in over_ssh

@@ -25,6 +25,7 @@ from megatron.common.environment import (
     world_size,
 )
 from megatron.common.errors import LaunchError
+from megatron.launch.torch_version import check_torch
 
 LISTEN = "MASTER_LISTEN"
 """Environment variable: another address for rank 0 to listen at, such as 0.0.0.0 (all). MASTER_ADDR must lead there."""
@@ -45,11 +46,12 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     """Set what DeepSpeed and torch would otherwise guess, warn about or fail without; before torch is imported.
 
     Raises:
-        ConfigError: the variables that describe the rank of this process contradict each other, or OMP_NUM_THREADS
-            is not a number of threads.
+        ConfigError: the variables that describe the rank of this process contradict each other, OMP_NUM_THREADS
+            is not a number of threads, or torch is too old.
         LaunchError: rank 0 cannot listen at the rendezvous address, see ``listen``.
     """
     check_place(environ)
+    check_torch(is_main_rank=not rank(environ))
     # Under mpirun the address is known later.
     if hosts_store(environ) and "MASTER_ADDR" in environ:
         listen(environ).close()
