@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megatron.config import RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
+from megatron.engines.compiler import import_compiler_late
 from megatron.engines.containers import Layers, SequentialModel, build_layers
 from megatron.engines.engine import Engine, SequentialEngine
 from megatron.engines.optimizers import client_optimizer, parameter_groups
@@ -32,6 +33,8 @@ Scheduler = Callable[[Optimizer], LRScheduler]
 
 def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler) -> Engine:
     """The engine that ``run.parallel`` requires. ``train_batch`` and ``eval_batch`` of all of them work alike."""
+    if not run.model.compile:
+        import_compiler_late()
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=dict(run.ds_config))
     module = build_module(run, layout)

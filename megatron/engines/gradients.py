@@ -61,7 +61,7 @@ class GradientBucket:
     ):
         self.parameters, self.group, self.is_last = parameters, group, is_last
         self._part, self._sent_dtype, self._divisor = master.numel(), sent_dtype, divisor
-        self._master_dtype = master.dtype
+        self._sum_dtype = dtype if is_sharded else master.dtype
         self._arrived = 0
         self._started: Reduction | None = None
         self._gradient: Tensor | None = None
@@ -126,7 +126,7 @@ class GradientBucket:
         assert self._started is not None
         if self._started.work is not None:
             self._started.work.wait()
-        mean = self._started.received.to(self._master_dtype)
+        mean = self._started.received.to(self._sum_dtype)
         if self._divisor != 1:
             mean.div_(self._divisor)  # of no further use elsewhere
         self._gradient = mean if self._gradient is None else self._gradient.add_(mean)
@@ -141,7 +141,7 @@ class GradientBucket:
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient of a step, in the type of the master weights, [part]."""
+        """This rank's part of the gradient of a step, [part]."""
         assert self._gradient is not None
         return self._gradient
 

@@ -185,7 +185,7 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
             super().step()
             self.skipped = self.overflow
             return
-        parts = self.gradients.parts
+        parts = [part.to(self.master_weights_and_grads_dtype) for part in self.gradients.parts]
         norm = self._norm(parts)
         self._global_grad_norm = norm / self.loss_scale
         if self._skips_on_device:

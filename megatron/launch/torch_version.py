@@ -12,7 +12,7 @@ NEWEST_TORCH = "2.15"
 
 
 def check_torch(*, is_main_rank: bool) -> None:
-    """Raise ConfigError if the installed torch is too old; on the main rank, warn if it is newer than the tried ones."""
+    """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than the versions that were tried."""
     installed = version("torch")
     if _minor(installed) < _minor(OLDEST_TORCH):
         raise ConfigError(

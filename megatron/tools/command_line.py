@@ -175,5 +175,10 @@ def progress_bar(
         return tqdm(iterable, disable=not shown, **options)
     options["desc"] = f"{options['desc']}: " if "desc" in options else ""
     options |= {"unit": options.get("unit", "")}
-    options |= {"mininterval": _SECONDS, "maxinterval": _SECONDS, "miniters": 1, "delay": after}
+    options |= {
+        "mininterval": _SECONDS,
+        "maxinterval": _SECONDS,
+        "miniters": 1,
+        "delay": after or 1e-9,
+    }  # with none tqdm also writes the beginning
     return tqdm(iterable, disable=not shown, file=_Lines(), bar_format=_LINE, **options)

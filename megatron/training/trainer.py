@@ -21,8 +21,7 @@ from megatron.common.processes import ExitSignal
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine, eval_batch, step_status, train_batch
-from megatron.engines.status import StepStatus
-from megatron.engines.status import HostCopy
+from megatron.engines.status import HostCopy, StepStatus
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import exit_now
 from megatron.parallel.layout import ParallelLayout

@@ -8,7 +8,12 @@ from megatron.launch import torch_version
 
 @pytest.mark.parametrize(
     ("installed", "warns"),
-    [("2.10.0a0+b4e4ee81d3.nv25.12", False), ("2.12.0a0+5228986c39.nv26.05", False), ("2.15.1", False), ("3.0.0", True)],
+    [
+        ("2.10.0a0+b4e4ee81d3.nv25.12", False),
+        ("2.12.0a0+5228986c39.nv26.05", False),
+        ("2.15.1", False),
+        ("3.0.0", True),
+    ],
 )
 def test_a_supported_or_newer_version_runs(installed: str, warns: bool, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch_version, "version", lambda package: installed)

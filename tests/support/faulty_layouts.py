@@ -52,9 +52,9 @@ def doubled_gradient():
 
 
 def wrong_norm():
-    from megatron.engines import zero
+    from megatron.engines import gradients
 
-    zero.is_model_parallel_parameter = lambda parameter: True
+    gradients.is_model_parallel_parameter = lambda parameter: True
 
 
 def swapped_shards():
@@ -92,10 +92,11 @@ def wrong_learning_rate():
 
 
 def wrong_norm_of_experts():
-    from megatron.engines import zero
+    from megatron.engines import gradients, zero
 
-    right = zero.sum_over_model
-    zero.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
+    right = gradients.sum_over_model
+    for module in (gradients, zero):
+        module.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
 
 
 def doubled_gradient_of_experts():

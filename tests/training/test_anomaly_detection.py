@@ -7,8 +7,7 @@ import pytest
 from support.command_lines import CUDA, parse
 from support.programs import read_metrics
 
-from megatron.engines.status import StepStatus
-from megatron.engines.status import HostCopy
+from megatron.engines.status import HostCopy, StepStatus
 from megatron.training.anomaly_detection import AnomalyDetector
 
 SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4".split()

@@ -13,8 +13,7 @@ from support.command_lines import parse
 from support.programs import TINY_MODEL, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.engines.status import StepStatus
-from megatron.engines.status import HostCopy
+from megatron.engines.status import HostCopy, StepStatus
 from megatron.model.spec import hardware_flops
 from megatron.training.metrics import MetricsLogger
 

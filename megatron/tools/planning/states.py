@@ -161,7 +161,7 @@ def _gradients(run: RunConfig, weights: Weights) -> int:
     if _sums_in_fp32(run):
         return weights.numel * (FP32 + element)  # the sum, and the gradients of the last micro-batch
     if _has_buckets(run):
-        return _flat(run, weights) * element if _keeps_gradients(run) else _parts(run, weights) * FP32
+        return _flat(run, weights) * element if _keeps_gradients(run) else _parts(run, weights) * _sum(run)
     full = weights.numel * element if run.zero.zero_stage < 2 or run.coalesces_grad_reduction else 0
     return full + (0 if run.zero.offloads_optimizer else _part(run, weights))
 
@@ -252,7 +252,7 @@ def _reduction(run: RunConfig, weights: Weights) -> int:
     if _keeps_gradients(run):
         return parts * ((element if owners(run) > 1 else 0) + (FP32 if element != FP32 else 0))
     bucket = min(run.gradient_bucket or weights.numel, weights.numel)
-    return (bucket + bucket // owners(run)) * element
+    return max((bucket + bucket // owners(run)) * element, parts * (0 if _sum(run) == FP32 else FP32))
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:
@@ -272,6 +272,11 @@ def _optimizer_step(run: RunConfig, weights: Weights) -> int:
 def _has_buckets(run: RunConfig) -> bool:
     """Whether the gradients of ZeRO 1 and 2 are in ``megatron.engines.gradients``."""
     return run.zero.zero_stage in (1, 2) and not (run.zero.offloads_optimizer or _sums_in_fp32(run))
+
+
+def _sum(run: RunConfig) -> int:
+    """Bytes of an element of the sum over micro-batches."""
+    return FP32 if run.precision.grad_accum_dtype == "fp32" else bytes_of(run)
 
 
 def _keeps_gradients(run: RunConfig) -> bool:
