@@ -12,7 +12,7 @@ NEWEST_TORCH = "2.15"
 
 
 def check_torch(*, is_main_rank: bool) -> None:
-    """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than the versions that were tried."""
+    """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than what was tried."""
     installed = version("torch")
     if _minor(installed) < _minor(OLDEST_TORCH):
         raise ConfigError(
