@@ -74,7 +74,8 @@ _IGNORED = {
         "microbatch-group-size-per-virtual-pipeline-stage"
     ),
     "tensor-parallel communication always overlaps with the matmuls of the backward pass": (
-        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-*"
+        "no-async-tensor-model-parallel-allreduce tp-comm-bulk-* tp-comm-split-* tp-comm-overlap-* "
+        "tp-comm-bootstrap-backend disable-tp-comm-*"
     ),
     "the parallel layout decides the process groups and backends": (
         "enable-gloo-process-groups disable-gloo-process-groups high-priority-stream-groups "

@@ -92,6 +92,12 @@ class ParallelConfig:
         "the tensor-parallel ranks.",
         needs="model_parallel_size",
     )
+    tp_comm_overlap: bool = flag(
+        False,
+        "Overlap the tensor-parallel communication of the forward pass with its matmuls, in chunks of the sequence. In "
+        "the backward pass sums overlap with the matmuls in any case.",
+        needs="model_parallel_size",
+    )
     ds_sequence_parallel_size: int = flag(
         1,
         "DeepSpeed-Ulysses: number of ranks over which the sequence of each sample is split; around attention they "

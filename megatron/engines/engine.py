@@ -12,6 +12,8 @@ from typing import Any
 import deepspeed.runtime.engine
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines import continue_without_reports
 from megatron.engines.containers import loss_parts
-from megatron.engines.gradients import gradient_norm
+from megatron.engines.gradients import gradient_norm, sum_together
 from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
@@ -31,6 +33,7 @@ from megatron.model.moe import ParallelMoE, routers
 from megatron.parallel.expert import group_name
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
+from megatron.parallel.tensor.layers import take_gradient_sums
 
 
 class Engine(DeepSpeedEngine):
@@ -101,6 +104,9 @@ class Engine(DeepSpeedEngine):
             overlaps=self._overlaps_grad_reduce,
         ):
             super()._configure_optimizer(client_optimizer, model_parameters)
+        keeps_hooks = isinstance(self.optimizer, ZeROOptimizer) and not isinstance(self.optimizer, BF16_Optimizer)
+        trained = [one for one in self.module.parameters() if one.requires_grad and not keeps_hooks]
+        self._summed_over_tensor_ranks = take_gradient_sums(trained, self.layout.tensor_group)
         accept_any_adam(self.basic_optimizer)
         if isinstance(self.basic_optimizer, Muon) and self.zero_optimization():
             self.basic_optimizer.use_partitions(master_weights(self))
@@ -172,9 +178,14 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, grads=None, elements_per_buffer=500000000)")
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """Reduce gradients, unless one rank would copy all of them into a buffer and back."""
+        """Reduce gradients, unless one rank would copy all of them into a buffer and back.
+
+        Those that the tensor-parallel ranks sum are summed here, once per step.
+        """
         if self._data_group.size() > 1:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)
+        gradients = [getattr(one, "_hp_grad", one.grad) for one in self._summed_over_tensor_ranks]  # BF16_Optimizer's
+        sum_together([gradient for gradient in gradients if gradient is not None], self.layout.tensor_group)
 
     @overrides(DeepSpeedEngine, "(self, train_batch_size)")
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -199,6 +199,15 @@ class Gradients:
         return [bucket.gradient for bucket in self._buckets]
 
 
+def sum_together(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Sum each of ``tensors`` over the ranks of ``group``, all of them in one all-reduce."""
+    if tensors:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(list(tensors), [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
+
+
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
     """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
     device = parameters[0].device

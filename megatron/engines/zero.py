@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.runtime.engine
 import torch
@@ -32,10 +32,18 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from megatron.engines.gradients import GradientBucket, Gradients, block_norms, counted_once, sum_over_model
+from megatron.engines.gradients import (
+    GradientBucket,
+    Gradients,
+    block_norms,
+    counted_once,
+    sum_over_model,
+    sum_together,
+)
 from megatron.engines.overrides import expect, overrides, replaced
 from megatron.engines.state import zero_master_weights
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import take_gradient_sums
 
 for _module in (stage_1_and_2, stage3):
     expect(_module, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
@@ -77,6 +85,17 @@ class _LossScaleOfStep:
             super()._update_scale(False)  # type: ignore[misc]
 
 
+class _Piece(NamedTuple):
+    """Elements ``start`` to ``start + length`` of a flat gradient, which belong to one parameter."""
+
+    start: int
+    length: int
+    is_counted: bool
+    """Whether this rank contributes it to the norm."""
+    is_summed: bool
+    """Whether the tensor-parallel ranks sum it."""
+
+
 class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2.
 
@@ -106,6 +125,7 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
         self._gathering: dict[int, Work] = {}
         self._gathered_late: set[int] = set()
         super().__init__(*arguments, **options)
+        self._summed_over_tensor_ranks: Set[nn.Parameter] = set()
         if self._has_buckets:
             is_sharded = self.partition_gradients and not coalesces
             groups = range(len(self.bit16_groups))
@@ -113,6 +133,8 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
             passes = (lambda: 1) if is_sharded else micro_batches
             self.gradients = Gradients(buckets, passes if overlaps else None)
             self.use_grad_accum_attribute = False  # gradients are in the buckets
+            parameters = (parameter for group in self.bit16_groups for parameter in group)
+            self._summed_over_tensor_ranks = set(take_gradient_sums(parameters, layout.tensor_group))
 
     @cached_property
     def _has_buckets(self) -> bool:
@@ -171,8 +193,14 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     def _reduce(self, gradients: Gradients) -> None:
         gradients.reduce()
-        for number, part in enumerate(gradients.parts):  # where DeepSpeed's ``safe_get_full_grad`` looks
-            self.averaged_gradients[number] = [part[start : start + size] for start, size, _ in self._pieces[number]]
+        summed = []
+        for number, part in enumerate(gradients.parts):
+            pieces = self._pieces[number]
+            averaged = [part[piece.start : piece.start + piece.length] for piece in pieces]
+            summed += [gradient for gradient, piece in zip(averaged, pieces, strict=True) if piece.is_summed]
+            self.averaged_gradients[number] = averaged  # where DeepSpeed's ``safe_get_full_grad`` looks
+        if self.is_gradient_accumulation_boundary():
+            sum_together(summed, self._layout.tensor_group)
 
     @property
     def _skips_on_device(self) -> bool:
@@ -262,18 +290,19 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
     def _counted(self, number: int, part: Tensor) -> list[Tensor]:
         """The pieces of a group's ``part`` that count: all of it, or those of parameters that this rank contributes."""
         pieces = self._pieces[number]
-        if all(is_counted for _, _, is_counted in pieces):
+        if all(piece.is_counted for piece in pieces):
             return [part]
-        return [part[start : start + length] for start, length, is_counted in pieces if is_counted]
+        return [part[piece.start : piece.start + piece.length] for piece in pieces if piece.is_counted]
 
     @cached_property
-    def _pieces(self) -> list[list[tuple[int, int, bool]]]:
-        """Start, length and whether it counts of each parameter's piece in this rank's part of each group."""
+    def _pieces(self) -> list[list["_Piece"]]:
+        """Each parameter's piece of this rank's part of each group."""
         numbers = {id(master): number for number, master in enumerate(self.single_partition_of_fp32_groups)}
-        pieces: list[list[tuple[int, int, bool]]] = [[] for _ in numbers]
+        pieces: list[list[_Piece]] = [[] for _ in numbers]
         for parameter, weight in zero_master_weights(self):
             is_counted = bool(list(counted_once([parameter], self._layout)))
-            pieces[numbers[id(weight.tensor)]].append((weight.start, weight.length, is_counted))
+            is_summed = parameter in self._summed_over_tensor_ranks
+            pieces[numbers[id(weight.tensor)]].append(_Piece(weight.start, weight.length, is_counted, is_summed))
         return pieces
 
     @overrides(DeepSpeedZeroOptimizer, "(self, gradients, params, norm_type=2)")

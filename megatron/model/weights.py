@@ -44,6 +44,7 @@ def column_parallel(
     }
     lora = _adapter(config, name, inputs, outputs, is_column_parallel=True, **kwargs)
     kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": linear_kernel(config)}
+    kwargs["chunks"] = layout.forward_chunks
     return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
 
 
@@ -57,7 +58,7 @@ def row_parallel(
         "init": residual_weight(config, name),
     }
     lora = _adapter(config, name, inputs, outputs, is_column_parallel=False, **kwargs)
-    kwargs |= {"has_bias": config.linear_bias, "kernel": linear_kernel(config)}
+    kwargs |= {"has_bias": config.linear_bias, "kernel": linear_kernel(config), "chunks": layout.forward_chunks}
     return RowParallelLinear(inputs, outputs, lora=lora, **kwargs)
 
 

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megatron.config import ParallelConfig
 from megatron.parallel import axis_sizes, expert_groups, groups_along, ring_groups, ulysses_groups
 from megatron.parallel.shared_memory import backend_of_groups
+from megatron.parallel.tensor.chunks import CHUNKS
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class ParallelLayout:
     sequence_parallel: bool = False
     """Whether activations that the tensor group does not divide otherwise are sharded along the sequence
     (Megatron's sequence parallelism)."""
+    forward_chunks: int = 1
+    """In how many chunks tensor-parallel layers communicate during the matmuls of the forward pass."""
     is_v_shaped: bool = False
     """Whether the model ends on the stage on which it begins."""
 
@@ -65,6 +68,7 @@ class ParallelLayout:
             expert_group=own_group(experts) if experts else None,
             expert_data_group=own_group(expert_data) if expert_data else None,
             sequence_parallel=parallel.sequence_parallel,
+            forward_chunks=CHUNKS if parallel.tp_comm_overlap else 1,
             is_v_shaped=parallel.is_v_shaped,
         )
 

@@ -1,6 +1,7 @@
-"""Gradients that a matmul accumulates, deferred ones, and what a column-parallel layer saves and sends."""
+"""Gradients that a matmul accumulates, deferred ones, and what a tensor-parallel layer saves and sends."""
 
 from contextlib import nullcontext
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,8 @@ from megatron.ops.linear import AccumulatingLinearKernel, LinearKernel
 from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule, compute_weight_gradients
 from megatron.parallel.tensor.linear import linear
 
+CHUNKS = (1, 2, 4)
+"""None, unequal ones, and more than there are tokens."""
 SEQUENCE_DIMS = [None, 0, 1]
 """Without sequence parallelism, and with it for hidden states [s, b, h] and [b, s, h]."""
 
@@ -91,12 +94,12 @@ def gradients_of_parts() -> list[torch.Tensor]:
 
 
 def _column(
-    sequence_dim: int | None, kernel: type[LinearKernel] = LinearKernel
+    sequence_dim: int | None, kernel: type[LinearKernel] = LinearKernel, chunks: int = 1
 ) -> tuple[mpu.ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
     """A column-parallel layer, the same layer on one process, this rank's input, and the whole of it."""
     init = mpu.WeightInit(std=0.3, seed=7, name="column")
     column = mpu.ColumnParallelLinear(
-        8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim, kernel=kernel
+        8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim, kernel=kernel, chunks=chunks
     )
     serial = nn.Linear(8, 12)
     with torch.no_grad():
@@ -117,6 +120,42 @@ def test_column_parallel_equals_serial(run_ranks, sequence_dim: int | None):
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
+def test_row_parallel_equals_serial(run_ranks, sequence_dim: int | None):
+    run_ranks(2, row_parallel_equals_serial, sequence_dim)
+
+
+def row_parallel_equals_serial(sequence_dim: int | None):
+    """Output and the gradients of input and weight; the sums do not overwrite what the backward pass needs."""
+    for kernel, chunks, is_compiling in product((LinearKernel, AccumulatingLinearKernel), CHUNKS, (False, True)):
+        row, serial, x, x_serial = _row(sequence_dim, kernel, chunks)
+        for _ in range(2):
+            with patch.object(torch.compiler, "is_compiling", return_value=is_compiling):
+                y, y_serial = row(x), serial(x_serial)
+            assert_close(y, y_serial if sequence_dim is None else _part(y_serial, sequence_dim))
+            y.square().sum().backward()
+            y_serial.square().sum().backward()
+        assert_close(x.grad, _part(x_serial.grad, -1))
+        assert_close(row.weight.grad, _part(serial.weight.grad, 1))
+        assert_close(row.bias.grad, serial.bias.grad)
+
+
+def _row(
+    sequence_dim: int | None, kernel: type[LinearKernel] = LinearKernel, chunks: int = 1
+) -> tuple[mpu.RowParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
+    """A row-parallel layer, the same layer on one process, this rank's input, and the whole of it."""
+    init = mpu.WeightInit(std=0.3, seed=7, name="row")
+    row = mpu.RowParallelLinear(
+        8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim, kernel=kernel, chunks=chunks
+    )
+    serial = nn.Linear(8, 12)
+    with torch.no_grad():
+        serial.weight.copy_(init.draw((12, 8)))
+        row.bias.copy_(serial.bias.copy_(torch.linspace(-1, 1, 12)))
+    whole = torch.randn((4, 6, 8), generator=torch.Generator().manual_seed(3))
+    return row, serial, _part(whole, -1).clone().requires_grad_(), whole.requires_grad_()
+
+
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
 def test_the_compilers_operator_equals_serial(run_ranks, sequence_dim: int | None):
     """And its results have the shapes that the compiler expects."""
     for kept, size in run_ranks(2, operator_equals_serial, sequence_dim):
@@ -125,11 +164,16 @@ def test_the_compilers_operator_equals_serial(run_ranks, sequence_dim: int | Non
 
 def operator_equals_serial(sequence_dim: int | None) -> tuple[int, int]:
     column, _, x, _ = _column(sequence_dim)
-    inputs = (x, column.weight, column.bias, dist.group.WORLD.group_name, sequence_dim)
-    grad = column(x).detach()
-    backward = (grad, x.detach(), column.weight.detach(), [True] * 3, dist.group.WORLD.group_name, sequence_dim)
-    for operator, arguments in ((torch.ops.megatron.linear, inputs), (torch.ops.megatron.linear_backward, backward)):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    row, _, x_of_row, _ = _row(sequence_dim)
+    for layer, layer_input, sums_outputs in ((column, x, False), (row, x_of_row, True)):
+        place = (dist.group.WORLD.group_name, sequence_dim, sums_outputs)
+        inputs = (layer_input, layer.weight, None, *place, 2)
+        backward = (layer(layer_input).detach(), layer_input.detach(), layer.weight.detach(), [True] * 3, *place)
+        for operator, arguments in (
+            (torch.ops.megatron.linear, inputs),
+            (torch.ops.megatron.linear_backward, backward),
+        ):
+            torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
     with patch.object(torch.compiler, "is_compiling", return_value=True):
         column_parallel_equals_serial(sequence_dim, (LinearKernel,))
         return bytes_kept(sequence_dim)
@@ -139,8 +183,8 @@ def column_parallel_equals_serial(
     sequence_dim: int | None, kernels: tuple[type[LinearKernel], ...] = (LinearKernel, AccumulatingLinearKernel)
 ):
     """Output and the gradients of input, weight and bias, accumulated by autograd and in place."""
-    for kernel in kernels:
-        column, serial, x, x_serial = _column(sequence_dim, kernel)
+    for kernel, chunks in product(kernels, CHUNKS):
+        column, serial, x, x_serial = _column(sequence_dim, kernel, chunks)
         for _ in range(2):
             y, y_serial = column(x), serial(x_serial)
             assert_close(y, _part(y_serial, -1))
@@ -157,9 +201,11 @@ class _Events(TorchDispatchMode):
 
     MESSAGES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
-    def __init__(self):
+    def __init__(self, clone: bool = False):
         super().__init__()
         self.found: list[str] = []
+        self._names = dict.fromkeys((torch.ops.aten.mm.default, torch.ops.aten.addmm.default), "matmul")
+        self._names |= {torch.ops.aten.clone.default: "clone"} if clone else {}
         self._patches = [patch.object(dist, name, self._recorded(name)) for name in self.MESSAGES]
 
     def _recorded(self, name: str):
@@ -191,8 +237,8 @@ class _Events(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.found.append("matmul")
+        if function in self._names:
+            self.found.append(self._names[function])
         return function(*arguments, **(options or {}))
 
 
@@ -242,6 +288,30 @@ def order_of_events(sequence_dim: int | None) -> list[list[str]]:
     with _Events() as events:
         y.sum().backward()
     return [*passes, events.found]
+
+
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
+def test_the_forward_pass_communicates_by_chunks_while_it_computes(run_ranks, sequence_dim: int | None):
+    """All chunks are requested at once, and each is sent as soon as it is computed; nothing is copied to be summed."""
+    for column, row, sums in run_ranks(2, order_of_chunks, sequence_dim):
+        if sequence_dim is None:
+            assert column == ["matmul"]
+            assert row == ["matmul", REDUCE] * 2 + [f"wait for {REDUCE}"] * 2
+            assert sums == ["matmul", REDUCE, f"wait for {REDUCE}"]
+        else:
+            assert column == [GATHER] * 2 + [f"wait for {GATHER}", "matmul"] * 2
+            assert row == ["matmul", SCATTER] * 2 + [f"wait for {SCATTER}"] * 2
+
+
+def order_of_chunks(sequence_dim: int | None) -> list[list[str]]:
+    """Of a column-parallel and a row-parallel layer in two chunks, and of the latter in one with clones."""
+    passes = []
+    for build, chunks in ((_column, 2), (_row, 2), (_row, 1)):
+        layer, _, x, _ = build(sequence_dim, chunks=chunks)
+        with _Events(clone=chunks == 1) as events:
+            layer(x)
+        passes.append(events.found)
+    return passes
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)

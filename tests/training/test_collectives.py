@@ -66,3 +66,48 @@ def test_the_maximum_over_ranks(run_ranks) -> None:
     assert run_ranks(2, largest_of_ranks, [2.5, 1.0], [0, 15]) == [[2.5, 15, 0]] * 2
     infinite, _ = run_ranks(2, largest_of_ranks, [2.5, float("nan")], [12, 0])
     assert infinite == [float("inf"), 12, 0]
+
+
+def all_reduces_of_a_step(words: list[str]) -> list[int]:
+    """Elements of each all-reduce inside the engine in the last iteration of a run."""
+    from support.training import pretrain
+
+    from megatron.training import trainer
+
+    sizes: list[int] = []
+    all_reduce, train_batch = dist.all_reduce, trainer.train_batch
+
+    def recorded(tensor, *arguments, **options):
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *arguments, **options)
+
+    found: list[int] = []
+
+    def observed_train_batch(*arguments):
+        sizes.clear()
+        loss = train_batch(*arguments)
+        found[:] = sizes
+        return loss
+
+    dist.all_reduce, trainer.train_batch = recorded, observed_train_batch
+    code, output = pretrain(words)
+    assert code == 0, output
+    return found
+
+
+LAYERS, HIDDEN = 8, 32
+REPLICATED = (6 * LAYERS + 2 + 32) * HIDDEN
+"""Elements of norms, of the biases of row-parallel layers and of the embeddings of positions."""
+
+
+@pytest.mark.parametrize(
+    "layout", ["--zero-stage 0", "--zero-stage 1", "--zero-stage 2", "--zero-stage 1 --bf16 --grad-accum-dtype fp32"]
+)
+def test_tensor_parallel_ranks_sum_gradients_once_per_step(run_ranks_once, programs, layout: str) -> None:
+    """Of all norms and biases together, not of each of them in each micro-batch."""
+    settings = f"--num-layers {LAYERS} --train-iters 2 --batch-size 2 --gas 2 --eval-iters 0 {layout}"
+    words = [str(word) for word in (*TINY_MODEL, *programs.data_arguments, *settings.split())]
+    flags = "--model-parallel-size 2 --sequence-parallel".split()
+    for sizes in run_ranks_once(2, all_reduces_of_a_step, [*words, *flags]):
+        assert sizes.count(REPLICATED) == 1
+        assert HIDDEN not in sizes

@@ -50,6 +50,25 @@ LAYOUTS = {
         "--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel --checkpoint-activations"
         " --reset-attention-mask --reset-position-ids",
     ),
+    "plain-tp2-dp2-sequence-zero2-small-buckets": (
+        4,
+        "--model-parallel-size 2 --sequence-parallel --zero-stage 2 --ddp-bucket-size 5000",
+    ),
+    "plain-tp2-overlap": (2, "--model-parallel-size 2 --tp-comm-overlap"),
+    "llama-plain-tp2-dp2-sequence-overlap": (
+        4,
+        f"{LLAMA} --model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+    ),
+    "tp2-pp2-sequence-overlap-zbh1-zero1": (
+        4,
+        "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-schedule zbh1 --sequence-parallel --zero-stage 1"
+        " --tp-comm-overlap --shape-order SBH",
+    ),
+    "documents-plain-tp2-sequence-overlap-compiled": (
+        2,
+        "--model-parallel-size 2 --sequence-parallel --tp-comm-overlap --compile"
+        " --reset-attention-mask --reset-position-ids",
+    ),
     "pp4-ends-alone": (4, "--pipe-parallel-size 4 --pipeline-partition 0,2,2,0"),
     "tp2-pp2-dualpipev-zero1-recompute": (
         4,

@@ -7,9 +7,8 @@ dimension, such as [b, s/t, ..] for 1.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -68,15 +67,36 @@ def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     return parameter
 
 
+class _GradientSum:
+    """A hook that sums a gradient over ``group``. A deferred gradient comes later; until then there is None."""
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else all_reduce(gradient, self.group)
+
+
 def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
-    """Register a hook that sums the gradient of ``parameter`` over ``group``.
+    """Register a hook that sums the gradient of ``parameter`` over ``group``, until ``take_gradient_sums`` removes it.
 
     For a replicated parameter that each rank applies to its shard of the sequence. The sum precedes DeepSpeed's own
     hooks at every ZeRO stage, and the accumulation of gradients.
     """
     if group.size() > 1:
-        parameter.register_hook(partial(all_reduce, group=group))
+        parameter.register_hook(_GradientSum(group))
     return parameter
+
+
+def take_gradient_sums(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> list[nn.Parameter]:
+    """The ``parameters`` whose gradients are summed over ``group``, without hooks from now on: the caller sums them."""
+    taken = []
+    for parameter in parameters:
+        hooks = parameter._backward_hooks or {}
+        for number in [key for key, hook in hooks.items() if isinstance(hook, _GradientSum) and hook.group is group]:
+            del hooks[number]
+            taken.append(parameter)
+    return taken
 
 
 def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
@@ -104,7 +124,7 @@ class ColumnParallelLinear(DeferringModule):
     ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
     of the same layout, is added. With ``parts`` there are that many matrices, each
     of which is sharded, W [parts, o, i]; their outputs are concatenated, [.., parts x o/t]. ``kernel`` computes the
-    matmuls.
+    matmuls, whose input is gathered in ``chunks``.
     """
 
     def __init__(
@@ -121,11 +141,13 @@ class ColumnParallelLinear(DeferringModule):
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
         kernel: type[LinearKernel] = LinearKernel,
+        chunks: int = 1,
     ):
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
         self.kernel = kernel()
+        self.chunks = chunks
         self.gather_output = gather_output
         register_group(group)
         self.activation = activation
@@ -147,6 +169,7 @@ class ColumnParallelLinear(DeferringModule):
             self.sequence_dim,
             kernel=self.kernel,
             deferred=self.deferred,
+            chunks=self.chunks,
         )
         if self.lora is not None:
             y = y + self.lora(x)
@@ -159,7 +182,7 @@ class RowParallelLinear(DeferringModule):
     """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
     With ``input_is_parallel=False`` the input is not sharded, [.., i], and is scattered here. The output of
-    ``lora(x)``, if given, is added.
+    ``lora(x)``, if given, is added. ``kernel`` computes the matmul, whose output is summed in ``chunks``.
     """
 
     def __init__(
@@ -174,12 +197,15 @@ class RowParallelLinear(DeferringModule):
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
         kernel: type[LinearKernel] = LinearKernel,
+        chunks: int = 1,
     ):
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
         self.kernel = kernel()
+        self.chunks = chunks
         self.input_is_parallel = input_is_parallel
+        register_group(group)
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
         self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
         if self.bias is not None and sequence_dim is not None:
@@ -190,10 +216,19 @@ class RowParallelLinear(DeferringModule):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         bias = self.bias if self.group.size() == 1 else None  # otherwise it is added to the ranks' sum
-        y = linear(x, self.weight, bias, kernel=self.kernel, deferred=self.deferred)
-        if self.group.size() > 1:
-            y = reduce_output(y, self.group, self.sequence_dim)
-            y = y if self.bias is None else y + self.bias
+        y = linear(
+            x,
+            self.weight,
+            bias,
+            self.group,
+            self.sequence_dim,
+            kernel=self.kernel,
+            deferred=self.deferred,
+            sums_outputs=True,
+            chunks=self.chunks,
+        )
+        if self.bias is not None and bias is None:
+            y = y + self.bias
         return y if self.lora is None else y + self.lora(x)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.ops.linear import LinearKernel
+from megatron.parallel.tensor.chunks import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 from megatron.parallel.tensor.deferred import DeferredWeightGradients
 from megatron.parallel.tensor.mappings import all_gather, async_all_gather, async_all_reduce, async_reduce_scatter
 
@@ -30,26 +31,34 @@ def linear(
     *,
     kernel: LinearKernel = PLAIN,
     deferred: DeferredWeightGradients | None = None,
+    sums_outputs: bool = False,
+    chunks: int = 1,
 ) -> Tensor:
     """x [.., i], weight [o, i], bias [o] -> [.., o]; with ``group`` the gradient of x is the sum over its ranks.
 
     With ``sequence_dim`` x is this rank's shard along it, such as [b, s/t, i] for 1: the output is for all shards,
-    [b, s, o], and the gradient of x is this rank's shard of the sum. ``deferred`` may collect the gradient of the
-    weight in place of computing it.
+    [b, s, o], and the gradient of x is this rank's shard of the sum. With ``sums_outputs`` it is the other way round:
+    the output is summed, or this rank's shard of the sum, and the gradient of x is this rank's. The forward pass
+    communicates in ``chunks`` during its matmul. ``deferred`` may collect the gradient of the weight in place of
+    computing it.
     """
     if group is None or group.size() == 1:
         group = sequence_dim = None
     if torch.compiler.is_compiling():
         if group is None:
             return kernel.forward(x, weight, bias)
-        return _linear_operator(x, weight, bias, group.group_name, sequence_dim)
+        return _linear_operator(x, weight, bias, group.group_name, sequence_dim, sums_outputs, chunks)
     if group is None and deferred is None and not kernel.has_own_gradients:
         return kernel.forward(x, weight, bias)
-    return _Linear.apply(x, weight, bias, _Overlap(group, sequence_dim, kernel, deferred))
+    kind = _OVERLAPS[sums_outputs and group is not None]
+    return _Linear.apply(x, weight, bias, kind(group, sequence_dim, kernel, deferred, chunks))
 
 
 class _Overlap:
-    """Forward and backward pass of a linear layer, with communication during the matmuls."""
+    """Forward and backward pass of a linear layer, with communication during the matmuls.
+
+    The input is gathered, and its gradient is summed.
+    """
 
     def __init__(
         self,
@@ -57,13 +66,19 @@ class _Overlap:
         sequence_dim: int | None,
         kernel: LinearKernel = PLAIN,
         deferred: DeferredWeightGradients | None = None,
+        chunks: int = 1,
     ):
         self.group, self.sequence_dim, self.kernel, self.deferred = group, sequence_dim, kernel, deferred
+        self.chunks = chunks
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.group is not None and self.sequence_dim is not None:
-            x = all_gather(x, self.group, self.sequence_dim)
-        return self.kernel.forward(x, weight, bias)
+        multiply = partial(self.kernel.forward, weight=weight, bias=bias)
+        if self.group is None or self.sequence_dim is None:
+            return multiply(x)
+        if self.chunks == 1:
+            return multiply(all_gather(x, self.group, self.sequence_dim))
+        sizes = {"outputs": weight.size(0), "chunks": self.chunks}
+        return gather_and_multiply(x, multiply, self.group, self.sequence_dim, **sizes)
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needed: Sequence[bool]) -> Gradients:
         """Gradients that are ``needed``, in the order of arXiv 2205.05198, section 4.2.2.
@@ -100,6 +115,29 @@ class _Overlap:
         return async_reduce_scatter(grad, self.group, self.sequence_dim)
 
 
+class _SumOverlap(_Overlap):
+    """The same if the output is summed, and its gradient is gathered."""
+
+    group: ProcessGroup
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        multiply = partial(self.kernel.forward, weight=weight, bias=bias)
+        if self.chunks == 1:
+            return self._start_sum(multiply(x))()
+        if self.sequence_dim is None:
+            return multiply_and_reduce(x, multiply, self.group, chunks=self.chunks)
+        return multiply_and_scatter(x, multiply, self.group, self.sequence_dim, chunks=self.chunks)
+
+    def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needed: Sequence[bool]) -> Gradients:
+        if self.sequence_dim is not None:
+            grad = all_gather(grad, self.group, self.sequence_dim)
+        return _Overlap(None, None, self.kernel, self.deferred).backward(grad, x, weight, needed)
+
+
+_OVERLAPS = {False: _Overlap, True: _SumOverlap}
+"""By whether the output is summed."""
+
+
 class _Linear(torch.autograd.Function):
     """Saves only a shard of the sequence, and gathers it again in the backward pass.
 
@@ -130,46 +168,78 @@ def register_group(group: ProcessGroup) -> ProcessGroup:
 
 
 @torch.library.custom_op("megatron::linear", mutates_args=())
-def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_dim: int | None) -> Tensor:
-    return _Overlap(_groups[group], sequence_dim).forward(x, weight, bias)
+def _linear_operator(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    sequence_dim: int | None,
+    sums_outputs: bool = False,
+    chunks: int = 1,
+) -> Tensor:
+    return _OVERLAPS[sums_outputs](_groups[group], sequence_dim, chunks=chunks).forward(x, weight, bias)
 
 
 @_linear_operator.register_fake
-def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_dim: int | None) -> Tensor:
-    shape = [*x.shape[:-1], weight.size(0)]
+def _linear_shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: str,
+    sequence_dim: int | None,
+    sums_outputs: bool = False,
+    chunks: int = 1,
+) -> Tensor:
+    return _empty(x, weight.size(0), group, sequence_dim, gathers=not sums_outputs)
+
+
+def _empty(x: Tensor, size: int, group: str, sequence_dim: int | None, *, gathers: bool) -> Tensor:
+    """For x [b, s, ..] of all tokens or of a rank's shard a tensor [b, s, size] of the others."""
+    shape, ranks = [*x.shape[:-1], size], _groups[group].size()
     if sequence_dim is not None:
-        shape[sequence_dim] *= _groups[group].size()
+        shape[sequence_dim] = shape[sequence_dim] * ranks if gathers else shape[sequence_dim] // ranks
     return x.new_empty(shape)
 
 
 @torch.library.custom_op("megatron::linear_backward", mutates_args=())
 def _gradients_operator(
-    grad: Tensor, x: Tensor | None, weight: Tensor, needed: list[bool], group: str, sequence_dim: int | None
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    needed: list[bool],
+    group: str,
+    sequence_dim: int | None,
+    sums_outputs: bool = False,
 ) -> list[Tensor]:
-    gradients = _Overlap(_groups[group], sequence_dim).backward(grad, x, weight, needed)
+    gradients = _OVERLAPS[sums_outputs](_groups[group], sequence_dim).backward(grad, x, weight, needed)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 @_gradients_operator.register_fake
 def _gradient_shapes(
-    grad: Tensor, x: Tensor | None, weight: Tensor, needed: list[bool], group: str, sequence_dim: int | None
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    needed: list[bool],
+    group: str,
+    sequence_dim: int | None,
+    sums_outputs: bool = False,
 ) -> list[Tensor]:
-    shape = [*grad.shape[:-1], weight.size(1)]
-    if sequence_dim is not None:
-        shape[sequence_dim] //= _groups[group].size()
-    shapes = (shape, weight.shape, weight.shape[:1])
-    return [grad.new_empty(one) for one, is_needed in zip(shapes, needed, strict=True) if is_needed]
+    of_x = _empty(grad, weight.size(1), group, sequence_dim, gathers=sums_outputs)
+    gradients = (of_x, grad.new_empty(weight.shape), grad.new_empty(weight.shape[:1]))
+    return [gradient for gradient, is_needed in zip(gradients, needed, strict=True) if is_needed]
 
 
 def _operator_context(ctx, inputs: tuple, output: Tensor) -> None:
-    x, weight, _, ctx.group, ctx.sequence_dim = inputs
+    x, weight, _, ctx.group, ctx.sequence_dim, ctx.sums_outputs, _ = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
 def _operator_backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     needed = list(ctx.needs_input_grad[:3])
-    gradients = iter(_gradients_operator(grad, *ctx.saved_tensors, needed, ctx.group, ctx.sequence_dim))
-    return *(next(gradients) if is_needed else None for is_needed in needed), None, None
+    place = (ctx.group, ctx.sequence_dim, ctx.sums_outputs)
+    gradients = iter(_gradients_operator(grad, *ctx.saved_tensors, needed, *place))
+    return *(next(gradients) if is_needed else None for is_needed in needed), None, None, None, None
 
 
 _linear_operator.register_autograd(_operator_backward, setup_context=_operator_context)
