@@ -28,6 +28,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
+from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.planning.explain import explain
@@ -57,6 +58,7 @@ def main() -> None:
         print("\n".join(layout.name for layout in layouts))
         return
 
+    os.environ.setdefault("DS_ACCELERATOR", expected_device(os.environ))  # otherwise DeepSpeed looks, and logs that
     from megatron.tools.verify.compare import Bounds
     from megatron.tools.verify.results import as_json, progress_line, table, verify_layouts
 

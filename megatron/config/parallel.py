@@ -142,6 +142,7 @@ class ParallelConfig:
         0,
         "Ranks that split an expert: as many as --model-parallel-size (default).",
         within="[1, 1048576]",
+        ignored_without="num_experts",
         masked_lm=False,
     )
     distributed_backend: str | None = flag(
