@@ -169,7 +169,7 @@ _REFUSED = {
     "not supported: --fp32-residual-connection keeps hidden states in fp32": (
         "embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul"
     ),
-    "fp8 and fp4 are not supported: use --bf16": (
+    "FP8 is --fp8-format with --fp8-recipe tensorwise or rowwise, and has no other settings: remove it": (
         "fp8-* no-fp8-wgrad fp4-* first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 "
         "reuse-grad-buf-for-mxfp8-param-ag kitchen-*"
     ),

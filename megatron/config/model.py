@@ -102,6 +102,25 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
             "zero_stage=2|3 or offload_optimizer": "gradients are moved before a step ends",
         },
     )
+    fp8_format: str = flag(
+        "none",
+        "Compute the linear layers of the transformer layers in FP8: weights and inputs in e4m3, and gradients in e5m2 "
+        "(hybrid) or e4m3; gradients of weights in bf16.",
+        choices=("none", "hybrid", "e4m3"),
+        needs={"bf16": "weights stay in bf16, and are quantized when they are used"},
+    )
+    fp8_recipe: str = flag(
+        "tensorwise",
+        "Scales of FP8: one for a tensor, or one for each row.",
+        choices=("tensorwise", "rowwise"),
+        needs="fp8_format",
+    )
+    fp8_min_size: int = flag(
+        1024,
+        "Smallest number of inputs and outputs of a linear layer in FP8; smaller ones gain nothing, and stay in bf16.",
+        within="[16, inf)",
+        needs="fp8_format",
+    )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
         False,
         "Require the fused causal attention kernel; an error if another flag excludes it.",

@@ -30,6 +30,7 @@ from megatron.engines.state import accept_any_adam, master_weights
 from megatron.engines.status import HostCopy, StepStatus, loss_scale_limit_reported
 from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, scale_and_skip, takes_scale
 from megatron.model.moe import ParallelMoE, routers
+from megatron.ops.fp8 import fp8_layers
 from megatron.parallel.expert import group_name
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
@@ -60,6 +61,9 @@ class Engine(DeepSpeedEngine):
         self._overlaps_grad_reduce = run.overlaps_grad_reduce
         super().__init__(*arguments, **options)
         self.routers = routers(self.module)
+        self._fp8_layers = fp8_layers(self.module)
+        for _, kernel in self._fp8_layers:
+            kernel.keeps_weights = run.zero.zero_stage < 3  # which gathers them for each call
         continue_without_reports(self)
         if isinstance(self.optimizer, ZeroOptimizer) and run.overlaps_param_gather:
             self.optimizer.gather_before(layer for name, layer in self.module.named_children() if name.isdigit())
@@ -142,6 +146,7 @@ class Engine(DeepSpeedEngine):
         self.skipped_steps -= not self._step_applied  # ``settle`` counts them
         self.step_outcome = HostCopy({"skipped": skipped})
         self._is_settled = False
+        self.weights_changed()
 
     def settle(self) -> None:
         """End the last step: wait for its weights, and advance the learning-rate schedule unless it was skipped."""
@@ -153,6 +158,12 @@ class Engine(DeepSpeedEngine):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def weights_changed(self) -> None:
+        """Forget what is quantized of weights that are trained, after a step or a checkpoint that was loaded."""
+        for layer, kernel in self._fp8_layers:
+            if layer.weight.requires_grad:
+                kernel.forget()
 
     def wait_for_weights(self) -> None:
         """Wait for the weights of the last step, before anything but a forward pass reads or changes them."""

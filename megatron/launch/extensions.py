@@ -11,12 +11,16 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
 from megatron.common.errors import ResourceError, first_line
 from megatron.config import RunConfig
 from megatron.engines import deepspeed_silenced
+from megatron.ops.attention import device_facts
+from megatron.ops.choices import why_no_fp8
+from megatron.ops.fp8 import can_multiply
 
 _MOMENT = 3.0  # seconds
 
@@ -92,3 +96,15 @@ def check_device(device: str, local_rank: int) -> None:
         )
         error.only_here = local_rank == count  # the first one without: those before it have theirs
         raise error
+
+
+def check_fp8(recipe: str, local_rank: int) -> None:
+    """Raises ResourceError if the device of the process ``local_rank`` of this host cannot multiply in FP8."""
+    device = torch.device(get_accelerator().device_name(local_rank))
+    if reason := why_no_fp8(device_facts(device)):
+        raise ResourceError(f"--fp8-format cannot be used on this device: {reason}; remove it to train in bf16")
+    if not can_multiply(recipe, device):
+        raise ResourceError(
+            f"--fp8-recipe {recipe}: torch {torch.__version__} has no such matmul on {device.type}; use another recipe "
+            "or a newer torch"
+        )

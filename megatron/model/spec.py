@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
+from megatron.ops.choices import runs_in_fp8
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,31 @@ def active_parameters(config: ModelConfig) -> int:
 def parameter_prefix(index: int, layer: LayerSpec) -> str:
     """What the names of a layer's parameters begin with in modules and checkpoints: its index, or its tied key."""
     return f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}."
+
+
+def fp8_weights(config: ModelConfig, layer: LayerSpec, tensor_parallel_size: int) -> tuple[ParameterSpec, ...]:
+    """The weights of ``layer`` whose matmuls are in FP8: its matrices, without those of adapters and experts."""
+    return tuple(one for one in linear_weights(layer) if _is_in_fp8(config, one, tensor_parallel_size))
+
+
+def linear_weights(layer: LayerSpec) -> tuple[ParameterSpec, ...]:
+    """The matrices of a transformer layer that tensor parallelism divides, without those of adapters and experts."""
+    if not layer.is_block:
+        return ()
+    return tuple(
+        one
+        for one in layer.parameters
+        if one.shard_dim is not None
+        and len(one.shape) > 1
+        and not (one.is_expert or ".lora." in one.name)
+        and one.name.endswith(".weight")
+    )
+
+
+def _is_in_fp8(config: ModelConfig, weight: ParameterSpec, t: int) -> bool:
+    inputs = weight.shape[-1]
+    divides_inputs = weight.shard_dim == len(weight.shape) - 1
+    return runs_in_fp8(config, inputs, weight.numel // inputs, (t, 1) if divides_inputs else (1, t))
 
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {}

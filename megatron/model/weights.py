@@ -4,19 +4,24 @@ i inputs, o outputs, in all t tensor-parallel ranks together
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.ops.linear import linear_kernel
+from megatron.ops.choices import runs_in_fp8
+from megatron.ops.fp8 import Fp8LinearKernel
+from megatron.ops.linear import LinearKernel, linear_kernel
 from megatron.ops.norm import choose_norm
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, sharded_norm
 from megatron.parallel.tensor.lora import LowRank, ParallelAdapter
+from megatron.parallel.tensor.mappings import largest_of_ranks
 
 
 def weight(config: ModelConfig, name: str) -> WeightInit:
@@ -43,7 +48,8 @@ def column_parallel(
         "parts": parts,
     }
     lora = _adapter(config, name, inputs, outputs, is_column_parallel=True, **kwargs)
-    kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": linear_kernel(config)}
+    kernel = _kernel(config, layout, inputs, parts * outputs, is_column_parallel=True)
+    kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": kernel}
     kwargs["chunks"] = layout.forward_chunks
     return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
 
@@ -58,8 +64,20 @@ def row_parallel(
         "init": residual_weight(config, name),
     }
     lora = _adapter(config, name, inputs, outputs, is_column_parallel=False, **kwargs)
-    kwargs |= {"has_bias": config.linear_bias, "kernel": linear_kernel(config), "chunks": layout.forward_chunks}
-    return RowParallelLinear(inputs, outputs, lora=lora, **kwargs)
+    kwargs |= {"has_bias": config.linear_bias, "chunks": layout.forward_chunks}
+    kernel = _kernel(config, layout, inputs, outputs, is_column_parallel=False)
+    return RowParallelLinear(inputs, outputs, lora=lora, kernel=kernel, **kwargs)
+
+
+def _kernel(
+    config: ModelConfig, layout: ParallelLayout, inputs: int, outputs: int, *, is_column_parallel: bool
+) -> Callable[[], LinearKernel]:
+    """What makes the kernel of a linear layer of these unsharded sizes."""
+    t = layout.tensor_group.size()
+    if not runs_in_fp8(config, inputs, outputs, (1, t) if is_column_parallel else (t, 1)):
+        return linear_kernel(config)
+    share = partial(largest_of_ranks, group=layout.tensor_group)
+    return partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
 
 
 def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> ParallelAdapter | None:

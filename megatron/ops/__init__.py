@@ -1,10 +1,10 @@
 """Operations that devices or precisions compute differently: one function or class for each, without communication.
 
 Every operation has a plain torch version, which works on each device and is the reference that tests compare variants
-with. A layer chooses the variant once, when it is built. A precision is added as one more variant, such as a
-``LinearKernel`` in FP8.
+with. A layer chooses the variant once, when it is built.
 
 linear.py            the matmuls of a linear layer, with one weight or several: output, gradients of input and weight
+fp8.py               the same in FP8
 attention.py         the core of attention; packed_attention.py and partial_attention.py limit it to documents, windows
                      and parts of the keys
 norm.py              LayerNorm and RMSNorm

@@ -161,6 +161,26 @@ def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: boo
     return ("blocks", why) if causal or device.kind == "cpu" else ("mask", why)
 
 
+def runs_in_fp8(model: ModelConfig, inputs: int, outputs: int, ranks: tuple[int, int] = (1, 1)) -> bool:
+    """Whether the matmuls of a linear layer are in FP8, of whose ``inputs`` and ``outputs`` so many ranks have a part.
+
+    Small ones gain nothing; tensor cores need multiples of 16. The unsharded sizes decide what is small, so that all
+    layouts compute alike.
+    """
+    if model.fp8_format == "none" or min(inputs, outputs) < model.fp8_min_size:
+        return False
+    return not any(size % (16 * parts) for size, parts in zip((inputs, outputs), ranks, strict=True))
+
+
+def why_no_fp8(device: DeviceFacts) -> str:
+    """Why ``device`` has no FP8; empty if it has."""
+    if device.kind not in ("cpu", "cuda"):
+        return f"FP8 on {device.kind} is not supported"
+    if (device.capability or (9, 0)) < (8, 9):
+        return f"FP8 needs compute capability 8.9, and this is {_version(device.capability or (0, 0))}"
+    return ""
+
+
 ELEMENTS_AT_ONCE = {"cpu": 1 << 19}
 """Logits that the loss converts at a time, by kind of device; on a CPU as many as fit its caches."""
 MOST_AT_ONCE = 1 << 27

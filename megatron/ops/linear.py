@@ -33,6 +33,10 @@ class LinearKernel:
         """x [.., i], weight [o, i], bias [o] -> [.., o]."""
         return F.linear(x, weight, bias)
 
+    def traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``forward`` with its gradients, for torch's compiler, which does not call the methods below."""
+        return self.forward(x, weight, bias)
+
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad [r, o], weight [o, i] -> [r, i]."""
         return grad @ weight

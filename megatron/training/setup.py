@@ -27,7 +27,7 @@ from megatron.engines.engine import Engine
 from megatron.engines.gradients import counted_once, sum_over_model
 from megatron.engines.state import optimizer_name
 from megatron.launch.distributed import distributed
-from megatron.launch.extensions import build_extensions, check_device
+from megatron.launch.extensions import build_extensions, check_device, check_fp8
 from megatron.launch.progress import ProgressState, record_into
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
@@ -50,6 +50,8 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
     Yields this rank's place in the layout, and the progress state, which the training loop has to keep up to date.
     """
     check_device(run.parallel.device, run.parallel.local_rank or 0)
+    if run.model.fp8_format != "none":
+        check_fp8(run.model.fp8_recipe, run.parallel.local_rank or 0)
     build_extensions(run)
     record_into(os.environ, Path(run.checkpoint.save or "."))
     progress = ProgressState()

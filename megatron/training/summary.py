@@ -7,7 +7,7 @@ from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, 
 from megatron.config.data import Part
 from megatron.model.architectures import architecture_of
 from megatron.model.partition import plan
-from megatron.model.spec import active_parameters, parameter_counts
+from megatron.model.spec import active_parameters, fp8_weights, linear_weights, parameter_counts
 from megatron.ops.choices import DeviceFacts, attention_kernel
 
 
@@ -43,6 +43,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
         **_attention(run, device or DeviceFacts(parallel.device)),
+        **_fp8(run),
     }
 
 
@@ -187,6 +188,20 @@ def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
     name = "flash" if kernel.name == "flash" else "plain"
     keys = f"keys and values of one of {ring} ranks at a time, documents and windows in blocks"
     return {"attention": f"{name} ({run.model.dtype}, head dim {run.model.head_size}, {keys})"}
+
+
+def _fp8(run: RunConfig) -> dict[str, str]:
+    """The line of FP8: which linear layers, and what stays in bf16; none without it."""
+    model, t = run.model, run.parallel.model_parallel_size
+    if model.fp8_format == "none" or architecture_of(model).provider:
+        return {}
+    blocks = [layer for layer in architecture_of(model).layers(model) if layer.is_block]
+    quantized = dict.fromkeys(one.name for layer in blocks for one in fp8_weights(model, layer, t))
+    others = {one.name: one.shape for layer in blocks for one in linear_weights(layer) if one.name not in quantized}
+    names = ", ".join(name.removesuffix(".weight") for name in quantized) or "no layer"
+    sizes = [f"{name.removesuffix('.weight')} {list(shape)}" for name, shape in others.items()]
+    rest = ", ".join([*sizes, "embeddings, head, gradients of weights", *(["experts, router"] * model.has_experts)])
+    return {"fp8": f"{model.fp8_format}, {model.fp8_recipe}: {names}; in bf16: {rest}"}
 
 
 def _recomputation(run: RunConfig) -> str:

@@ -313,6 +313,7 @@ class Trainer:
             )
         skipped = self.data.skip(bad_iterations)
         load_checkpoint(self.engine, run, self.layout, saved)
+        self.engine.weights_changed()
         if self.snapshots is not None:
             self.snapshots.discard()
         self.anomalies.reset()

@@ -53,6 +53,14 @@ def read_layouts(path: Path) -> list[dict]:
     return json.loads(path.read_text())["layouts"]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_layouts_agree_in_fp8(programs: Programs, recipe: str) -> None:
+    names = ["tp1-pp0-dp1-zero1", "tp2-pp0-dp1-zero1-sp", "tp1-pp2-dp1-zero1", "tp1-pp0-dp2-zero3"]
+    words = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--fp8-min-size", "16")
+    finished = verify(programs, "--layouts", *names, *words).ok()
+    assert "4 of 4 layouts agree within these bounds" in finished.output
+
+
 def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
     names = ["tp1-pp0-dp1", "tp1-pp2-dp1-zero1", "tp2-pp0-dp1-zero3"]
     words = ("--layouts", *names, "--json", tmp_path / "found.json")

@@ -140,7 +140,7 @@ class ColumnParallelLinear(DeferringModule):
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
-        kernel: type[LinearKernel] = LinearKernel,
+        kernel: Callable[[], LinearKernel] = LinearKernel,
         chunks: int = 1,
     ):
         super().__init__()
@@ -196,7 +196,7 @@ class RowParallelLinear(DeferringModule):
         input_is_parallel: bool = True,
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
-        kernel: type[LinearKernel] = LinearKernel,
+        kernel: Callable[[], LinearKernel] = LinearKernel,
         chunks: int = 1,
     ):
         super().__init__()
@@ -247,7 +247,7 @@ class VocabParallelEmbedding(nn.Module):
         group: ProcessGroup,
         init: WeightInit,
         sequence_dim: int | None = None,
-        kernel: type[LinearKernel] = LinearKernel,
+        kernel: Callable[[], LinearKernel] = LinearKernel,
     ):
         super().__init__()
         self.group = group

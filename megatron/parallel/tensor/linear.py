@@ -46,7 +46,7 @@ def linear(
         group = sequence_dim = None
     if torch.compiler.is_compiling():
         if group is None:
-            return kernel.forward(x, weight, bias)
+            return kernel.traced(x, weight, bias)
         return _linear_operator(x, weight, bias, group.group_name, sequence_dim, sums_outputs, chunks)
     if group is None and deferred is None and not kernel.has_own_gradients:
         return kernel.forward(x, weight, bias)
@@ -156,7 +156,7 @@ class _Linear(torch.autograd.Function):
 
 
 # ``_Linear`` as an operator that the compiler does not look into: it supports no asynchronous collectives, and keeps
-# what is gathered, since it never repeats a collective. It computes in plain torch: --compile excludes other kernels.
+# what is gathered, since it never repeats a collective. It computes in plain torch: other kernels are excluded.
 
 _groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 

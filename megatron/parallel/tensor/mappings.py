@@ -126,6 +126,13 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
+def largest_of_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The maximum over the ranks of x, which is overwritten."""
+    if group.size() > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' ``x``, in a new tensor."""
     summed = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not be overwritten

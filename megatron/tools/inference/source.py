@@ -134,6 +134,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
         dtype=dtype,
         fused_kernels="torch",
         compile=False,  # it would recompile for each length of a prompt
+        fp8_format="none",  # a prompt has too few tokens to gain from it
         bias_gelu_fusion=False,
         bias_dropout_fusion=False,
         recomputes_attention=False,

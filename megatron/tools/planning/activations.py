@@ -117,7 +117,9 @@ def activations(run: RunConfig) -> Activations:
         logits=2 * logits * z.element + max(_loss_rows(run, z), _head_gradient(run, z)),
         stored_logits=logits * z.element,
         hidden=hidden,
-        passing=max(_in_the_mlp(run, z) + copies * full, _in_attention(run, z) + full) + _gathered(run, z),
+        passing=max(_in_the_mlp(run, z) + copies * full, _in_attention(run, z) + full)
+        + _gathered(run, z)
+        + _quantized(run, z),
     )
 
 
@@ -134,6 +136,14 @@ def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
     if model.swiglu:
         return 4 * columns
     return columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
+
+
+def _quantized(run: RunConfig, z: Sizes) -> int:
+    """Temporary memory of a linear layer in FP8: its input or the gradient of its output, scaled and quantized."""
+    if run.model.fp8_format == "none":
+        return 0
+    columns = max(z.h, (2 if run.model.is_gated else 1) * z.f // z.t)
+    return z.tokens * columns * (z.element + 1)
 
 
 def _in_attention(run: RunConfig, z: Sizes) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron.config import RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.model.partition import Stage, counts
-from megatron.model.spec import LayerSpec, is_trained
+from megatron.model.spec import LayerSpec, fp8_weights, is_trained
 
 FP32 = 4
 _ONE_MOMENT = ("lion", "sgd", "adafactor", "adagrad")
@@ -40,6 +40,8 @@ class Weight(NamedTuple):
     """Whether it is a matrix of a transformer layer, which Muon updates."""
     is_trained: bool = True
     """Whether it has a gradient and optimizer state."""
+    is_in_fp8: bool = False
+    """Whether it is quantized, once for the output and once, transposed, for the gradient of the input."""
     is_divided: bool = False
     """Whether it belongs to experts that expert parallelism divides."""
 
@@ -86,6 +88,7 @@ def stage_weights(run: RunConfig, stage: Stage) -> Weights:
     t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
 
     def of_layer(layer: LayerSpec) -> list[Weight]:
+        in_fp8 = fp8_weights(run.model, layer, t)
         return [
             Weight(
                 spec.local_numel(t, experts),
@@ -93,6 +96,7 @@ def stage_weights(run: RunConfig, stage: Stage) -> Weights:
                 shape=spec.shape,
                 is_block_matrix=layer.is_block and len(spec.shape) > 1,
                 is_trained=is_trained(run.model, spec.name),
+                is_in_fp8=spec in in_fp8,
                 is_divided=spec.is_expert and experts > 1,
             )
             for spec in layer.parameters
@@ -152,8 +156,9 @@ def _weights(run: RunConfig, weights: Weights) -> int:
         return (shards + gathered) * element
     if run.zero.zero_stage == 0:
         return weights.numel * element
+    quantized = 2 * sum(count * weight.numel for weight, count in weights.counts if weight.is_in_fp8)
     flat = sum(group.part * group.owners for group in _groups(run, weights.trained))
-    return (weights.numel - weights.trained.numel + flat) * element
+    return (weights.numel - weights.trained.numel + flat) * element + quantized
 
 
 def _gradients(run: RunConfig, weights: Weights) -> int:

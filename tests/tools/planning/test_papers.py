@@ -40,6 +40,15 @@ def test_parameters_are_those_of_gpt2(layers, hidden, heads):
     assert [memory.parameters for memory in stage_memory(run)] == [formulas.parameters(layers, hidden, 50257, 1024)]
 
 
+@pytest.mark.parametrize(("t", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_quantized_weights_are_kept_twice_except_at_zero_3(t, stage):
+    """Two bytes for each weight of 96 layers' 12 h^2; FP8 also needs memory for what is quantized."""
+    words = f"{GPT3} --zero-stage {stage} --model-parallel-size {t}"
+    bf16, fp8 = (stage_memory(run_of(f"{words} {more}"))[0] for more in ("", "--fp8-format hybrid"))
+    assert fp8.states.weights - bf16.states.weights == (2 * 96 * 12 * 12288**2 // t if stage < 3 else 0)
+    assert fp8.working.activations - bf16.working.activations == 3 * 2048 * 4 * 12288 // t
+
+
 @pytest.mark.parametrize("t", [1, 2, 8])
 def test_activations_of_a_layer_equal_the_paper(t):
     """But for numbers of four bytes: mean and deviation of the norms, and one of each row of attention."""
