@@ -1,4 +1,4 @@
-"""The norm of the gradient, and DeepSpeed's optimizers of ZeRO 1 to 3 and of bf16 as this suite corrects them.
+"""DeepSpeed's optimizers of ZeRO 1 to 3 and of bf16 as this suite corrects them.
 
 DeepSpeed 0.19.8:
 
@@ -9,10 +9,10 @@ DeepSpeed 0.19.8:
 - ``step`` updates fp16's loss scale first and divides by the new one, so that the gradient of every step in which the
   scale doubles is halved, and at ZeRO 3 its norm as well. Test: tests/training/test_fp16.py.
 - stage_1_and_2.py: ``check_overflow`` reads every gradient twice and reduces the result over all ranks, although
-  ``step`` then looks at the norm for the same reason. ``unscale_and_clip_grads`` multiplies the gradient in a separate
-  pass, also by 1. With one data-parallel rank ``reduce_gradients`` copies gradients into a bucket, divides by 1,
-  "reduces", and copies them out again; ``step`` flattens them, and converts that to fp32.
-  Test: tests/training/test_gradient_norm.py.
+  ``step`` then looks at the norm for the same reason. ``step`` waits for the norm before it starts the optimizer,
+  multiplies the gradient in a separate pass, also by 1, updates one group after the other, and waits until all weights
+  are gathered. Gradients: see ``megatron.engines.gradients``.
+  Tests: tests/training/test_gradient_norm.py, test_synchronizations.py, tests/engines/test_gradients.py.
 """
 
 import math
