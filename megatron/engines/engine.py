@@ -116,9 +116,13 @@ class Engine(DeepSpeedEngine):
             self.basic_optimizer.use_partitions(master_weights(self))
 
     def _reduced_last(self) -> set[nn.Parameter]:
-        """Parameters whose gradients are complete only after the backward pass: tied ones."""
+        """Parameters whose gradients are complete only after the backward pass: tied ones.
+
+        They get several of a micro-batch: also in a stage that has both ends of the model, in passes of their own.
+        """
         counts = Counter(parameter for _, parameter in self.module.named_parameters(remove_duplicate=False))
-        return {parameter for parameter, count in counts.items() if count > 1}
+        tied = getattr(self.module, "tied_modules", nn.ModuleDict())
+        return {parameter for parameter, count in counts.items() if count > 1} | set(tied.parameters())
 
     @overrides(DeepSpeedEngine, "(self, lr_kwargs)")
     def _take_model_step(self, lr_kwargs: dict | None) -> None:

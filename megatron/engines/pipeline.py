@@ -161,9 +161,6 @@ class PipelinedEngine(Engine, PipelineEngine):
         for weight, group in self.module.get_tied_weights_and_groups():
             dist.all_reduce(gradients.of(weight), group=group)
 
-    def _reduced_last(self) -> set[nn.Parameter]:
-        return super()._reduced_last() | {weight for weight, _ in self.module.get_tied_weights_and_groups()}
-
     @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_backward_pass(self, buffer_id: int) -> None:
         """One backward pass for all tensors with gradients that a stage has sent on.

@@ -27,6 +27,7 @@ LAYOUTS = {
     "plain-dp2-zero3-recompute": (2, "--zero-stage 3 --checkpoint-activations"),
     "plain-dp2-zero3-offload": (2, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
     "plain-dp2-zero2-overlap-round-robin": (2, "--zero-stage 2 --zero-overlap-comm --zero-round-robin-gradients"),
+    "dualpipev-one-stage-dp2-zero1": (2, "--pipe-parallel-size 1 --pipeline-schedule dualpipev --zero-stage 1"),
     "plain-dp2-zero1-small-buckets": (2, "--zero-stage 1 --ddp-bucket-size 5000"),
     "plain-dp2-zero2-small-buckets": (2, "--zero-stage 2 --ddp-bucket-size 5000"),
     "pp2-dp2-zero1-small-buckets": (4, "--pipe-parallel-size 2 --zero-stage 1 --ddp-bucket-size 5000"),
