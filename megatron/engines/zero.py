@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers of ZeRO 1 to 3 and of bf16 as this suite corrects them.
+"""DeepSpeed's optimizer of ZeRO 1 and 2 as this suite corrects it.
 
 DeepSpeed 0.19.8:
 
@@ -16,18 +16,13 @@ DeepSpeed 0.19.8:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import deepspeed.runtime.engine
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import stage3, stage_1_and_2
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed import Work
@@ -40,33 +35,15 @@ from megatron.engines.gradients import (
     sum_over_model,
     sum_together,
 )
-from megatron.engines.overrides import expect, overrides, replaced
+from megatron.engines.overrides import expect, overrides
 from megatron.engines.state import zero_master_weights
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import take_gradient_sums
 
-for _module in (stage_1_and_2, stage3):
-    expect(_module, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
 expect(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "(self)")
 
 
-def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    norm.masked_fill_(~norm.isfinite(), val)
-
-
-@contextmanager
-def corrected_optimizers(**options: Any) -> Iterator[None]:
-    """While inside, DeepSpeed's engines make the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
-    stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
-    stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
-    ours = {"DeepSpeedZeroOptimizer": partial(ZeroOptimizer, **options), "BF16_Optimizer": Bf16Optimizer}
-    with ExitStack() as stack:
-        stack.enter_context(replaced(deepspeed.runtime.engine, **ours))
-        stack.enter_context(replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer))
-        yield
-
-
-class _LossScaleOfStep:
+class LossScaleOfStep:
     """Divides the gradient by the loss scale that it was computed with; a scale that doubles does so afterwards."""
 
     dynamic_loss_scale: bool
@@ -96,7 +73,7 @@ class _Piece(NamedTuple):
     """Whether the tensor-parallel ranks sum it."""
 
 
-class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
+class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
     """ZeRO 1 and 2.
 
     Args:
@@ -327,27 +304,6 @@ class ZeroOptimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer):
         limit = self.clip_grad
         scale = clip_divisor(norm / self.loss_scale, limit) if limit else torch.ones((), device=norm.device)
         self.optimizer.grad_scale = scale * self.loss_scale
-
-
-class Zero3Optimizer(_LossScaleOfStep, DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO 3."""
-
-    @overrides(DeepSpeedZeroOptimizer_Stage3, "(*args, **kwargs)")
-    def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
-        """2-norm [] of a parameter group's gradient over all ranks; -1 if it is not finite."""
-        return super().get_grad_norm_direct([block_norms(gradient) for gradient in gradients], params, norm_type)
-
-
-class Bf16Optimizer(BF16_Optimizer):
-    """ZeRO 1 in bf16 with sums of gradients in fp32."""
-
-    @overrides(BF16_Optimizer, "(self, for_clipping=False)")
-    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
-        """All gradients to clip; or norms in place of the gradients that all ranks share, and those of experts."""
-        if for_clipping:
-            return super().get_grads_for_norm(for_clipping=True)
-        shared, of_experts = super().get_grads_for_norm()
-        return [block_norms(gradient) for gradient in shared], of_experts
 
 
 def takes_scale(optimizer: Any) -> bool:

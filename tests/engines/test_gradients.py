@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.programs import TINY_MODEL, Programs, read_metrics
 from torch import nn
 
-from megatron.engines import zero
+from megatron.engines import wrappers
 from megatron.engines.gradients import GradientBucket, Gradients
 from megatron.engines.zero import ZeroOptimizer
 
@@ -89,6 +89,6 @@ def train_both_ways(common: list[str], folder: Path) -> None:
 
     for number, layout in enumerate(LAYOUTS):
         for way, kind in (("own", ZeroOptimizer), ("theirs", Theirs)):
-            zero.ZeroOptimizer = kind  # type: ignore[misc]
+            wrappers.ZeroOptimizer = kind  # type: ignore[misc]
             code, output = pretrain([*common, *layout.split(), "--metrics-file", str(folder / f"{number}-{way}")])
             assert code == 0, output
