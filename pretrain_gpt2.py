@@ -55,7 +55,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     from megatron.training.preflight import check  # not earlier: it imports numpy, which a mistake need not wait for
 
     run, _ = check(run)
-    prepare_environment(os.environ)
+    prepare_environment(os.environ, run.parallel)
     if run.logging.dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for
         from megatron.tools.planning.dry_run import dry_run

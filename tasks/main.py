@@ -47,7 +47,7 @@ def main() -> int | None:
     from megatron.training.preflight import check
 
     run, _ = check(task.run)
-    prepare_environment(os.environ)
+    prepare_environment(os.environ, run.parallel)
     if run.logging.dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"
         from megatron.tools.planning.dry_run import dry_run

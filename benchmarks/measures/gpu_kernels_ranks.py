@@ -161,8 +161,8 @@ def _parts(dtype: str, layout: ParallelLayout) -> Iterator[Case]:
         loss = partial(vocab_parallel_cross_entropy, **places, kernel=kernel)
         title = f"cross entropy, {'compiled' if compiled else 'as it is'}"
         yield Case(title, dtype, [8 * _randn(dtype, B, S, H)], loss, plain_loss)
-    counts = [300, 1, 517, 206]
-    rows, matrices = _randn(dtype, sum(counts), H), 0.1 * _randn(dtype, 4, 384, H)
+    counts = [300, 1, 0, 517, 206]
+    rows, matrices = _randn(dtype, sum(counts), H), 0.1 * _randn(dtype, 5, 384, H)
     for grouped in (True, False) if dtype == "bf16" else (False,):
         name = f"matmuls of the experts, {'grouped' if grouped else 'one by one'}"
         yield Case(
@@ -286,8 +286,9 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _experts(rows: Tensor, matrices: Tensor, *, grouped: bool, counts: list[int]) -> Tensor:
-    kernel = linear.grouped if grouped else linear.one_by_one
-    return kernel(rows, matrices, counts, lambda gradient, weight: False)
+    kernel = linear.GroupedLinearKernel() if grouped else linear.StackedLinearKernel()
+    ends = torch.tensor(counts, device=rows.device).cumsum(0)
+    return linear.stacked_linear(rows, matrices, kernel.rows_of(ends), kernel, lambda gradient, weight: False)
 
 
 def _each_expert(counts: list[int]) -> Callable[[Tensor, Tensor], Tensor]:

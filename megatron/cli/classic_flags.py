@@ -82,7 +82,7 @@ _IGNORED = {
         "nccl-communicator-config-path use-nccl-ub use-sharp sharp-enabled-group disable-symmetric-registration "
         "distributed-timeout-seconds-after-init"
     ),
-    "the allocator keeps freed memory; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": (
+    "the allocator keeps freed memory; against fragmentation PYTORCH_ALLOC_CONF=expandable_segments:True is set": (
         "empty-unused-memory-level"
     ),
     "samples are shuffled for each epoch, and epochs repeat until the end of training (data sets of pretrain() "

@@ -79,7 +79,9 @@ class ExpertConfig:
         0, "Hidden size of an expert that computes every token in addition (default: none).", within="[1, 8388608]"
     )
     moe_grouped_gemm: bool = _expert_flag(
-        False, "Multiply with the weights of all experts in one kernel, on CUDA in bf16 only."
+        True,
+        "Multiply with the weights of all experts in one kernel, on CUDA in bf16; on by default.",
+        switches={"no-moe-grouped-gemm": False},
     )
     moe_per_layer_logging: bool = _expert_flag(
         False, "Log the load of each expert of each layer, of which tools/report.py makes a picture."

@@ -1,9 +1,8 @@
 """Join the process group: rendezvous with a report of missing ranks, device, layout, and an orderly exit."""
 
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -24,14 +23,12 @@ from megatron.engines import (
     set_groups_of_deepspeed,
     silence_known_warnings,
 )
-from megatron.launch.environment import hosts_store, listen
+from megatron.launch.environment import hosts_store, listen, prepare_nccl
 from megatron.parallel.layout import ParallelLayout, new_group
 
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
 """How much later than this rank others may time out."""
-_HEARTBEAT_SECONDS = 480
-"""torch's own limit."""
 _EXIT_TIMEOUT = timedelta(seconds=60)
 """For the slowest rank to end its process groups, once all ranks have reached the end."""
 
@@ -73,20 +70,6 @@ def _default_backend() -> str:
     accelerator = get_accelerator()
     # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
     return "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
-
-
-def prepare_nccl(environ: MutableMapping[str, str], parallel: ParallelConfig) -> None:
-    """Set what CUDA and torch's NCCL backend read when they start, unless the user has set it.
-
-    - CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism: kernels start in the order of their launch, so that a
-      collective begins before the matrix product that it is to overlap with.
-    - TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: torch aborts a process whose NCCL thread has been silent for 8 minutes. It waits
-      as long as a collective may take, so that ``--watchdog-minutes``, which is less, reports first.
-    """
-    if parallel.model_parallel_size > 1:
-        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    seconds = max(_HEARTBEAT_SECONDS, math.ceil(60 * parallel.distributed_timeout_minutes))
-    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds))
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:

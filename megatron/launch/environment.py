@@ -1,4 +1,5 @@
-"""The same start under deepspeed, torchrun, mpirun and plain python: environment variables, allocator, rendezvous port.
+"""The same start under deepspeed, torchrun, mpirun and plain python: environment variables, allocator, cores,
+rendezvous port.
 
 DeepSpeed reads the rank of this process from the environment. deepspeed and torchrun set it; under mpirun DeepSpeed
 asks mpi4py; a plain ``python`` is a world of one process, for which this module sets it.
@@ -7,6 +8,7 @@ asks mpi4py; a plain ``python`` is a world of one process, for which this module
 import ctypes
 import errno
 import ipaddress
+import math
 import os
 import random
 import socket
@@ -18,6 +20,7 @@ from pathlib import Path
 from megatron.common.environment import (
     check_place,
     expected_device,
+    local_rank,
     on_one_host,
     rank,
     ranks_on_host,
@@ -25,6 +28,7 @@ from megatron.common.environment import (
     world_size,
 )
 from megatron.common.errors import LaunchError
+from megatron.config import ParallelConfig
 from megatron.launch.torch_version import check_torch
 
 LISTEN = "MASTER_LISTEN"
@@ -40,10 +44,15 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHO
 _PORTS = range(20000, 32000)
 """Below those that the system chooses itself, for outgoing connections and for whoever asks it for a free one."""
 _KEPT_BYTES, _LARGEST_KEPT_BLOCK = 2**31 - 1, 2**30
+_HEARTBEAT_SECONDS = 480
+"""torch's own limit."""
+_CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
-def prepare_environment(environ: MutableMapping[str, str]) -> None:
+def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelConfig | None = None) -> None:
     """Set what DeepSpeed and torch would otherwise guess, warn about or fail without; before torch is imported.
+
+    ``parallel`` is the layout, if it is known already.
 
     Raises:
         ConfigError: the variables that describe the rank of this process contradict each other, OMP_NUM_THREADS
@@ -67,6 +76,8 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
         port = str(free_port())
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     divide_cores(environ, ranks_on_host(environ) or world_size(environ))
+    if environ["DS_ACCELERATOR"] == "cuda":
+        prepare_cuda(environ, parallel)
     if environ["DS_ACCELERATOR"] == "cpu":
         keep_freed_memory(environ)
         if (ranks := ranks_on_host(environ)) is not None:
@@ -110,6 +121,60 @@ def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:
     if any(name in environ for name in _BINDING):
         share = min(cores, max(1, (os.cpu_count() or 1) // ranks))
     environ["OMP_NUM_THREADS"] = str(share)
+
+
+def prepare_cuda(environ: MutableMapping[str, str], parallel: ParallelConfig | None, root: Path = Path("/")) -> None:
+    """Before torch is imported, set what CUDA and its allocator read when they start, unless the user has set it.
+
+    - PYTORCH_ALLOC_CONF=expandable_segments:True with NVIDIA's driver: freed memory can be used again for other sizes.
+      With ROCm it can hang (https://github.com/pytorch/pytorch/issues/192259).
+    - What ``prepare_nccl`` sets.
+    - The cores of the process: those of its GPU's NUMA node, unless it is bound to some cores already.
+    """
+    if (root / "proc/driver/nvidia").exists() and "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if parallel is not None:
+        prepare_nccl(environ, parallel)
+    cores = cores_near_gpu(environ, root)
+    if cores and len(os.sched_getaffinity(0)) == os.cpu_count():
+        os.sched_setaffinity(0, cores)
+
+
+def prepare_nccl(environ: MutableMapping[str, str], parallel: ParallelConfig) -> None:
+    """Set what CUDA and torch's NCCL backend read when they start, unless the user has set it.
+
+    - CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism and rings: kernels start in the order of their launch, so
+      that a collective begins before the matmul that it is to overlap with.
+    - TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: torch aborts a process whose NCCL thread has been silent for 8 minutes. It waits
+      as long as a collective may take, so that ``--watchdog-minutes``, which is less, reports first.
+    """
+    if parallel.model_parallel_size > 1 or parallel.context_parallel_size > 1:
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    seconds = max(_HEARTBEAT_SECONDS, math.ceil(60 * parallel.distributed_timeout_minutes))
+    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds))
+
+
+def cores_near_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> set[int]:
+    """The cores of the NUMA node of this rank's NVIDIA GPU; empty where the system, under ``root``, does not say.
+
+    CUDA numbers equal GPUs by their PCI addresses.
+    """
+    visible = [number.strip() for number in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    try:
+        gpus = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").iterdir())
+        number = visible[local_rank(environ) or 0] if visible != [""] else local_rank(environ) or 0
+        node = (root / "sys/bus/pci/devices" / gpus[int(number)] / "numa_node").read_text().strip()
+        ranges = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip().split(",")
+        bounds = [[int(bound) for bound in text.split("-")] for text in ranges]
+    except (OSError, ValueError, IndexError):  # no node, or a GPU that is named by its UUID
+        return set()
+    return {core for first, *last in bounds for core in range(first, (last or [first])[0] + 1)}
+
+
+def describe_cuda(environ: Mapping[str, str]) -> str:
+    """What ``prepare_cuda`` or the user has set, in a line."""
+    settings = [f"{name}={environ[name]}" for name in _CUDA_SETTINGS if name in environ]
+    return ", ".join([*settings, f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"])
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from megatron.config import ModelConfig
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.model.weights import norm_class, weight
 from megatron.ops.linear import linear_kernel
-from megatron.ops.packed_attention import positions_in_segment
+from megatron.ops.packed_attention import positions_in_segment, segment_ids_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient
@@ -178,14 +178,3 @@ def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, ro
 def without_segment_ids(hidden_states: HiddenStates) -> Tensor:
     """Only hidden [b, s, h]: nothing after the last transformer layer reads segment ids."""
     return unpack(hidden_states)[0]
-
-
-def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
-    """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on.
-
-    Of tokens with segment ids, [b, 2, s], the latter.
-    """
-    if tokens.dim() == 3:
-        return tokens[:, 1].int()
-    ends = (tokens == eod_token).int()
-    return ends.cumsum(-1, dtype=torch.int32) - ends

@@ -31,7 +31,7 @@ def lm_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
     loss(logits [b, s, v/t], (labels, weights)): labels [b, s], and weights [b, s] that add up to 1 over the tokens of
     the global batch. With a sequence group the logits are of this rank's shard; the loss is the mean over the group.
     """
-    sequence_group, kernel = layout.sequence_group, cross_entropy_kernel(config)
+    sequence_group, kernel = layout.sequence_group, cross_entropy_kernel()
 
     def loss(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         labels, weights = (sequence_shard(target, layout, 1) for target in targets)

@@ -19,7 +19,7 @@ from megatron.config import ModelConfig
 from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
 from megatron.ops.activation import expert_activation
-from megatron.ops.linear import StackedLinearKernel, stacked_linear_kernel
+from megatron.ops.linear import StackedLinearKernel, stacked_linear, stacked_linear_kernel
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
@@ -71,7 +71,7 @@ class ParallelMoE(nn.Module):
         route = Route.of(experts, self.router.experts, self.expert_group)
         slots = route.order if rows is None else rows[route.order]
         sent: Tensor = _Rows.apply(x.flatten(0, 1), slots, k)
-        outputs = route.combine(self.experts(route.dispatch(sent), route.counts))
+        outputs = route.combine(self.experts(route.dispatch(sent), route.ends))
         table: Tensor = _Table.apply(outputs, slots, chosen.numel())
         y = (weights.to(x.dtype).view(-1, 1, k) @ table.view(-1, k, x.size(-1))).squeeze(1)
         return y.view(x.shape)
@@ -115,7 +115,7 @@ def _table(rows: Tensor, slots: Tensor, size: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """rows [n, h] sorted by expert -> partial sums of their outputs [n, h]; each expert is an MLP without biases."""
+    """x [n, h] sorted by expert, ends of each expert's rows [e] -> partial sums of the outputs of MLPs [n, h]."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str):
         super().__init__()
@@ -127,13 +127,14 @@ class Experts(nn.Module):
             inits: list[WeightInit] = [init(config, f"{name}.{number}.{matrix}") for number in numbers]
             return mark_expert(_stacked(inits, shape, dim, group), layout)
 
-        kernel = stacked_linear_kernel(config)
+        self.kernel = kernel = stacked_linear_kernel(config, h, f // group.size())
         self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), kernel)
         self.dense_4h_to_h = StackedLinear(parameter("dense_4h_to_h", residual_weight, (h, f), 2), kernel)
         self.activation = expert_activation(config)
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(rows, counts)), counts)
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        rows = self.kernel.rows_of(ends)
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x, rows)), rows)
 
 
 def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: ProcessGroup) -> nn.Parameter:
@@ -142,14 +143,14 @@ def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: P
 
 
 class StackedLinear(DeferringModule):
-    """y = x W^T with W [e, o, i] or [e, parts, o, i]: the first ``counts[0]`` rows with the first weight, and so on."""
+    """y = x W^T with W [e, o, i] or [e, parts, o, i], and x [n, i] sorted by weight."""
 
     def __init__(self, weight: nn.Parameter, kernel: StackedLinearKernel):
         super().__init__()
         self.weight, self.kernel = weight, kernel
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        return self.kernel(x, self.weight, counts, self.defer)
+    def forward(self, x: Tensor, rows: Any) -> Tensor:
+        return stacked_linear(x, self.weight, rows, self.kernel, self.defer)
 
 
 class MoEParallelTransformerLayer(ParallelTransformerLayer):

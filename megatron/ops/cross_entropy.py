@@ -3,21 +3,32 @@
 v/t columns of a rank's logits, with padding, r rows: b x s
 """
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megatron.config import ModelConfig
-from megatron.ops.choices import rows_at_once
+from megatron.ops.choices import compiles_loss, rows_at_once
 
 
-def cross_entropy_kernel(config: ModelConfig) -> "CrossEntropyKernel":
-    """Compiled with ``--compile`` on a GPU, where torch's compiler makes one kernel of each pass over the logits."""
-    is_compiled = config.compile and get_accelerator().device_name() == "cuda"
+def cross_entropy_kernel() -> "CrossEntropyKernel":
+    """Compiled on a GPU, also without ``--compile``, where Triton finds what it builds its launchers with."""
+    is_compiled = compiles_loss(get_accelerator().device_name()) and _can_compile()
     return CompiledCrossEntropyKernel() if is_compiled else CrossEntropyKernel()
+
+
+def _can_compile() -> bool:
+    """Whether there are Triton, a C compiler and Python's headers."""
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return find_spec("triton") is not None and headers.exists() and any(map(shutil.which, compilers))
 
 
 class CrossEntropyKernel:

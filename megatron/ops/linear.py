@@ -2,11 +2,10 @@
 
 A layer has one weight, or several that each have their own rows, such as experts.
 
-r rows: all tokens of a rank, n rows of all weights, e weights, i inputs, o outputs
+r rows: all tokens of a rank, n rows of all weights, e weights, i inputs, o outputs of a weight
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,60 +66,84 @@ def linear_kernel(config: ModelConfig) -> type[LinearKernel]:
     return AccumulatingLinearKernel if config.gradient_accumulation_fusion else LinearKernel
 
 
-WeightGradient = Callable[[], Tensor]
-Defer = Callable[[WeightGradient, Tensor], bool]
+class StackedLinearKernel:
+    """y = x W^T of several weights that each have their own rows, and its gradients: a matmul for each weight.
+
+    ``rows`` is what ``rows_of`` makes of the ends of each weight's rows [e], which are on the device. These matmuls
+    need the sizes on the host, which waits for them.
+    """
+
+    def rows_of(self, ends: Tensor) -> Any:
+        """Computed once for all linear layers with the same rows."""
+        return ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+    def forward(self, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        """x [n, i] sorted by weight, weight [e, o, i] -> [n, o]."""
+        output = x.new_empty(x.size(0), weight.size(1))
+        for of_x, matrix, out in zip(x.split(rows), weight, output.split(rows), strict=True):
+            torch.mm(of_x, matrix.t(), out=out)
+        return output
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        """grad [n, o], weight [e, o, i] -> [n, i]."""
+        return self.forward(grad, weight.transpose(1, 2), rows)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        """grad [n, o], x [n, i] -> [e, o, i]."""
+        of_weight = torch.empty_like(weight)
+        for of_grad, of_x, out in zip(grad.split(rows), x.split(rows), of_weight, strict=True):
+            torch.mm(of_grad.t(), of_x, out=out)
+        return of_weight
+
+
+class GroupedLinearKernel(StackedLinearKernel):
+    """One matmul for all weights, which reads the ends of their rows on the device: bf16, sizes in multiples of 8."""
+
+    def rows_of(self, ends: Tensor) -> Any:
+        return ends.int()
+
+    def forward(self, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=rows) if len(x) else x.new_empty(0, weight.size(1))
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        if not len(x):
+            return torch.zeros_like(weight)
+        # Not all kernels write the gradient of a weight without rows: https://github.com/pytorch/pytorch/issues/172439
+        is_empty = rows == F.pad(rows[:-1], (1, 0))
+        return F.grouped_mm(grad.t(), x, offs=rows).masked_fill_(is_empty.view(-1, 1, 1), 0)
+
+
+def stacked_linear_kernel(config: ModelConfig, *sizes: int) -> StackedLinearKernel:
+    """For weights with these numbers of inputs and outputs."""
+    is_grouped = config.moe_grouped_gemm and get_accelerator().device_name() == "cuda" and config.dtype == "bf16"
+    return GroupedLinearKernel() if is_grouped and not any(size % 8 for size in sizes) else StackedLinearKernel()
+
+
+Defer = Callable[[Callable[[], Tensor], Tensor], bool]
 """(gradient of a weight, the weight) -> whether the gradient will be computed later."""
-StackedLinearKernel = Callable[[Tensor, Tensor, list[int], Defer], Tensor]
-"""(x [n, i], weight [e, .., o, i], rows of each weight, defer) -> [n, o]: the first ``counts[0]`` rows of x with the
-first weight, and so on."""
 
 
-def stacked_linear_kernel(config: ModelConfig) -> StackedLinearKernel:
-    """One kernel for all weights with ``--moe-grouped-gemm`` on a GPU, and a matmul for each otherwise."""
-    is_grouped = config.moe_grouped_gemm and get_accelerator().device_name() == "cuda"
-    return grouped if is_grouped else one_by_one
-
-
-def grouped(x: Tensor, weight: Tensor, counts: list[int], defer: Defer) -> Tensor:
-    """In one kernel, which is for bf16. Not all kernels write the gradient of a weight without rows."""
-    if x.dtype != torch.bfloat16 or min(counts) == 0:
-        return one_by_one(x, weight, counts, defer)
-    ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
-    return torch._grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), offs=ends)
-
-
-def one_by_one(x: Tensor, weight: Tensor, counts: list[int], defer: Defer) -> Tensor:
-    """In plain torch: matmuls that write into one tensor, without copies."""
-    output: Tensor = _OneByOne.apply(x, weight, counts, defer)
+def stacked_linear(x: Tensor, weight: Tensor, rows: Any, kernel: StackedLinearKernel, defer: Defer) -> Tensor:
+    """x [n, i] sorted by weight, weight [e, .., o, i] -> [n, .. x o]; ``rows`` are of ``kernel.rows_of``."""
+    output: Tensor = _StackedLinear.apply(x, weight, rows, kernel, defer)
     return output
 
 
-class _OneByOne(torch.autograd.Function):
+class _StackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], defer: Defer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Any, kernel: StackedLinearKernel, defer: Defer) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts, ctx.defer = counts, defer
-        output = x.new_empty(x.size(0), weight[0].numel() // x.size(1))
-        for rows, matrix, out in zip(x.split(counts), weight.flatten(1, -2), output.split(counts), strict=True):
-            torch.mm(rows, matrix.t(), out=out)
-        return output
+        ctx.rows, ctx.kernel, ctx.defer = rows, kernel, defer
+        return kernel.forward(x, weight.flatten(1, -2), rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        weight_gradient = partial(_weight_gradient, grad, x, weight, ctx.counts)
+        rows, kernel, matrices, grad = ctx.rows, ctx.kernel, weight.flatten(1, -2), grad.contiguous()
+
+        def weight_gradient() -> Tensor:
+            return kernel.weight_gradient(grad, x, matrices, rows).view_as(weight)
+
         is_deferred = ctx.defer(weight_gradient, weight)
-        of_x = torch.empty_like(x)
-        parts = zip(grad.split(ctx.counts), weight.flatten(1, -2), of_x.split(ctx.counts), strict=True)
-        for of_rows, matrix, out in parts:
-            torch.mm(of_rows, matrix, out=out)
-        return of_x, None if is_deferred else weight_gradient(), None, None
-
-
-def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """grad [n, o], x [n, i] -> [e, .., o, i]."""
-    of_weight = torch.empty_like(weight)
-    parts = zip(grad.split(counts), x.split(counts), of_weight.flatten(1, -2), strict=True)
-    for of_rows, rows, out in parts:
-        torch.mm(of_rows.t(), rows, out=out)
-    return of_weight
+        of_x = kernel.input_gradient(grad, matrices, rows)
+        return of_x, None if is_deferred else weight_gradient(), None, None, None

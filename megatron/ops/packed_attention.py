@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.ops.choices import SHORTEST_BLOCK, chunk_size
 
@@ -108,9 +108,9 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor
     from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler
 
     b, n, s, _ = query.shape
-    lengths = [*chain(*document_lengths(segment_ids))] if segment_ids is not None else [s] * b
-    longest = max(lengths)
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+    longest, ends = s, torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device)
+    if segment_ids is not None:
+        longest, ends = _longest_and_ends(segment_ids, query.device)
     sides = (-1, -1) if window is None else (-1 if window >= longest - 1 else window, 0)
     is_grouped = key.size(1) != n
     if is_grouped and torch.__version__ < "2.12":  # which has no ``enable_gqa``
@@ -137,19 +137,73 @@ def window_mask(s: int, window: int, device: torch.device) -> Tensor:
     return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(-window)
 
 
-_LENGTHS = WeakIdKeyDictionary()
+_KNOWN: dict[tuple[StorageWeakRef, tuple[int, ...], str], Any] = {}
+
+
+def known_of(tensor: Tensor, name: str, compute: Callable[[], Any]) -> Any:
+    """What ``compute`` returns: computed once for all tensors that are ``tensor``, which must not be changed.
+
+    Recomputed layers get another one than before, with the same memory.
+    """
+    key = StorageWeakRef(tensor.untyped_storage()), tuple(tensor.shape), name
+    if key not in _KNOWN:
+        for old in [old for old in _KNOWN if old[0].expired()]:
+            del _KNOWN[old]
+        _KNOWN[key] = compute()
+    return _KNOWN[key]
+
+
+def keep_on_host(tensor: Tensor, host: Tensor) -> Tensor:
+    """``tensor``, of which ``host`` is a copy in the host's memory."""
+    known_of(tensor, "on host", lambda: host)
+    return tensor
+
+
+def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
+    """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on.
+
+    Of tokens with segment ids, [b, 2, s], the latter. If the tokens are on the host, too, so are their segment ids.
+    """
+    host = known_of(tokens, "on host", lambda: None)
+    ids = _segment_ids(tokens, eod_token)
+    return ids if host is None else keep_on_host(ids, _segment_ids(host, eod_token))
+
+
+def _segment_ids(tokens: Tensor, eod_token: int) -> Tensor:
+    if tokens.dim() == 3:
+        return tokens[:, 1].int()
+    ends = (tokens == eod_token).int()
+    return ends.cumsum(-1, dtype=torch.int32) - ends
 
 
 def document_lengths(segment_ids: Tensor) -> list[list[int]]:
-    """segment_ids [b, s] -> lengths of the runs of equal ids, a list for each row.
+    """segment_ids [b, s] -> lengths of the runs of equal ids, a list for each row; computed once for all layers.
 
-    The copy to the host waits for the device, once for all layers that get the same tensor; it must not be changed.
+    The host waits for a copy of ids that it does not have.
     """
-    if segment_ids not in _LENGTHS:
-        changes = (segment_ids[:, 1:] != segment_ids[:, :-1]).cpu()
-        bounds = ([0, *(row.nonzero().flatten() + 1).tolist(), segment_ids.size(1)] for row in changes)
-        _LENGTHS[segment_ids] = [[end - begin for begin, end in pairwise(row)] for row in bounds]
-    return _LENGTHS[segment_ids]
+
+    def compute() -> list[list[int]]:
+        host = known_of(segment_ids, "on host", lambda: None)
+        ids = segment_ids.cpu() if host is None else host
+        changes = ids[:, 1:] != ids[:, :-1]
+        bounds = ([0, *(row.nonzero().flatten() + 1).tolist(), ids.size(1)] for row in changes)
+        return [[end - begin for begin, end in pairwise(row)] for row in bounds]
+
+    lengths: list[list[int]] = known_of(segment_ids, "lengths", compute)
+    return lengths
+
+
+def _longest_and_ends(segment_ids: Tensor, device: torch.device) -> tuple[int, Tensor]:
+    """Tokens of the longest document, and where documents begin and end in [b x s], int32; once for all layers."""
+
+    def compute() -> tuple[int, Tensor]:
+        lengths = [*chain(*document_lengths(segment_ids))]
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        ends = ends.pin_memory() if device.type == "cuda" else ends
+        return max(lengths), ends.to(device, non_blocking=True)
+
+    found: tuple[int, Tensor] = known_of(segment_ids, f"ends on {device}", compute)
+    return found
 
 
 def positions_in_segment(segment_ids: Tensor) -> Tensor:

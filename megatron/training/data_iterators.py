@@ -26,6 +26,7 @@ from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, 
 from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
+from megatron.ops.packed_attention import keep_on_host
 from megatron.parallel.layout import ParallelLayout
 from megatron.training.model_provider import provided_batch
 
@@ -227,4 +228,6 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
     def copied(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    return (Batch(copied(tokens), tuple(map(copied, targets))) for tokens, targets in micro_batches)
+    return (
+        Batch(keep_on_host(copied(tokens), tokens), tuple(map(copied, targets))) for tokens, targets in micro_batches
+    )

@@ -27,6 +27,7 @@ from megatron.engines.engine import Engine
 from megatron.engines.gradients import counted_once, sum_over_model
 from megatron.engines.state import optimizer_name
 from megatron.launch.distributed import distributed
+from megatron.launch.environment import describe_cuda
 from megatron.launch.extensions import build_extensions, check_device, check_fp8
 from megatron.launch.progress import ProgressState, record_into
 from megatron.launch.rank_failure import rank_failure_monitor
@@ -90,6 +91,7 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
     rows = {
         **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
         "device": f"{_device_name()}, {counted(torch.get_num_threads(), 'thread')} per rank, torch {torch.__version__}",
+        **({"settings": describe_cuda(os.environ)} if get_accelerator().device_name() == "cuda" else {}),
         "deepspeed": f"{deepspeed.__version__}; its config is printed by --explain",
     }
     log.info("\n".join(f"> {name:9} {text}" for name, text in rows.items()))

@@ -10,8 +10,7 @@ import torch
 from megatron.config import ParallelConfig
 from megatron.engines import silence_known_warnings
 from megatron.launch import distributed as distributed_module
-from megatron.launch.distributed import prepare_nccl
-from megatron.launch.environment import free_port
+from megatron.launch.environment import free_port, prepare_nccl
 
 
 def test_every_group_has_the_timeout(run_ranks_once) -> None:
@@ -53,6 +52,8 @@ def test_what_nccl_reads_is_set_unless_the_user_has(minutes: float, seconds: str
     environ = {}
     prepare_nccl(environ, ParallelConfig())
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ, "there is nothing to overlap without tensor parallelism"
+    prepare_nccl(environ, ParallelConfig(context_parallel_size=2, world_size=2))
+    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 @pytest.mark.parametrize(

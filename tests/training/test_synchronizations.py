@@ -15,7 +15,7 @@ MODEL = (
     " --num-workers 0 --lr 1e-3 --bf16"
 ).split()
 
-READ = "megatron/engines/host_copy.py read"
+READ = "megatron/engines/status.py read"
 """The one of the project, in a logged iteration: its numbers, and whether the step was skipped."""
 NORM_IS_VALID = "deepspeed/runtime/utils.py:233 is_invalid_grad_norm"
 """Whether the gradient's norm is a number: otherwise the step is skipped."""
@@ -28,6 +28,18 @@ GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_par
 LOSS_BUFFER = "deepspeed/runtime/pipe/engine.py:628 _aggregate_total_loss"
 """Zeros from the host, into which a stage without the loss receives it."""
 
+SENT_TO_EXPERTS = "megatron/parallel/expert/__init__.py rows_of_ranks"
+"""How many tokens go to which rank of expert parallelism: once in a layer and pass."""
+WITHIN_CAPACITY = "megatron/model/moe.py _through_experts"
+"""How many tokens a capacity leaves: the same."""
+
+DOCUMENTS = "megatron/ops/packed_attention.py compute"
+"""Where the documents of a micro-batch begin: DeepSpeed's pipeline copies the tokens that it reads, and sends on only
+segment ids."""
+
+LONG = "--seq-length 256 --max-position-embeddings 256"
+VARLEN = f"--zero-stage 1 --reset-attention-mask --attention-dropout 0 {LONG}"
+EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-aux-loss-coeff 0.01"
 ZERO_3 = {REDUCED_3: 2, NORM_MARK_3: 2, NORM_IS_VALID: 1, GATHERED_3: 1}
 
 
@@ -43,10 +55,22 @@ class Rank(NamedTuple):
 RANKS = {
     "ZeRO 0": Rank("--pipe-parallel-size 1", 2, 1, {}),
     "ZeRO 1, documents": Rank("--zero-stage 1 --reset-attention-mask", 2, 1, {}),
+    "ZeRO 1, documents by varlen, recomputed": Rank(f"{VARLEN} --checkpoint-activations", 2, 1, {}),
+    "PP 2, first stage, documents by varlen": Rank(
+        f"{VARLEN} --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1, DOCUMENTS: 2}
+    ),
+    "ZeRO 1, documents in blocks": Rank(f"--zero-stage 1 --reset-attention-mask {LONG}", 2, 1, {}),
     "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
     "ZeRO 1": Rank("--zero-stage 1", 2, 1, {}),
     "ZeRO 2, TP 2, sequence parallel": Rank("--zero-stage 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}),
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
+    "ZeRO 0, experts": Rank(f"--pipe-parallel-size 1 {EXPERTS}", 2, 1, {}),
+    "ZeRO 1, experts": Rank(f"--zero-stage 1 {EXPERTS}", 2, 1, {}),
+    "ZeRO 0, EP 2": Rank(f"{EXPERTS} --expert-model-parallel-size 2", 2, 1, {SENT_TO_EXPERTS: 8}),
+    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} --expert-model-parallel-size 2", 4, 3, {SENT_TO_EXPERTS: 8}),
+    "ZeRO 1, experts with a capacity": Rank(
+        f"--zero-stage 1 {EXPERTS} --moe-expert-capacity-factor 1.5", 2, 1, {WITHIN_CAPACITY: 8}
+    ),
     "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1}),
     "PP 2, TP 2, last stage": Rank(
         "--zero-stage 1 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}

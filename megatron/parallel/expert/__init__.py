@@ -61,31 +61,23 @@ class Route:
     received: list[int]
     by_expert: Tensor | None
     """[m]: the received rows in the order of experts; None if they are sorted already."""
-    counts: list[int]
-    """[e]: rows of each expert of this rank."""
+    ends: Tensor
+    """[e]: the ends of the rows of each expert of this rank, on the device."""
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: ProcessGroup | None) -> "Route":
         """The route of rows whose experts, below ``experts``, are ``chosen`` [n]. Every rank of the group calls it."""
-        order, counts = chosen.argsort(stable=True), chosen.bincount(minlength=experts)
+        by_expert, order = chosen.sort(stable=True)
+        ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
         if group is None or group.size() == 1:
-            return cls(order, None, [], [], None, counts.tolist())
-        by_rank = counts.view(group.size(), -1)  # [ranks, e]
-        coming = torch.empty_like(by_rank)
-        dist.all_to_all_single(coming, by_rank.contiguous(), group=group)
-        local = by_rank.size(1)
-        numbers = torch.arange(local, device=chosen.device).repeat(group.size())
-        received = numbers.repeat_interleave(coming.flatten())
-        sums = torch.cat([by_rank.sum(1), coming.sum(1), coming.sum(0)]).tolist()  # read at once
-        ranks = group.size()
-        return cls(
-            order,
-            group,
-            sent=sums[:ranks],
-            received=sums[ranks : 2 * ranks],
-            by_expert=received.argsort(stable=True),
-            counts=sums[2 * ranks :],
-        )
+            return cls(order, None, [], [], None, ends)
+        going = ends.diff(prepend=ends.new_zeros(1)).view(group.size(), -1)  # [ranks, e]
+        coming = torch.empty_like(going)
+        dist.all_to_all_single(coming, going, group=group)
+        sent, received = rows_of_ranks(going, coming)
+        numbers = torch.arange(going.size(1), device=chosen.device).repeat(group.size())
+        arrived = numbers.repeat_interleave(coming.flatten(), output_size=sum(received))
+        return cls(order, group, sent, received, arrived.argsort(stable=True), coming.sum(0).cumsum(0))
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Sorted rows [n, h] -> the rows for the experts of this rank, sorted by expert [m, h]."""
@@ -104,6 +96,12 @@ class Route:
         assert self.group is not None, "there is nothing to exchange"
         forth = partial(_all_to_all, sent=sent, received=received)
         return mapped(rows, self.group, forth, partial(_all_to_all, sent=received, received=sent))
+
+
+def rows_of_ranks(going: Tensor, coming: Tensor) -> list[list[int]]:
+    """Rows sent to and received from each rank, of their numbers by expert [ranks, e]: the host waits for them."""
+    sizes: list[list[int]] = torch.stack([going.sum(1), coming.sum(1)]).cpu().tolist()
+    return sizes
 
 
 def _all_to_all(rows: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:

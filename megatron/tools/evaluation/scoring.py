@@ -21,10 +21,10 @@ from megatron.engines.containers import (
     sequential_model,
 )
 from megatron.engines.pipeline import PipelinedModel
-from megatron.model.embedding import segment_ids_of
 from megatron.model.partition import balanced, partition_boundaries
 from megatron.model.spec import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
+from megatron.ops.packed_attention import segment_ids_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.tools.evaluation.tasks import Sample, Scores

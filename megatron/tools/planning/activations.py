@@ -13,6 +13,7 @@ from megatron.ops.choices import (
     DeviceFacts,
     attention_kernel,
     chunk_size,
+    compiles_loss,
     computed_scores,
     rows_at_once,
 )
@@ -225,7 +226,9 @@ def _gathered(run: RunConfig, z: Sizes) -> int:
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
     """The rows of logits that the loss takes together: their softmax, and a copy that is converted to the loss's type,
-    or that torch makes of them where columns that pad the vocabulary lie between."""
+    or that torch makes of them where columns that pad the vocabulary lie between; none where it is compiled."""
+    if compiles_loss(run.parallel.device):
+        return 0
     columns = min(run.model.vocab_size, z.v) // z.t or 1  # without padding of the vocabulary
     element = z.element if run.model.fp16_lm_cross_entropy else FP32
     rows = min(z.tokens, rows_at_once(columns, run.parallel.device))

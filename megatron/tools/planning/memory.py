@@ -215,26 +215,22 @@ _ON_THE_WAY = 6
 def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:
     """Bytes kept for deferred weight gradients: inputs of linear layers, and gradients of their outputs.
 
-    Autograd keeps one more gradient of hidden states for each layer. Matmuls of experts in one kernel
-    (``StackedLinear``) are not deferred.
+    Autograd keeps one more gradient of hidden states for each layer.
     """
     z = sizes(run)
-    in_one_kernel = run.model.moe_grouped_gemm and run.parallel.device == "cuda" and run.precision.dtype == "bf16"
     return z.element * sum(
-        count * (z.stream * z.h + _deferred(z, layer, run.model.moe_router_topk, in_one_kernel))
+        count * (z.stream * z.h + _deferred(z, layer, run.model.moe_router_topk))
         for layer, count in layers
         if layer.is_block
     )
 
 
-def _deferred(z: Sizes, layer: LayerSpec, chosen: int, in_one_kernel: bool) -> int:
+def _deferred(z: Sizes, layer: LayerSpec, chosen: int) -> int:
     """Elements of the inputs of linear layers of ``layer``, and of the gradients of their outputs."""
     total = 0
     for parameter in layer.parameters:
         experts = parameter.shape[0] if parameter.is_expert else 1
         if parameter.shard_dim is None or len(parameter.shape) < 2 + parameter.is_expert:
-            continue
-        if parameter.is_expert and in_one_kernel:
             continue
         inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1] // experts
         if parameter.is_expert:  # the same number of tokens for each

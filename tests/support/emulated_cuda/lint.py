@@ -40,7 +40,7 @@ ANSWERS = {
 """What needs a number on the host, and the number."""
 DATA_DEPENDENT = {
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
-    aten.unique_consecutive.default, aten.repeat_interleave.Tensor, aten.bincount.default,
+    aten.unique_consecutive.default, aten.bincount.default,
 }  # fmt: skip
 """Operations whose output has a shape that the host must read first."""
 
@@ -96,7 +96,7 @@ class FakeGpu(TorchDispatchMode):
         if func in ANSWERS:
             self._found.add()
             return ANSWERS[func](*args)
-        if func in DATA_DEPENDENT or _indexes_by_mask(func, args):
+        if func in DATA_DEPENDENT or _indexes_by_mask(func, args) or _repeats_unknown_times(func, kwargs):
             self._found.add()
             return self._all_of(func, *args)
         if func is aten.copy_.default and args[0].is_cpu:
@@ -113,7 +113,8 @@ class FakeGpu(TorchDispatchMode):
                         source.size(), source.stride(), dtype=kwargs.get("dtype") or source.dtype, device=target
                     )
         with self._fake:
-            return tree_map(_host_tensor_is_real, func(*args, **kwargs))
+            found = func(*args, **kwargs)
+        return tree_map(_host_tensor_is_real, found)  # not within, where it would be fake again
 
     def _all_of(self, func: Any, x: Tensor, *others: Any) -> Tensor:
         """The result if every element were true."""
@@ -132,6 +133,10 @@ def _indexes_by_mask(func: Any, args: tuple) -> bool:
     if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
         return False
     return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+
+
+def _repeats_unknown_times(func: Any, kwargs: dict) -> bool:
+    return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
 
 
 def _copy_between(func: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None, bool] | None:
@@ -204,11 +209,14 @@ def fake_ranks(run: Any) -> Iterator[None]:
 
     from megatron.engines import build as engines
     from megatron.launch.progress import ProgressState
+    from megatron.ops import attention
+    from megatron.ops.choices import DeviceFacts
+    from megatron.parallel import expert
     from megatron.parallel.layout import ParallelLayout
     from megatron.parallel.tensor.random import model_parallel_manual_seed
     from megatron.training import setup
 
-    build_module = engines.build_module
+    build_module, rows_of_ranks = engines.build_module, expert.rows_of_ranks
 
     def all_gather_object(objects: list, value: Any, group: Any = None) -> None:
         objects[:] = [value] * len(objects)
@@ -222,6 +230,11 @@ def fake_ranks(run: Any) -> Iterator[None]:
         return engine._allocate_or_extend_buffers(
             0, shape, getattr(torch, {"bf16": "bfloat16"}.get(run.precision.dtype, "float32"))
         )
+
+    def equal_rows_of_ranks(going: Tensor, coming: Tensor) -> list[list[int]]:
+        rows_of_ranks(going, coming)  # which waits
+        rows = run.train.micro_batch_size * run.data.seq_length * run.model.moe_router_topk
+        return [[rows // len(going)] * len(going)] * 2
 
     def build_on_gpu(run: Any, layout: ParallelLayout) -> nn.Module:
         with torch.device("cuda", torch.cuda.current_device()):  # a real weight could not become fake later
@@ -244,6 +257,8 @@ def fake_ranks(run: Any) -> Iterator[None]:
             (dist, "broadcast_object_list", broadcast_object_list),
             (setup, "initialized_ranks", initialized_ranks),
             (engines, "build_module", build_on_gpu),
+            (attention, "device_facts", lambda device: DeviceFacts("cuda", (9, 0))),
+            (expert, "rows_of_ranks", equal_rows_of_ranks),
             (PipelineEngine, "_recv_tensor_meta", receive_shape),
             (utils, "assert_ints_same_as_other_ranks", lambda ints: None),
             (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
@@ -261,7 +276,7 @@ def main(report: str, *words: str) -> int:
     from pretrain_gpt2 import train
 
     run, _ = check(read_run(list(words), os.environ).checked())
-    prepare_environment(os.environ)
+    prepare_environment(os.environ, run.parallel)
     found, step = Synchronizations(), Trainer._step
 
     def counted_step(trainer: Trainer, *arguments: Any) -> Tensor:

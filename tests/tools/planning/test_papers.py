@@ -93,15 +93,14 @@ def test_a_stage_keeps_the_activations_of_the_micro_batches_under_way():
     assert memories[4].working.activations - memories[5].working.activations == 12 * layer
 
 
-@pytest.mark.parametrize(("more", "are_deferred"), [("", True), ("--moe-grouped-gemm", False)])
-def test_products_of_experts_in_one_kernel_are_not_deferred(more: str, are_deferred: bool) -> None:
+def test_weight_gradients_of_experts_are_deferred() -> None:
     """Each of a layer's 2 x 2048 rows of experts has h + 4h elements for each of two matrices."""
-    words = f"{GPT3} --zero-stage 1 --pipe-parallel-size 8 --gas 16 --pipeline-schedule zbh1 --num-experts 4 {more}"
+    words = f"{GPT3} --zero-stage 1 --pipe-parallel-size 8 --gas 16 --pipeline-schedule zbh1 --num-experts 4"
     run = run_of(words)
     products = deferred_bytes(run, plan(run)[0].counts)
     of_others = 2048 * 12288 * (1 + 1 + 3 + 1 + 1)  # a gradient of hidden states; QKV and attention's output matrix
     of_experts = 2 * 2048 * 12288 * 2 * 5
-    assert products == 12 * 2 * (of_others + are_deferred * of_experts)
+    assert products == 12 * 2 * (of_others + of_experts)
 
 
 @pytest.mark.parametrize(
