@@ -52,6 +52,7 @@ class Engine(DeepSpeedEngine):
     step_outcome: HostCopy
     """Whether the last step was "skipped"."""
     _is_settled = True
+    _summed_over_tensor_ranks: Sequence[nn.Parameter] = ()
     mean_loss_parts: Mapping[str, Tensor]
     """The terms of the loss of the last global batch by name, [], averaged like the loss."""
 
