@@ -63,6 +63,8 @@ RANKS = {
     "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
     "ZeRO 1": Rank("--zero-stage 1", 2, 1, {}),
     "ZeRO 2, TP 2, sequence parallel": Rank("--zero-stage 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}),
+    "ZeRO 2, TP 2, FP8": Rank("--zero-stage 2 --model-parallel-size 2 --fp8-format hybrid --fp8-min-size 16", 4, 3, {}),
+    "ZeRO 1, rowwise FP8": Rank("--zero-stage 1 --fp8-format e4m3 --fp8-recipe rowwise --fp8-min-size 16", 2, 1, {}),
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
     "ZeRO 0, experts": Rank(f"--pipe-parallel-size 1 {EXPERTS}", 2, 1, {}),
     "ZeRO 1, experts": Rank(f"--zero-stage 1 {EXPERTS}", 2, 1, {}),
