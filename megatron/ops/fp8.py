@@ -124,12 +124,8 @@ def quantize(rows: Tensor, dtype: torch.dtype, share: Share | None) -> Quantized
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True).float()
     else:
         largest = share(torch.linalg.vector_norm(rows, torch.inf).float())
-    scale = (torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)).log2().floor().exp2()
+    scale = (torch.finfo(dtype).max / largest.clamp(min=1e-12)).log2().floor().exp2()  # also for zeros
     return Quantized((rows * scale.to(rows.dtype)).to(dtype).contiguous(), scale.reciprocal())
-
-
-_SMALLEST = 1e-12
-"""A tensor of zeros gets the scale of this magnitude."""
 
 
 def multiply(rows: Quantized, weight: Quantized, bias: Tensor | None, *, is_gradient: bool) -> Tensor:

@@ -23,6 +23,7 @@ SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4"
         "--pipe-parallel-size 2 --zero-stage 1 --bf16",
         "--model-parallel-size 2 --zero-stage 2 --bf16",
         "--zero-stage 3 --bf16",
+        "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-min-size 16",
     ],
 )
 def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
