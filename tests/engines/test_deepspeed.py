@@ -63,7 +63,7 @@ def test_one_rank_reduces_nothing(monkeypatch: pytest.MonkeyPatch, ranks: int, r
     calls: list[int] = []
     monkeypatch.setattr(DeepSpeedEngine, "buffered_allreduce_fallback", lambda *_: calls.append(1))
     engine = object.__new__(Engine)
-    vars(engine).update(_data_group=SimpleNamespace(size=lambda: ranks))
+    vars(engine).update(_data_group=SimpleNamespace(size=lambda: ranks), layout=SimpleNamespace(tensor_group=None))
     engine.buffered_allreduce_fallback(elements_per_buffer=10)
     assert len(calls) == reductions
 
