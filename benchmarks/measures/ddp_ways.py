@@ -61,7 +61,7 @@ def _own(name: str, peers: "Peers") -> dict[str, Step]:
     run, data = _run(*WAYS[name]), (peers.tokens, peers.labels)
     with distributed(run.parallel) as layout:
         steps = {"suite": engine_step(run, layout, *data)}
-        if not run.parallel.uses_scheduled_engine:
+        if run.parallel.pipeline_schedule == "1f1b":
             steps["bare DeepSpeed"] = bare_step(run, layout, *data)
         if run.zero.zero_stage >= 2:
             steps["torch's FSDP2"] = peers.fsdp(run)

@@ -58,7 +58,7 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.engines.build import our_engines
     from megatron.engines.engine import train_batch
-    from megatron.engines.pipeline import ChunkedModel, PipelinedModel
+    from megatron.engines.pipeline import PipelinedModel
     from megatron.launch.distributed import distributed
     from megatron.parallel.pipeline.schedule import schedule_of
     from megatron.tools.reporting.tracing import Tracer
@@ -74,10 +74,7 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
         parts = [LayerSpec(sleeping_chunk(sleep))] * chunks, mse_loss, run.activation, layout
         boundaries = range(chunks + 1)
-        if run.parallel.uses_scheduled_engine:
-            module = ChunkedModel(*parts, partition_boundaries=boundaries, schedule=schedule_of(run))
-        else:
-            module = PipelinedModel(*parts, partition_boundaries=boundaries)
+        module = PipelinedModel(*parts, partition_boundaries=boundaries, schedule=schedule_of(run))
         with our_engines(run, layout):
             engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=module.parameters(), config=dict(run.ds_config)

@@ -68,7 +68,7 @@ _IGNORED = {
     "--zero-overlap-comm overlaps communication with computation": (
         "overlap-param-gather-with-optimizer-step overlap-cpu-optimizer-d2h-h2d"
     ),
-    "DeepSpeed's pipeline engine decides how tensors are sent between stages": (
+    "stages always send complete tensors, and compute meanwhile": (
         "no-scatter-gather-tensors-in-pipeline overlap-p2p-communication no-overlap-p2p-communication "
         "overlap-p2p-communication-warmup-flush use-ring-exchange-p2p "
         "microbatch-group-size-per-virtual-pipeline-stage"

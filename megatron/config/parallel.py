@@ -181,11 +181,6 @@ class ParallelConfig:
         return self.pipeline_schedule in ("zbv", "dualpipev")
 
     @property
-    def uses_scheduled_engine(self) -> bool:
-        """Whether the schedule is not 1F1B, which DeepSpeed runs."""
-        return self.uses_pipeline and self.pipeline_schedule != "1f1b"
-
-    @property
     def chunks_per_stage(self) -> int:
         """Model chunks that each stage holds."""
         if self.pipeline_schedule == "interleaved":

@@ -1,9 +1,9 @@
 """The seam to DeepSpeed: subclasses of its engines and optimizers, and what a process corrects before they are built.
 
-``engine.py`` and ``pipeline.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its optimizers,
-and ``schedules.py`` adds pipeline schedules. ``overrides.py`` compares all of it with the installed DeepSpeed. Each
-override states what DeepSpeed ``TESTED_VERSION`` does instead, and the test that fails without it. Nothing outside of
-this package uses private parts of DeepSpeed.
+``engine.py``, ``pipeline.py`` and ``schedules.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its
+optimizers. ``overrides.py`` compares all of it with the installed DeepSpeed. Each override states what DeepSpeed
+``TESTED_VERSION`` does instead, and the test that fails without it. Nothing outside of this package uses private parts
+of DeepSpeed.
 """
 
 import importlib

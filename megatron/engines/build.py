@@ -16,8 +16,8 @@ from megatron.engines.containers import Layers, SequentialModel, build_layers
 from megatron.engines.engine import Engine, SequentialEngine
 from megatron.engines.optimizers import client_optimizer, parameter_groups
 from megatron.engines.overrides import check_overrides, replaced
-from megatron.engines.pipeline import ChunkedModel, PipelinedEngine, PipelinedModel
-from megatron.engines.schedules import ScheduledEngine
+from megatron.engines.pipeline import PipelinedModel
+from megatron.engines.schedules import PipelinedEngine
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
 from megatron.model.partition import layers_per_chunk, partition_boundaries
@@ -57,11 +57,10 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
 
 def our_engines(run: RunConfig, layout: ParallelLayout) -> Any:
     """While inside, ``deepspeed.initialize`` makes our engines. It chooses between two by the class of the module."""
-    pipelined = ScheduledEngine if run.parallel.uses_scheduled_engine else PipelinedEngine
     return replaced(
         deepspeed,
         DeepSpeedEngine=partial(SequentialEngine, run=run, layout=layout),
-        PipelineEngine=partial(pipelined, run=run, layout=layout),
+        PipelineEngine=partial(PipelinedEngine, run=run, layout=layout),
     )
 
 
@@ -79,11 +78,9 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     if run.parallel.uses_pipeline:
         layers, loss_fn = layers_and_loss()
         boundaries = partition_boundaries(layers_per_chunk(run), run.model)
-        if run.parallel.uses_scheduled_engine:
-            return ChunkedModel(
-                layers, loss_fn, run.activation, layout, partition_boundaries=boundaries, schedule=schedule_of(run)
-            )
-        return PipelinedModel(layers, loss_fn, run.activation, layout, partition_boundaries=boundaries)
+        return PipelinedModel(
+            layers, loss_fn, run.activation, layout, partition_boundaries=boundaries, schedule=schedule_of(run)
+        )
     with deepspeed.zero.Init(
         data_parallel_group=layout.get_sequence_data_parallel_group(),
         config_dict_or_path=dict(run.ds_config),

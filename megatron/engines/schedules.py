@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine with further schedules: interleaved 1F1B, zero bubble and DualPipeV.
+"""The engine of a pipeline: DeepSpeed's, which runs the schedules of ``megatron.parallel.pipeline``.
 
 A subclass of DeepSpeed's engine that runs the steps of ``megatron.parallel.pipeline.simulation``, and not
 torch.distributed.pipelining under DeepSpeed's optimizer: the subclass keeps DeepSpeed's loss scale, ZeRO, bf16 sums in
@@ -6,9 +6,10 @@ fp32, tied weights, evaluation and checkpoints as they are, and replaces only wh
 stages would need a second path for each of these, and divide a backward pass by walking through its graph, which fails
 for recomputed layers; here linear layers defer the gradients of their weights (``megatron.parallel.tensor.deferred``).
 
-DeepSpeed 0.19.8: runtime/pipe/engine.py knows one model chunk per stage and one schedule. Its dualpipev.py, with two
-chunks, waits for all transfers that were started together, and keeps stages idle that do not need them yet.
-Test: tests/training/test_schedules_agree.py. Remove when DeepSpeed has these schedules.
+DeepSpeed 0.19.8: runtime/pipe/engine.py has one model chunk per stage and 1F1B, and waits while it sends. Its
+dualpipev.py, with two chunks, waits for all transfers that were started together, and keeps stages idle that do not
+need them yet.
+Test: tests/training/test_schedules_agree.py, test_transfers.py.
 """
 
 from collections.abc import Iterator
@@ -17,12 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
-from megatron.engines.pipeline import PipelinedEngine
 from megatron.engines.transfers import Transfers, as_list
+from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import (
     FORWARD,
     INPUT_GRADIENTS,
@@ -35,24 +39,68 @@ from megatron.parallel.pipeline.simulation import Step, Transfer, program
 from megatron.parallel.tensor.deferred import Collected, DeferredWeightGradients, compute_weight_gradients
 
 
-class ScheduledEngine(PipelinedEngine):
-    """Runs the schedule of a ``ChunkedModel``: passes, and between them transfers that several passes later need.
+class PipelinedEngine(Engine, PipelineEngine):
+    """Runs the schedule of a ``PipelinedModel``: passes, and between them transfers that later passes need.
 
     A buffer belongs to a micro-batch in a chunk: number of the chunk in the stage x micro-batches + micro-batch.
     """
 
+    grad_layer: Any
+    _is_ready = False
+    """Whether the constructor has ended."""
     _chunk: int | None = None
     """The model chunk that runs now."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self._is_ready = True
         assert not (self.is_pipe_partitioned or self.is_grad_partitioned or self.dynamic_shape)
         assert not (self.has_attention_mask or self.has_bool_tensors)
-        self._transfers = Transfers(self.grid.stage_to_global, self.device, most_sends=2 * self.num_stages)
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)  # DeepSpeed asks for exactly that class
+        if not self.is_last_stage():
+            # With "wall_clock_breakdown" DeepSpeed starts the timers of a backward pass twice on these stages: here,
+            # and in a hook of runtime/engine.py. Test: tests/training/test_classic_script.py.
+            self.engine_timers.backward_timers = []
+            self.engine_timers.backward_inner_timers = []
+        self._transfers = Transfers(self.layout, self.device)
         kinds = {action.kind for action in self._schedule.actions(self.stage_id)}
         self._deferred = DeferredWeightGradients(self.module) if WEIGHT_GRADIENTS in kinds else None
         self._losses: dict[int, Tensor] = {}
         self._weight_gradients: dict[int, Collected] = {}
+
+    @property
+    def mean_loss_parts(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """The terms of the loss of the last global batch by name, [], averaged like the loss."""
+        return self.get_additional_losses() or {}
+
+    @overrides(PipelineEngine, "(self)")
+    def _exec_reduce_tied_grads(self) -> None:
+        """At ZeRO 1: sum a tied weight's gradient over its stages in the bucket where it is.
+
+        DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in another tensor in fp32. Each stage
+        then updates its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
+        """
+        gradients = getattr(self.optimizer, "gradients", None)
+        if gradients is None:
+            super()._exec_reduce_tied_grads()
+            return
+        for weight, group in self.module.get_tied_weights_and_groups():
+            dist.all_reduce(gradients.of(weight), group=group)
+
+    @overrides(PipelineEngine, "(self, buffer_id)")
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        """One backward pass for all tensors with gradients that a stage has sent on.
+
+        DeepSpeed runs one for each of them. The layers that several depend on would be differentiated as often, and
+        recomputed layers fail, since the first pass frees their inputs. Test: tests/training/test_t5_layouts_agree.py.
+        """
+        outputs, gradients = self.pipe_buffers["outputs"][buffer_id], self.grad_layer
+        sent = [tensor for tensor in outputs if tensor.is_floating_point()] if isinstance(outputs, tuple) else []
+        if len(sent) > 1 and not self.is_last_stage():
+            self.pipe_buffers["outputs"][buffer_id] = torch.cat([tensor.flatten() for tensor in sent])
+            self.grad_layer = torch.cat([gradient.flatten() for gradient in gradients])
+        super()._exec_backward_pass(buffer_id)
+        self.grad_layer = gradients
 
     @property
     def _schedule(self) -> Schedule:
@@ -66,7 +114,7 @@ class ScheduledEngine(PipelinedEngine):
     @overrides(PipelineEngine, "(self)")
     def is_last_stage(self) -> bool:
         """Whether the chunk that runs is the last; outside of passes, whether this stage holds it."""
-        if not self.is_ready:  # DeepSpeed's constructor asks for the place of the stage
+        if not self._is_ready:  # DeepSpeed's constructor asks for the place of the stage
             return super().is_last_stage()
         return self._last_chunk in self.module.chunks if self._chunk is None else self._chunk == self._last_chunk
 
@@ -82,21 +130,29 @@ class ScheduledEngine(PipelinedEngine):
 
     @overrides(PipelineEngine, "(self)")
     def _train_schedule(self) -> tuple[Step, ...]:
-        return program(self._schedule, self.stage_id)
+        return self._program()
 
     @overrides(PipelineEngine, "(self, micro_batches)")
     def _inference_schedule(self, micro_batches: int) -> tuple[Step, ...]:
         assert micro_batches == self.micro_batches
-        return program(self._schedule, self.stage_id, forward_only=True)
+        return self._program(forward_only=True)
 
+    def _program(self, *, forward_only: bool = False) -> tuple[Step, ...]:
+        """The steps of a batch. Where shapes are not known yet, stages wait for them as soon as they could receive."""
+        steps = program(self._schedule, self.stage_id, forward_only)
+        if all(self._transfers.knows_shape(step) for step in steps if isinstance(step, Transfer)):
+            return steps
+        return program(self._schedule, self.stage_id, forward_only, receives_early=False)
+
+    @overrides(PipelineEngine, "(self, pipe_schedule)")
     def _exec_schedule(self, pipe_schedule: tuple[Step, ...]) -> None:
         """Run the steps of a batch, inside ``hooks``, and unless it is an evaluation update the weights."""
         self._reserve_pipe_buffers(len(self.module.chunks) * self.micro_batches)
         self.fwd_outputs: list[Tensor] = []
+        self._transfers.most_sends = 2 * sum(in_flight(self._schedule, self.stage_id))
         for step in pipe_schedule:
-            if not isinstance(step, Action):
-                with self.inside_hooks(Instruction("CommitP2P")):
-                    self._transfers.start(step, self._sent)
+            if isinstance(step, Transfer):
+                self._start(step)
             elif step.kind == FORWARD:
                 self._forward(step)
             elif step.kind == WEIGHT_GRADIENTS:
@@ -113,8 +169,24 @@ class ScheduledEngine(PipelinedEngine):
                     execute()
         self._transfers.finish()
 
-    def _instruction(self, name: str, action: Action) -> AbstractContextManager:
-        return self.inside_hooks(Instruction(name, action.micro_batch + 1, self.module.chunks.index(action.chunk)))
+    def _start(self, one: Transfer) -> None:
+        if not one.is_send:
+            self._transfers.receive(one)
+            return
+        with self._instruction("SendActivation" if one.is_forward else "SendGrad", one):
+            self._transfers.send(one, self._sent(one))
+
+    def _received(self, action: Action) -> Any:
+        """What another stage has sent for a pass."""
+        is_forward = action.kind == FORWARD
+        source = self._schedule.stage_of(action.chunk + (-1 if is_forward else 1))
+        with self._instruction("RecvActivation" if is_forward else "RecvGrad", action):
+            return self._transfers.take(Transfer(False, is_forward, action.chunk, action.micro_batch, source))
+
+    def _instruction(self, name: str, step: Step) -> AbstractContextManager:
+        chunks = self.module.chunks
+        phase = chunks.index(step.chunk) if len(chunks) > 1 else None
+        return self.inside_hooks(Instruction(name, step.micro_batch + 1, phase))
 
     def _buffer(self, chunk: int, micro_batch: int) -> int:
         return self.module.chunks.index(chunk) * self.micro_batches + micro_batch
@@ -146,8 +218,7 @@ class ScheduledEngine(PipelinedEngine):
         chunk, _, number = action
         buffers, buffer, trains = self.pipe_buffers, self._buffer(chunk, number), torch.is_grad_enabled()
         if self._is_elsewhere(chunk - 1):
-            with self._instruction("RecvActivation", action):
-                buffers["inputs"][buffer] = _leaves(self._transfers.take(True, chunk, number))
+            buffers["inputs"][buffer] = _leaves(self._received(action))
         # The stage that holds both ends of the model reads each micro-batch once.
         if chunk == 0 or (chunk == self._last_chunk and 0 not in self.module.chunks):
             self._load(chunk, number)
@@ -189,8 +260,7 @@ class ScheduledEngine(PipelinedEngine):
         """The gradients of a chunk's outputs, as the next chunk has computed them."""
         chunk, _, number = action
         if self._is_elsewhere(chunk + 1):
-            with self._instruction("RecvGrad", action):
-                return self._transfers.take(False, chunk, number)
+            return self._received(action)
         inputs, buffer = self.pipe_buffers["inputs"], self._buffer(chunk + 1, number)
         computed, inputs[buffer] = _gradients(inputs[buffer]), None
         return computed

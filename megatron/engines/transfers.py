@@ -1,68 +1,84 @@
-"""Tensors on their way between pipeline stages that run a schedule of ``megatron.parallel.pipeline.simulation``.
+"""Tensors on their way between pipeline stages.
 
-DeepSpeed 0.19.8: runtime/pipe/p2p.py sends and receives blocking, so that a stage waits for neighbors whose tensors it
-does not need yet.
-Test: tests/training/test_schedules_agree.py. Remove together with ``megatron.engines.schedules``.
+Two neighbors have a group in each direction (``ParallelLayout.p2p_groups``), which on a GPU has a stream: a transfer
+follows earlier ones between the same stages in the same direction, and no others. A stage starts to receive early, and
+waits before the pass that needs a tensor. It never waits for a receiver that is late.
+
+DeepSpeed 0.19.8: runtime/pipe/p2p.py sends and receives blocking, all on the group of all ranks.
+Test: tests/training/test_transfers.py, test_schedules_agree.py.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.simulation import Transfer
 
 
-class _Arriving(NamedTuple):
-    works: list[dist.Work]
-    tensors: list[Tensor]
-    is_tuple: bool
-
-
 class Transfers:
-    """Starts transfers, and waits for what arrives when it is taken.
+    """Starts transfers, and waits for what arrives when it is taken."""
 
-    ``rank_of`` maps a stage to its rank among all ranks. A rank has at most ``most_sends`` sends under way, whose
-    tensors it keeps.
-    """
+    most_sends = 0
+    """Sends that may be under way, whose tensors are kept."""
 
-    def __init__(self, rank_of: Callable[[int], int], device: torch.device, most_sends: int):
-        self._rank_of, self._device, self._most_sends = rank_of, device, most_sends
-        self._arriving: dict[tuple[bool, int, int], _Arriving] = {}
-        self._leaving: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+    def __init__(self, layout: ParallelLayout, device: torch.device):
+        self._layout, self._device, self._stage = layout, device, layout.pipe_group.rank()
+        self._arriving: dict[Transfer, tuple[list[Work], Any]] = {}
+        self._leaving: deque[tuple[list[Work], list[Tensor]]] = deque()
         self.forget_shapes()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Send a byte to each neighbor, since the hosts of two ranks wait for each other in NCCL's first transfer."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for source, target in self._layout.p2p_groups:
+            if self._stage == source:
+                dist.send(byte, *self._to(target))
+            elif self._stage == target:
+                dist.recv(byte, *self._from(source))
 
     def forget_shapes(self) -> None:
         """Exchange types and shapes again when a tensor next crosses a boundary between model chunks."""
         self._shapes: dict[tuple[bool, int], list[int]] = {}
 
-    def start(self, transfers: Sequence[Transfer], sent: Callable[[Transfer], Any]) -> None:
-        """Start ``transfers`` together; ``sent`` returns what one of them sends: a tensor, or a tuple of tensors."""
-        values = {one: sent(one) for one in transfers if one.is_send}
-        self._exchange_shapes([one for one in transfers if _boundary(one) not in self._shapes], values)
-        ends = []
-        for one in transfers:
-            value = values[one] if one.is_send else _allocated(self._shapes[_boundary(one)], self._device)
-            ends.append((one, as_list(value), isinstance(value, tuple)))
-        works = self._started([(one, tensor) for one, tensors, _ in ends for tensor in tensors])
-        for one, tensors, is_tuple in ends:
-            own = [works.pop(0) for _ in tensors] if len(works) > 1 else works  # NCCL has one work for all of them
-            if one.is_send:
-                self._leaving.append((own, tensors))
-            else:
-                self._arriving[one.is_forward, one.chunk, one.micro_batch] = _Arriving(own, tensors, is_tuple)
-        self._wait_for_sends(self._most_sends)
+    def send(self, one: Transfer, value: Any) -> None:
+        """Start to send a tensor, or a tuple of tensors."""
+        tensors = as_list(value)
+        if not self.knows_shape(one):
+            self._shapes[_boundary(one)] = row = _row(value)
+            tensors = [torch.tensor(row, device=self._device), *tensors]
+        self._leaving.append(([_started(dist.isend(tensor, *self._to(one.stage))) for tensor in tensors], tensors))
+        self._wait_for_sends(self.most_sends)
 
-    def take(self, is_forward: bool, chunk: int, micro_batch: int) -> Any:
-        """What has been received for a micro-batch in a chunk, in the form in which it was sent. Waits for it."""
-        works, tensors, is_tuple = self._arriving.pop((is_forward, chunk, micro_batch))
+    def knows_shape(self, one: Transfer) -> bool:
+        """Whether tensors have crossed this boundary before; else ``receive`` waits for their shapes."""
+        return _boundary(one) in self._shapes
+
+    def receive(self, one: Transfer) -> None:
+        """Start to receive."""
+        if not self.knows_shape(one):
+            self._shapes[_boundary(one)] = self._received_row(one.stage)
+        value = _allocated(self._shapes[_boundary(one)], self._device)
+        works = [_started(dist.irecv(tensor, *self._from(one.stage))) for tensor in as_list(value)]
+        self._arriving[one] = works, value
+
+    def take(self, one: Transfer) -> Any:
+        """What has been received, in the form in which it was sent. Waits for it."""
+        works, value = self._arriving.pop(one)
         for work in works:
             work.wait()
-        return tuple(tensors) if is_tuple else tensors[0]
+        return value
+
+    def _received_row(self, stage: int) -> list[int]:
+        row = torch.empty(_ROW, dtype=torch.int64, device=self._device)
+        _started(dist.irecv(row, *self._from(stage))).wait()
+        return row.tolist()
 
     def finish(self) -> None:
         """Wait until all is sent."""
@@ -79,17 +95,19 @@ class Transfers:
                 work.wait()
             self._leaving.popleft()
 
-    def _exchange_shapes(self, transfers: Sequence[Transfer], values: dict[Transfer, Any]) -> None:
-        rows = [(one, _row(values.get(one)).to(self._device)) for one in transfers]
-        for work in self._started(rows) if rows else ():
-            work.wait()
-        self._shapes |= {_boundary(one): row.tolist() for one, row in rows}
+    def _to(self, stage: int) -> tuple[int, ProcessGroup]:
+        return self._rank_of(stage), self._layout.p2p_groups[self._stage, stage]
 
-    def _started(self, ends: Sequence[tuple[Transfer, Tensor]]) -> list[dist.Work]:
-        operations = []
-        for one, tensor in ends:
-            operations.append(dist.P2POp(dist.isend if one.is_send else dist.irecv, tensor, self._rank_of(one.stage)))
-        return dist.batch_isend_irecv(operations)
+    def _from(self, stage: int) -> tuple[int, ProcessGroup]:
+        return self._rank_of(stage), self._layout.p2p_groups[stage, self._stage]
+
+    def _rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self._layout.pipe_group, stage)
+
+
+def _started(work: Work | None) -> Work:
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def as_list(tensors: Any) -> list[Tensor]:
@@ -105,15 +123,13 @@ _ROW = 64
 """Numbers that describe what crosses a boundary."""
 
 
-def _row(value: Any) -> Tensor:
-    """What ``_allocated`` reads of ``value``, int64 [64]; zeros for None."""
-    numbers = []
-    if value is not None:
-        numbers = [int(isinstance(value, tuple)), len(as_list(value))]
-        for tensor in as_list(value):
-            numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
+def _row(value: Any) -> list[int]:
+    """What ``_allocated`` reads of ``value``; of 64 numbers."""
+    numbers = [int(isinstance(value, tuple)), len(as_list(value))]
+    for tensor in as_list(value):
+        numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
     assert len(numbers) <= _ROW, "too many tensors cross a boundary between stages"
-    return torch.tensor(numbers + [0] * (_ROW - len(numbers)), dtype=torch.int64)
+    return numbers + [0] * (_ROW - len(numbers))
 
 
 def _allocated(row: list[int], device: torch.device) -> Any:

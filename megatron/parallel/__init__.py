@@ -64,6 +64,17 @@ def groups(parallel: ParallelConfig) -> dict[str, list[list[int]]]:
     return {axis: groups_along(parallel, axis) for axis in AXES}
 
 
+def p2p_lanes(stages: int, is_ring: bool) -> dict[tuple[int, int], int]:
+    """For each stage and a neighbor to which it sends: the number of the group of ranks in which it does.
+
+    In each of the groups a stage exchanges tensors with one neighbor, in one direction: no transfer waits for another
+    that a late stage delays. With ``is_ring`` the last stage and the first are neighbors, too.
+    """
+    pairs = [(stage, (stage + 1) % stages) for stage in range(stages if is_ring and stages > 2 else stages - 1)]
+    lanes = {pair: 2 if pair[0] == stages - 1 and stages % 2 else pair[0] % 2 for pair in pairs}
+    return lanes | {(late, early): lane + 3 for (early, late), lane in lanes.items()}
+
+
 @lru_cache
 def steps_within(size: int, apart: int, causal: bool) -> tuple[int, ...]:
     """Steps r - r' of a ring that bring keys of rank r' to a rank r that attends to them, the same on every rank.

@@ -1,7 +1,7 @@
 """This rank's coordinates and process groups: a value, created once and passed to the functions that need it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
-from megatron.parallel import axis_sizes, expert_groups, groups_along, ring_groups, ulysses_groups
+from megatron.parallel import axis_sizes, expert_groups, groups_along, p2p_lanes, ring_groups, ulysses_groups
 from megatron.parallel.shared_memory import backend_of_groups
 from megatron.parallel.tensor.chunks import CHUNKS
 
@@ -25,6 +25,8 @@ class ParallelLayout:
     tensor_group: ProcessGroup
     data_group: ProcessGroup
     pipe_group: ProcessGroup
+    p2p_groups: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict, hash=False)
+    """For each stage and a neighbor: the group in which the first sends to the second, of all ranks."""
     sequence_group: ProcessGroup | None = None
     """The ranks that share samples, each with a shard of the sequence; None if each rank has full sequences."""
     replica_group: ProcessGroup | None = None
@@ -51,7 +53,8 @@ class ParallelLayout:
     def create(cls, parallel: ParallelConfig) -> "ParallelLayout":
         """Form the groups. A collective call: every rank of the world makes it."""
         assert parallel.world_size == dist.get_world_size()
-        own_group = partial(_own_group, timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        own_group = partial(_own_group, timeout=timeout)
         has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
         experts, expert_data = expert_groups(parallel) if parallel.expert_model_parallel_size > 1 else (None, None)
         return cls(
@@ -60,6 +63,7 @@ class ParallelLayout:
             tensor_group=own_group(groups_along(parallel, "tensor")),
             data_group=own_group(groups_along(parallel, "data")),
             pipe_group=own_group(groups_along(parallel, "pipe")),
+            p2p_groups=_p2p_groups(parallel, timeout),
             sequence_group=own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
             replica_group=own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
             ulysses_group=own_group(ulysses_groups(parallel)) if ulysses > 1 else None,
@@ -141,6 +145,13 @@ def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> Proce
     """Create all of the groups, as every rank has to in the same order, and return this rank's."""
     groups = {tuple(ranks): new_group(ranks, timeout=timeout) for ranks in all_groups}
     return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+
+
+def _p2p_groups(parallel: ParallelConfig, timeout: timedelta) -> dict[tuple[int, int], ProcessGroup]:
+    """The groups of all ranks, of which there are no more in a larger run."""
+    lanes = p2p_lanes(parallel.pipe_stages, parallel.pipeline_schedule == "interleaved")
+    groups = {lane: dist.new_group(timeout=timeout) for lane in sorted(set(lanes.values()))}
+    return {pair: groups[lane] for pair, lane in lanes.items()}
 
 
 def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta) -> ProcessGroup:

@@ -165,7 +165,6 @@ _PHASES = {
         "SendActivation": "forward-send",
         "RecvGrad": "backward-recv",
         "SendGrad": "backward-send",
-        "CommitP2P": "forward-backward-send-forward-backward-recv",
     },
 }
 """For each level Megatron-LM's names of the timers that it adds, by DeepSpeed's names of the instructions."""

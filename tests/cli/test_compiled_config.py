@@ -4,8 +4,8 @@ import pytest
 from support.command_lines import CUDA, complaints, parse, read
 
 
-def test_sequence_parallel_tensors_are_sent_whole(config_file) -> None:
-    """Else the pipeline would take the ranks' parts of the sequence for one tensor, and mix them."""
+def test_pipelines_send_whole_tensors(config_file) -> None:
+    """With sequence parallelism, these are the ranks' parts of the sequence."""
     words = "--sequence-parallel --model-parallel-size 2"
     whole = {"pipe_partitioned": False, "grad_partitioned": False}
     kept = config_file({"pipeline": {"use_reentrant": False}})
@@ -17,26 +17,15 @@ def test_sequence_parallel_tensors_are_sent_whole(config_file) -> None:
     assert "pipeline" not in parse(words, ranks=2).ds_config
     asked = config_file({"pipeline": {"pipe_partitioned": True, "grad_partitioned": False}})
     assert complaints(f"{words} --pipe-parallel-size 1 {asked}", ranks=2) == [
-        "pipeline.pipe_partitioned true cannot be combined with --sequence-parallel, by which no two tensor-parallel "
-        "ranks send the same tensor: set it to false, or remove it"
+        "pipeline.pipe_partitioned true is not supported: use --sequence-parallel, with which tensor-parallel ranks "
+        "send a part of each tensor, and set the key to false, or remove it"
     ]
 
 
-def test_t5_sends_whole_tensors() -> None:
-    """Two tensors with gradients travel between stages of the decoder."""
-    run = parse("t5 --pipe-parallel-size 2 --model-parallel-size 2", ranks=4)
-    assert run.ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
-
-
-def test_dualpipev_sends_whole_tensors(config_file) -> None:
-    """DeepSpeed's engine for it asserts as much, though only where tensor parallelism would cut them."""
+def test_only_1f1b_has_deepspeeds_timers(config_file) -> None:
     words = "--pipe-parallel-size 1 --gas 2 --pipeline-schedule dualpipev"
-    assert parse(words).ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
-    (message,) = complaints(f"{words} {config_file({'pipeline': {'grad_partitioned': True}})}")
-    assert message.startswith("pipeline.grad_partitioned true cannot be combined with --pipeline-schedule dualpipev")
     (message,) = complaints(f"{words} {config_file({'wall_clock_breakdown': True})}")
     assert message.startswith("wall_clock_breakdown true cannot be combined with --pipeline-schedule dualpipev")
-    assert "pipeline" not in parse("--pipe-parallel-size 1").ds_config
 
 
 def test_whole_numbers_become_integers(config_file) -> None:

@@ -16,11 +16,12 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from support.hosts import ROOT
 from torch.distributed import DistBackendError, DistNetworkError
 
-from megatron.engines.transfers import Transfers, _Arriving
+from megatron.engines.transfers import Transfers
 from megatron.launch import progress as progress_module
 from megatron.launch.progress import Position, ProgressState, record_into, recorded_file
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, run_rank
 from megatron.parallel import sequence
+from megatron.parallel.pipeline.simulation import Transfer
 from megatron.parallel.tensor import mappings
 
 REMOTE = DistBackendError(
@@ -154,7 +155,7 @@ def test_a_rank_that_waits_for_its_device_does_not_count_as_hung(monkeypatch, de
 )
 def test_a_rank_that_waits_for_what_it_has_started_does_not_count_as_hung(monkeypatch, file: str) -> None:
     """Keys of a ring, a sum while products are computed, the input of a stage: the wait itself has no frame."""
-    tensor, transfers = torch.zeros(1), Transfers(int, torch.device("cpu"), 2)
+    tensor, transfers = torch.zeros(1), Transfers(MagicMock(), torch.device("cpu"))
 
     def wait(acquire: Callable) -> None:
         work = SimpleNamespace(wait=acquire)
@@ -164,8 +165,9 @@ def test_a_rank_that_waits_for_what_it_has_started_does_not_count_as_hung(monkey
         elif file == "parallel/tensor/mappings.py":
             mappings._when_done(tensor, work)
         else:
-            transfers._arriving[True, 0, 0] = _Arriving([work], [tensor], False)
-            transfers.take(True, 0, 0)
+            one = Transfer(False, True, 0, 0, 1)
+            transfers._arriving[one] = [work], tensor
+            transfers.take(one)
 
     position = position_of_main_thread(monkeypatch, wait)
     assert position.in_collective and f"megatron/{file}:" in position.text and "in wait, at /" in position.text

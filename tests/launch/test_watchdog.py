@@ -29,11 +29,11 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(programs, train_in_ranks, t
     assert ranks.ended(0) == [6], ranks.output
     limit, waiting, cause = ranks.errors
     assert "takes longer than --watchdog-minutes 0.1" in limit
-    assert waiting.startswith("rank 0: training, iteration 3, SendActivation of micro-batch 1, in send to rank 1")
+    assert waiting.startswith("rank 0: training, iteration 3, RecvGrad of micro-batch 1, in wait, at ")
     assert cause.startswith("rank 1 is hung and does not respond")
     assert ranks.output.splitlines()[-1].endswith(cause)
     written = (tmp_path / "ck" / "hang-rank0.txt").read_text()
-    assert "SendActivation of micro-batch 1, in send to rank 1" in written and " in train_batch\n" in written
+    assert "RecvGrad of micro-batch 1, in wait, at " in written and " in train_batch\n" in written
     assert limit.endswith(f"torchfrtrace --prefix flight-recorder-rank {tmp_path / 'ck'}")
     recorded = pickle.loads((tmp_path / "ck" / "flight-recorder-rank0").read_bytes())
     assert recorded["entries"] and recorded["pg_config"]
@@ -46,7 +46,7 @@ def test_the_stopped_rank_hosts_the_store(programs, tmp_path: Path) -> None:
     words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
     ranks = BareRanks(programs, tmp_path / "log", "signal 0 2 SIGSTOP", *words, size=2)
     assert ranks.ended(1) == [6], ranks.output
-    assert "RecvActivation of micro-batch 1, in recv from rank 0" in ranks.errors[-1]
+    assert "RecvActivation of micro-batch 1, in wait, at " in ranks.errors[-1]
     assert "the rendezvous store does not respond: its host, rank 0 or torchrun" in ranks.errors[-1]
 
 

@@ -19,6 +19,7 @@ from megatron.model.loss import lm_loss
 from megatron.model.partition import partition_boundaries
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+from megatron.parallel.pipeline.schedule import Schedule
 
 EOD = SMALL_GPT2.eod_token
 CONFIG = SMALL_GPT2
@@ -108,9 +109,10 @@ def test_both_containers_name_their_parameters_alike(run_ranks):
 def parameter_names() -> dict[str, list[str]]:
     pipe = _layout(pipe=2)
     parts = build_layers(GPT2.layers(CONFIG), CONFIG, pipe), lm_loss(CONFIG, pipe)
+    cut = {"partition_boundaries": partition_boundaries([2, 1], CONFIG), "schedule": Schedule("1f1b", 2, 1)}
     models = {
         "plain": sequential_model(CONFIG, KEEP, _layout()),
-        "pipe": PipelinedModel(*parts, KEEP, pipe, partition_boundaries=partition_boundaries([2, 1], CONFIG)),
+        "pipe": PipelinedModel(*parts, KEEP, pipe, **cut),
     }
     return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
 

@@ -1,65 +1,170 @@
-"""The passes and transfers of a stage: every tensor is sent and received once, in an order that cannot hang."""
+"""The passes and transfers of a stage: every tensor is sent and received once, in an order that cannot hang on NCCL."""
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.parallel.pipeline.schedule import Action, Schedule
-from megatron.parallel.pipeline.simulation import Transfer, program
+from megatron.parallel import p2p_lanes
+from megatron.parallel.pipeline.in_flight import in_flight
+from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
+from megatron.parallel.pipeline.simulation import PassSeconds, Transfer, program, simulate
 
-SCHEDULES = [
-    Schedule("1f1b", 3, 5),
-    Schedule("interleaved", 2, 4, 2),
-    Schedule("interleaved", 3, 6, 3),
-    Schedule("interleaved", 4, 8, 2),
-    Schedule("zbh1", 4, 8),
-    Schedule("zbv", 2, 3, 2),
-    Schedule("zbv", 4, 9, 2),
-    Schedule("dualpipev", 3, 7, 2),
-]
+NAMES = [(name, chunks) for name, kind in KINDS.items() for chunks in ([kind.chunks] if kind.chunks else [2, 3, 4])]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_stages_that_wait_for_each_transfer_never_hang(schedule: Schedule, forward_only: bool) -> None:
-    """Transfers of a stage that start together end before it continues, which is more than the engine waits for."""
-    waiting = [
-        [step if isinstance(step, Action) else set(step) for step in program(schedule, stage, forward_only)]
-        for stage in range(schedule.stages)
+def every(name: str, chunks: int) -> list[Schedule]:
+    """The schedules of all numbers of stages, with few and with many micro-batches."""
+    return [
+        Schedule(name, stages, count, chunks)
+        for stages in (2, 3, 4, 5, 8)
+        for count in sorted({1, 2, 3, stages, stages + 1, 2 * stages, 2 * stages + 3, 4 * stages})
+        if has_order(name, stages, count, chunks)
     ]
-    done: Counter[Action] = Counter()
-    left = -1
-    while any(waiting):
-        assert left != (left := sum(1 if isinstance(one, Action) else 1 + len(one) for row in waiting for one in row))
-        for stage, steps in enumerate(waiting):
-            if steps and isinstance(steps[0], Action):
-                done[steps.pop(0)] += 1
-                continue
-            for one in list(steps[0]) if steps else ():
-                other = waiting[one.stage][0] if waiting[one.stage] else ()
-                if not isinstance(other, Action) and _other_end(one, stage) in other:
-                    other.remove(_other_end(one, stage))
-                    steps[0].remove(one)
-            if steps and not steps[0]:
-                steps.pop(0)
-    expected = [action for stage in range(schedule.stages) for action in schedule.actions(stage)]
-    assert done == Counter(one for one in expected if one.kind == "F" or not forward_only)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_pass_follows_its_transfer(schedule: Schedule) -> None:
-    for stage in range(schedule.stages):
-        received: set[tuple[bool, int, int]] = set()
-        for step in program(schedule, stage):
-            if not isinstance(step, Action):
-                received |= {(one.is_forward, one.chunk, one.micro_batch) for one in step if not one.is_send}
-            elif step.kind != "W":
-                before = step.chunk - 1 if step.kind == "F" else step.chunk + 1
-                exists = 0 <= before < schedule.stages * schedule.chunks
-                if exists and schedule.stage_of(before) != stage:
-                    assert (step.kind == "F", step.chunk, step.micro_batch) in received, step
+class Issued(NamedTuple):
+    """What a rank gives to its GPU: a pass, or an end of a transfer on the stream of a group."""
+
+    transfer: Any = None
+    """The same for both ends; None for a pass."""
+    lane: int = 0
+    awaits: tuple[Any, ...] = ()
+    """Transfers that end before this begins, since the stream or the host waits for them."""
 
 
-def _other_end(one: Transfer, stage: int) -> Transfer:
-    chunk = one.chunk + (1 if one.is_send == one.is_forward else -1)
-    return Transfer(not one.is_send, one.is_forward, chunk, one.micro_batch, stage)
+def issued(schedule: Schedule, stage: int, *, forward_only: bool, is_first: bool) -> Iterator[Issued]:
+    """What the engine issues in a step, or in the first one, in which the host waits for shapes."""
+    lanes = p2p_lanes(schedule.stages, schedule.name == "interleaved")
+    most, leaving = 2 * sum(in_flight(schedule, stage)), deque[Any]()
+    known, awaits = set[Any](), list[Any]()
+    for step in program(schedule, stage, forward_only, receives_early=not is_first):
+        if isinstance(step, Action):
+            one = received(schedule, step)
+            yield Issued(awaits=(*awaits, *([key(one)] if one else [])))
+            awaits = []
+            continue
+        lane, shape = lanes[(stage, step.stage) if step.is_send else (step.stage, stage)], key(step)[:2]
+        if is_first and shape not in known:
+            known.add(shape)
+            yield Issued(shape, lane)
+            if not step.is_send:
+                yield Issued(awaits=(shape,))
+        yield Issued(key(step), lane)
+        if step.is_send:
+            leaving.append(key(step))
+            awaits += [leaving.popleft()] if len(leaving) > most else []
+    yield Issued(awaits=tuple(leaving))
+
+
+def key(one: Transfer) -> tuple[bool, int, int]:
+    """The same for both ends."""
+    return one.is_forward, one.boundary, one.micro_batch
+
+
+def received(schedule: Schedule, action: Action) -> Transfer | None:
+    """The end of the transfer that ``action`` waits for."""
+    before = action.chunk + (-1 if action.kind == "F" else 1)
+    if action.kind == "W" or not 0 <= before < schedule.stages * schedule.chunks:
+        return None
+    source = schedule.stage_of(before)
+    own = schedule.stage_of(action.chunk)
+    return None if source == own else Transfer(False, action.kind == "F", action.chunk, action.micro_batch, source)
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_no_rank_hangs_on_nccl(name: str, chunks: int, forward_only: bool, is_first: bool) -> None:
+    """A transfer takes place when both ends have begun, never before: NCCL need not buffer.
+
+    Each group has a stream. With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels begin in the order in which they were issued,
+    so one that cannot begin yet holds up all that follow, whatever their stream.
+    """
+    for schedule in every(name, chunks):
+        ranks = [
+            deque(issued(schedule, stage, forward_only=forward_only, is_first=is_first))
+            for stage in range(schedule.stages)
+        ]
+        begun: Counter[Any] = Counter()
+        running: list[dict[int, Any]] = [{} for _ in ranks]
+        progress = True
+        while progress:
+            progress = False
+            for items, lanes in zip(ranks, running, strict=True):
+                while items and can_begin(items[0], lanes, begun):
+                    one = items.popleft()
+                    if one.transfer is not None:
+                        lanes[one.lane] = one.transfer
+                        begun[one.transfer] += 1
+                    progress = True
+        assert not any(ranks), schedule
+        assert set(begun.values()) <= {2}, "both ends of each transfer"
+
+
+def can_begin(one: Issued, lanes: dict[int, Any], begun: Counter[Any]) -> bool:
+    """Whether what ``one`` waits for has ended, and the transfer before it in its stream."""
+    before = [lanes[one.lane]] if one.transfer is not None and one.lane in lanes else []
+    return all(begun[other] == 2 for other in (*one.awaits, *before))
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_no_stage_waits_for_a_late_receiver(name: str, chunks: int) -> None:
+    """It waits for a send only when what it has received since proves that the other stage has taken it."""
+    for schedule in every(name, chunks):
+        past: dict[Action, set[Action]] = {}
+        last: dict[int, Action] = {}
+        for stage, action, *_ in simulate(schedule, PassSeconds()):
+            before = [last[stage]] if stage in last else []
+            if (one := received(schedule, action)) is not None:
+                chunk = action.chunk + (-1 if one.is_forward else 1)
+                before += [other for other in last_of(past, chunk, action) if other.kind != "W"]
+            past[action] = {action}.union(*(past[other] for other in before))
+            last[stage] = action
+        for stage in range(schedule.stages):
+            most, leaving = 2 * sum(in_flight(schedule, stage)), deque[tuple]()
+            for before, step in pairwise(program(schedule, stage)):
+                if isinstance(before, Action):
+                    now = before
+                if isinstance(step, Transfer) and step.is_send:
+                    leaving.append(key(step))
+                    if len(leaving) > most:
+                        is_forward, boundary, number = leaving.popleft()
+                        taken = {(one.chunk, one.kind == "F", one.micro_batch) for one in past[now]}
+                        assert (boundary + is_forward, is_forward, number) in taken, (schedule, stage)
+
+
+def last_of(past: dict[Action, set[Action]], chunk: int, action: Action) -> list[Action]:
+    """The pass through ``chunk`` whose output ``action`` needs."""
+    kinds = "F" if action.kind == "F" else "IB"
+    return [one for kind in kinds if (one := Action(chunk, kind, action.micro_batch)) in past]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_a_pass_follows_its_transfer(name: str, chunks: int, forward_only: bool) -> None:
+    for schedule in every(name, chunks):
+        ran: Counter[Action] = Counter()
+        for stage in range(schedule.stages):
+            begun: set[Transfer] = set()
+            for step in program(schedule, stage, forward_only):
+                if isinstance(step, Transfer):
+                    begun.add(step)
+                else:
+                    assert received(schedule, step) in {None, *begun}, step
+                    ran[step] += 1
+        expected = [action for stage in range(schedule.stages) for action in schedule.actions(stage)]
+        assert ran == Counter(one for one in expected if one.kind == "F" or not forward_only)
+
+
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_a_stage_has_one_neighbor_in_each_group(is_ring: bool) -> None:
+    for stages in range(1, 12):
+        lanes = p2p_lanes(stages, is_ring)
+        last = stages if is_ring else stages - 1
+        pairs = {(stage, (stage + 1) % stages) for stage in range(last) if stages > 1}
+        assert set(lanes) == pairs | {(late, early) for early, late in pairs}
+        ends = Counter((lane, stage) for pair, lane in lanes.items() for stage in pair)
+        assert set(ends.values()) <= {1}

@@ -30,34 +30,13 @@ def by_theory(stages: int = 2, micro_batches: int = 3) -> Timeline:
 
 
 def instructions(stage: int, stages: int, micro_batches: int) -> list[Instruction]:
-    """All that a stage does for a batch, in order: a pass in each slot, forward in those of the stage's parity.
-
-    The output of a pass is sent in the next slot, after the receive of a backward pass and before that of a forward
-    pass: of two neighbors one then sends while the other receives.
-    """
-    forward = {stage + 2 * number: (number + 1, True) for number in range(micro_batches)}
-    backward = {2 * stages - 1 - stage + 2 * number: (number + 1, False) for number in range(micro_batches)}
-    by_slot = forward | backward
-    order = [(0, "F" if is_forward else "B", number - 1) for _, (number, is_forward) in sorted(by_slot.items())]
-    assert [(0, kind, number) for _, kind, number in Schedule("1f1b", stages, micro_batches).actions(stage)] == order
-    is_first, is_last = stage == 0, stage == stages - 1
+    """All that a stage does for a batch, in order: what a pass needs, the pass, and what it sends."""
     done: list[Instruction] = []
-    for slot in range(2 * (micro_batches + stages - 1)):
-        now, before = by_slot.get(slot), by_slot.get(slot - 1)
-        sends = []
-        if before and before[1] and not is_last:
-            sends = [Instruction("SendActivation", before[0])]
-        if before and not before[1] and not is_first:
-            sends = [Instruction("SendGrad", before[0])]
-        if now is None:
-            done += sends
-        elif now[1]:
-            done += sends
-            done += [] if is_first else [Instruction("RecvActivation", now[0])]
-            done += [Instruction("LoadMicroBatch", now[0])] if is_first or is_last else []
-            done.append(Instruction("ForwardPass", now[0]))
-        else:
-            done += [] if is_last else [Instruction("RecvGrad", now[0])]
-            done += sends
-            done.append(Instruction("BackwardPass", now[0]))
+    for _, kind, number in Schedule("1f1b", stages, micro_batches).actions(stage):
+        name = "Activation" if kind == "F" else "Grad"
+        is_first, is_last = (stage == end for end in ((0, stages - 1) if kind == "F" else (stages - 1, 0)))
+        done += [] if is_first else [Instruction(f"Recv{name}", number + 1)]
+        done += [Instruction("LoadMicroBatch", number + 1)] if kind == "F" and stage in (0, stages - 1) else []
+        done.append(Instruction("ForwardPass" if kind == "F" else "BackwardPass", number + 1))
+        done += [] if is_last else [Instruction(f"Send{name}", number + 1)]
     return [*done, *LAST]

@@ -191,7 +191,7 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         tree.setdefault(_ALLOWS_UNTESTED, True)
     if run.zero.offloads_optimizer and name == "Lion":
         tree[_FORCES_ITS_OWN] = False
-    if _cause_of_complete_tensors(run):
+    if run.parallel.uses_pipeline:
         tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
     if run.observe.flops_profile_step is not None:
         tree["flops_profiler"] = {
@@ -249,10 +249,12 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete the "
             "former, which is the early name of the latter"
         )
-    cause, section = _cause_of_complete_tensors(run), file.get("pipeline", {})
     for key in _PARTITIONED:
-        if cause and section.get(key):
-            yield f"pipeline.{key} true cannot be combined with {cause}: set it to false, or remove it"
+        if run.parallel.uses_pipeline and file.get("pipeline", {}).get(key):
+            yield (
+                f"pipeline.{key} true is not supported: use --sequence-parallel, with which tensor-parallel ranks send "
+                "a part of each tensor, and set the key to false, or remove it"
+            )
     schedule = run.parallel.pipeline_schedule
     if schedule != "1f1b" and file.get("wall_clock_breakdown"):
         # DeepSpeed 0.19.8 would raise AssertionError: bwd_microstep timer has already been started.
@@ -304,17 +306,3 @@ def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapp
     for field, param in of_adam.items():
         if field in provided and param not in OPTIMIZERS[name]:
             yield f"{provided[field].source} has no effect on optimizer {name}: remove it"
-
-
-def _cause_of_complete_tensors(run: RunConfig) -> str | None:
-    """Why tensors between stages must not be partitioned over the tensor-parallel ranks; None if they may be."""
-    parallel = run.parallel
-    if not parallel.uses_pipeline:
-        return None
-    if parallel.sequence_parallel:
-        return "--sequence-parallel, by which no two tensor-parallel ranks send the same tensor"
-    if parallel.pipeline_schedule != "1f1b":
-        return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends complete tensors only"
-    if run.model.encoder_num_layers:
-        return "a decoder that reads an encoder's output, of which DeepSpeed partitions only the first tensor"
-    return None

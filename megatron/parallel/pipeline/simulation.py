@@ -148,32 +148,36 @@ class Transfer(NamedTuple):
         return self.chunk if self.is_send == self.is_forward else self.chunk - 1
 
 
-Step = Action | tuple[Transfer, ...]
-"""A pass, or transfers that are started together."""
+Step = Action | Transfer
+"""A pass, or an end of a transfer that is started."""
 
 
 @lru_cache(maxsize=64)
-def program(schedule: Schedule, stage: int, forward_only: bool = False) -> tuple[Step, ...]:
+def program(
+    schedule: Schedule, stage: int, forward_only: bool = False, receives_early: bool = True
+) -> tuple[Step, ...]:
     """The passes and transfers of ``stage`` in order; with ``forward_only`` for an evaluation.
 
     Ranks that wait for one another in different orders would hang. So the transfers of all stages are ordered by the
     time at which the pass before each would end if every part of a pass took equally long. Both ends of a transfer
-    start it at that time, after their own passes that are finished by then, together with their other transfers of that
-    time. A stage that waits for a transfer waits for passes and transfers of earlier times only, so that no circle of
-    stages can wait for each other, even if a transfer begins only when both ends have started it.
+    start it at that time: a stage starts to receive before its own passes that end then, and to send after them. It
+    waits for a transfer only before the pass that needs it, so for passes and transfers of earlier times only, and no
+    circle of stages can wait for each other, even if a transfer begins only when both ends have started it.
+
+    Unless it ``receives_early``, all transfers of a time follow the passes, in the same order on all stages, so that a
+    stage may wait for each of them.
     """
     timed = simulate(schedule, PassSeconds())
     if forward_only:
         timed = [one for one in timed if one.action.kind == FORWARD]
     steps: list[Step] = []
-    for _, ending in groupby(timed, key=lambda one: one.end):
-        transfers: list[Transfer] = []
-        for one in ending:
-            if one.stage == stage:
-                steps.append(one.action)
-            transfers += _ends_at(stage, schedule, one.action)
-        if transfers:
-            steps.append(tuple(transfers))
+    for _, group in groupby(timed, key=lambda one: one.end):
+        ending = list(group)
+        transfers = [end for one in ending for end in _ends_at(stage, schedule, one.action)]
+        early = [end for end in transfers if receives_early and not end.is_send]
+        steps += early
+        steps += [one.action for one in ending if one.stage == stage]
+        steps += [end for end in transfers if end not in early]
     return tuple(steps)
 
 

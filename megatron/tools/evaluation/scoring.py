@@ -26,6 +26,7 @@ from megatron.model.spec import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.ops.packed_attention import segment_ids_of
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.tools.evaluation.tasks import Sample, Scores
 from megatron.tools.inference.model import DTYPES, load_weights
@@ -88,7 +89,8 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
         layers = balanced([1] * config.num_layers, layout.pipe_group.size())
         spec, boundaries = architecture_of(config), partition_boundaries(layers, config)
         parts = build_layers(spec.layers(config), config, layout), spec.build_loss(config, layout)
-        module = PipelinedModel(*parts, ActivationConfig(), layout, partition_boundaries=boundaries)
+        schedule = Schedule("1f1b", layout.pipe_group.size(), micro_batches=1)
+        module = PipelinedModel(*parts, ActivationConfig(), layout, partition_boundaries=boundaries, schedule=schedule)
     else:
         module = sequential_model(config, ActivationConfig(), layout)
     return ForwardModel(load_weights(module, source, config, layout), config, layout)

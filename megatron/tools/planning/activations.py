@@ -115,7 +115,7 @@ def activations(run: RunConfig) -> Activations:
         kept_input=_kept_input(run, hidden, z.t),
         front=_kept(z, front),
         back=_kept(z, back),
-        logits=2 * logits * z.element + max(_loss_rows(run, z), _head_gradient(run, z)),
+        logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
         passing=max(_in_the_mlp(run, z) + copies * full, _in_attention(run, z) + full)
@@ -234,16 +234,6 @@ def _loss_rows(run: RunConfig, z: Sizes) -> int:
     rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
     has_copy = element != z.element or z.v != run.model.vocab_size
     return rows * columns * element * (2 if has_copy else 1)
-
-
-def _head_gradient(run: RunConfig, z: Sizes) -> int:
-    """The gradient of the output projection's weight before it is accumulated, where the logits still exist.
-
-    DeepSpeed's pipeline keeps them in its buffers.
-    """
-    has_logits = run.parallel.uses_pipeline and not run.parallel.uses_scheduled_engine
-    is_added = run.model.gradient_accumulation_fusion or run.model.lora_rank
-    return z.v // z.t * z.h * z.element if has_logits and not is_added else 0
 
 
 def _kept_input(run: RunConfig, hidden: int, t: int) -> int:

@@ -101,7 +101,7 @@ def _working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations
     return Working(
         activations=activations,
         logits=logits,
-        buffers=_pipeline_buffers(run, number, stage.has_head, bool(logits), micro_batch, in_flight),
+        buffers=_pipeline_buffers(run, stage.has_head, bool(logits), micro_batch),
         in_flight=in_flight,
     )
 
@@ -130,7 +130,7 @@ def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divide
         indices, counted = [index for index, layer in enumerate(layers) if layer.is_block], counts(layers)
         blocks = _of_chunk(run, len(indices), counted, micro_batch)
         forward = blocks + has_embedding * micro_batch.front
-        if run.parallel.uses_scheduled_engine:  # keeps the input and the output of a chunk, too
+        if run.parallel.uses_pipeline:  # keeps the input and the output of a chunk, too
             forward += (2 - has_embedding - has_head) * micro_batch.hidden
         deferred = deferred_bytes(run, counted) if is_divided else 0
         last_elements = sum(layer.numel for layer in layers[indices[-1] if indices else 0 :])
@@ -188,28 +188,16 @@ def _of_chunk(run: RunConfig, num_blocks: int, layers: LayerCounts, micro_batch:
     return sum(count * micro_batch.of_layers.get(layer.class_name, 0) for layer, count in layers)
 
 
-def _pipeline_buffers(
-    run: RunConfig, number: int, has_back: bool, at_the_loss: bool, micro_batch: Activations, in_flight: int
-) -> int:
-    """Tensors between stages: received and sent ones, their gradients, and logits until they are replaced.
-
-    DeepSpeed has buffers for at least two micro-batches. Logits stay in them until the next logits replace them, except
-    with our engine for further schedules; at the loss, the current logits are counted as logits.
-    """
+def _pipeline_buffers(run: RunConfig, has_back: bool, at_the_loss: bool, micro_batch: Activations) -> int:
+    """Tensors on their way between stages, and the last logits; at the loss, these are counted as logits."""
     if not run.parallel.uses_pipeline:
         return 0
-    buffers = min(max(2, in_flight), run.train.gradient_accumulation_steps)
-    received = 0 if number == 0 else 3
-    if run.parallel.uses_scheduled_engine:
-        return _ON_THE_WAY * micro_batch.hidden + (has_back and not at_the_loss) * micro_batch.stored_logits
-    if has_back:
-        between = 0 if run.parallel.pipe_stages == 1 else (buffers + received) * micro_batch.hidden
-        return (buffers - at_the_loss) * micro_batch.stored_logits + between
-    return (received + 1 + in_flight) * micro_batch.hidden
+    on_the_way = _ON_THE_WAY * micro_batch.hidden if run.parallel.pipe_stages > 1 else 0
+    return on_the_way + (has_back and not at_the_loss) * micro_batch.stored_logits
 
 
 _ON_THE_WAY = 6
-"""Hidden states or gradients being sent, or received early, with schedules other than DeepSpeed's."""
+"""Hidden states or gradients being sent, or received early."""
 
 
 def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:

@@ -93,15 +93,13 @@ def _hidden_bytes(run: RunConfig) -> int:
 
 
 def pipeline(run: RunConfig, stage: Stage) -> float:
-    """Hidden states forward and their gradients backward, at each boundary; tensor-parallel ranks send a part each."""
+    """Hidden states forward and their gradients backward, at each boundary."""
     parallel = run.parallel
     if parallel.pipe_stages == 1:
         return 0.0
     last = run.model.num_layers + 1
     borders = sum((chunk.start > 0) + (chunk.stop <= last) for chunk in stage.chunks)
-    sends_all = parallel.sequence_parallel or parallel.uses_scheduled_engine or run.model.encoder_num_layers > 0
-    part = hidden_bytes(run, sizes(run)) / (1 if sends_all else parallel.model_parallel_size)
-    return run.train.gradient_accumulation_steps * borders * part
+    return run.train.gradient_accumulation_steps * borders * hidden_bytes(run, sizes(run))
 
 
 def data(run: RunConfig, parameters: int, trained: int) -> float:

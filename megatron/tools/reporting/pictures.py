@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _COLORS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#d6a520", "send": "#7a4b2a", "receive": "#dcdcdc",
-    "exchange": "#dcdcdc", "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
+    "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
     "all-to-all": "#d6409f", "other": "#cccccc",
 }  # fmt: skip
 _PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
-_WORDS = {"receive": "receive and wait", "exchange": "receive and wait", "weights": "weight gradients"}
+_WORDS = {"receive": "receive and wait", "weights": "weight gradients"}
 _MOST_ROWS, _MOST_POINTS, _MOST_MAPS, _MOST_COLUMNS, _MOST_CELLS = 32, 800, 12, 80, 10_000
 _PANELS_ABREAST = 3
 

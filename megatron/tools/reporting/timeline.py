@@ -15,7 +15,7 @@ from megatron.parallel.pipeline.simulation import PassSeconds, bubble, idle_shar
 _KINDS = {
     "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInputPass": "backward",
     "BackwardWeightPass": "weights", "SendActivation": "send",
-    "SendGrad": "send", "RecvActivation": "receive", "RecvGrad": "receive", "CommitP2P": "exchange",
+    "SendGrad": "send", "RecvActivation": "receive", "RecvGrad": "receive",
     "ReduceGrads": "reduce", "ReduceTiedGrads": "reduce", "OptimizerStep": "step",
 }  # fmt: skip
 """Category of each instruction. Viewers give each category a color."""
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Category: load, forward, backward, weights, send, receive, exchange, reduce, step or other.
+        """Category: load, forward, backward, weights, send, receive, reduce, step or other.
 
         In a split backward pass, backward is the gradients of the inputs, and weights the gradients of the weights.
         """

@@ -204,10 +204,10 @@ def linted(found: Synchronizations) -> Iterator[None]:
 def fake_ranks(run: Any) -> Iterator[None]:
     """While inside, the training program joins a fake process group, of which nothing is received."""
     from deepspeed import init_distributed
-    from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero import partitioned_param_coordinator, utils
 
     from megatron.engines import build as engines
+    from megatron.engines import transfers
     from megatron.launch.progress import ProgressState
     from megatron.ops import attention
     from megatron.ops.choices import DeviceFacts
@@ -224,12 +224,13 @@ def fake_ranks(run: Any) -> Iterator[None]:
     def broadcast_object_list(objects: list, *_: Any, **__: Any) -> None:
         objects[:] = [value or (None, None, []) for value in objects]  # of the first rank: no result, no error
 
-    def receive_shape(engine: PipelineEngine, stage: int) -> Tensor:
+    def receive_row(*_: Any) -> list[int]:
         shards = run.parallel.model_parallel_size if run.parallel.sequence_parallel else 1
         shape = [run.train.micro_batch_size, run.data.seq_length // shards, run.model.hidden_size]
-        return engine._allocate_or_extend_buffers(
-            0, shape, getattr(torch, {"bf16": "bfloat16"}.get(run.precision.dtype, "float32"))
-        )
+        dtype = getattr(torch, {"bf16": "bfloat16"}.get(run.precision.dtype, "float32"))
+        hidden = torch.empty(shape, dtype=dtype, device="meta")
+        # The gradient of hidden states that are sent together with segment ids, which have none.
+        return transfers._row((hidden,) if run.model.layers_need_segment_ids else hidden)
 
     def equal_rows_of_ranks(going: Tensor, coming: Tensor) -> list[list[int]]:
         rows_of_ranks(going, coming)  # which waits
@@ -259,7 +260,7 @@ def fake_ranks(run: Any) -> Iterator[None]:
             (engines, "build_module", build_on_gpu),
             (attention, "device_facts", lambda device: DeviceFacts("cuda", (9, 0))),
             (expert, "rows_of_ranks", equal_rows_of_ranks),
-            (PipelineEngine, "_recv_tensor_meta", receive_shape),
+            (transfers.Transfers, "_received_row", receive_row),
             (utils, "assert_ints_same_as_other_ranks", lambda ints: None),
             (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
         ):

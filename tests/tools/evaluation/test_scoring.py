@@ -17,6 +17,7 @@ def logits_of_stages() -> torch.Tensor | None:
     from megatron.model.loss import lm_loss
     from megatron.model.partition import partition_boundaries
     from megatron.parallel.layout import ParallelLayout
+    from megatron.parallel.pipeline.schedule import Schedule
     from megatron.tools.evaluation.scoring import ForwardModel
 
     stages = torch.distributed.get_world_size()
@@ -28,7 +29,8 @@ def logits_of_stages() -> torch.Tensor | None:
     layout = ParallelLayout.create(ParallelConfig(pipe_parallel_size=stages, world_size=stages))
     layers, loss = build_layers(GPT2.layers(config), config, layout), lm_loss(config, layout)
     bounds = partition_boundaries([2 // stages] * stages, config)
-    module = PipelinedModel(layers, loss, ActivationConfig(), layout, partition_boundaries=bounds)
+    parts = layers, loss, ActivationConfig(), layout
+    module = PipelinedModel(*parts, partition_boundaries=bounds, schedule=Schedule("1f1b", stages, 1))
     if stages == 1:
         return sequential_model(config, ActivationConfig(), layout).eval()(TOKENS).detach().flatten(0, 1)
     with torch.no_grad():

@@ -146,10 +146,10 @@ def test_traffic_of_experts():
     assert {c.run.parallel.expert_model_parallel_size for c in found.fitting} == {1, 2, 4}
 
 
-@pytest.mark.parametrize(("t", "sent"), [(1, 1.0), (2, 0.5)])
-def test_traffic_between_stages(t, sent):
-    """A middle stage sends each micro-batch forward and its gradient backward; a tensor-parallel rank its part."""
-    one = candidate(f"{BASE} --pipe-parallel-size 4 --model-parallel-size {t} {SELECTIVE}", 4 * t)
+@pytest.mark.parametrize(("t", "sequence", "sent"), [(1, "", 1.0), (2, "", 1.0), (2, "--sequence-parallel", 0.5)])
+def test_traffic_between_stages(t, sequence, sent):
+    """A middle stage sends each micro-batch forward and its gradient backward; of a sequence a rank its part."""
+    one = candidate(f"{BASE} --pipe-parallel-size 4 --model-parallel-size {t} {sequence} {SELECTIVE}", 4 * t)
     first, middle, *_ = (pipeline(one.run, stage) for stage in plan(one.run))
     assert (first, middle) == pytest.approx((16 * sent * LAYER, 2 * 16 * sent * LAYER))
 

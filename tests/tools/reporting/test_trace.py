@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BufferOpInstruction, TrainSchedule
 from support.programs import read_metrics
 from support.timelines import instructions
 from support.training import RankTraining, pretrain
@@ -46,18 +45,6 @@ def slow_run(_rank_pools, programs, tmp_path_factory) -> tuple[RankTraining, Pat
     )
     train(2, *SETTINGS, "--gas", 3, "--pipe-parallel-size", 2, "--trace", folder, "--run-dir", folder)
     return train, folder
-
-
-def test_instructions_equal_deepspeeds_schedule() -> None:
-    for stages, micro_batches in itertools.product(range(1, 6), range(1, 8)):
-        for stage in range(stages):
-            counts: dict[str, int] = {}
-            planned = []
-            for command in itertools.chain.from_iterable(TrainSchedule(micro_batches, stages, stage)):
-                counts[command.name] = counts.get(command.name, 0) + 1
-                number = counts[command.name] if isinstance(command, BufferOpInstruction) else None
-                planned.append(Instruction(command.name, number))
-            assert planned == instructions(stage, stages, micro_batches)
 
 
 def test_trace_of_two_stages_follows_the_schedule(slow_run: tuple[RankTraining, Path]) -> None:

@@ -1,0 +1,77 @@
+"""Tensors between pipeline stages: no stage waits for a receiver that is late."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.programs import TINY_MODEL
+from torch import Tensor
+
+from megatron.config import ParallelConfig
+from megatron.engines.transfers import Transfers
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.simulation import Transfer
+
+
+def sent_to_a_late_stage() -> list[Any]:
+    """Stage 1 begins to receive when stage 0 has sent all; what it takes."""
+    layout = ParallelLayout.create(ParallelConfig(pipe_parallel_size=2, world_size=2))
+    transfers = Transfers(layout, torch.device("cpu"))
+    transfers.most_sends = 3
+    if layout.pipe_group.rank() == 1:
+        dist.barrier()
+        ends = [Transfer(False, True, 1, number, 0) for number in range(3)]
+        for end in ends:
+            transfers.receive(end)
+        return [transfers.take(ends[number]) for number in (0, 2, 1)]
+    for number in range(3):
+        transfers.send(Transfer(True, True, 0, number, 1), (torch.full([2, 3], float(number)), torch.tensor([number])))
+    dist.barrier()
+    transfers.finish()
+    return []
+
+
+def test_sending_does_not_wait_for_a_late_receiver(run_ranks) -> None:
+    _, taken = run_ranks(2, sent_to_a_late_stage)
+    assert [[tensor.unique().item() for tensor in tensors] for tensors in taken] == [[0, 0], [2, 2], [1, 1]]
+
+
+def train_with_a_late_stage(words: list[str], begun: Path) -> int:
+    """Stage 1 begins each iteration when stage 0 has begun its second forward pass. Returns the iterations."""
+    from support.training import pretrain
+
+    from megatron.engines.schedules import PipelinedEngine
+
+    train, forward = PipelinedEngine.train_batch, PipelinedEngine._exec_forward_pass
+    iterations: list[int] = []
+
+    def train_late(engine: PipelinedEngine, *arguments: Any) -> Tensor:
+        iterations.append(0)
+        deadline = time.monotonic() + 60
+        while engine.stage_id == 1 and not begun.exists():
+            assert time.monotonic() < deadline, "the first stage waits for the second one, which is late"
+            time.sleep(0.01)
+        begun.unlink(missing_ok=True)
+        return train(engine, *arguments)
+
+    def forward_counted(engine: PipelinedEngine, buffer: int) -> None:
+        iterations[-1] += 1
+        if engine.stage_id == 0 and iterations[-1] == 2:  # it precedes the first backward pass
+            begun.touch()
+        forward(engine, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelinedEngine, "train_batch", train_late)
+        patch.setattr(PipelinedEngine, "_exec_forward_pass", forward_counted)
+        code, output = pretrain(words)
+    assert code == 0, output
+    return len(iterations)
+
+
+def test_a_late_stage_does_not_delay_the_next_forward_pass(run_ranks_once, programs, tmp_path: Path) -> None:
+    flags = "--pipe-parallel-size 2 --batch-size 2 --gas 4 --train-iters 3 --eval-iters 0".split()
+    words = [*TINY_MODEL, *programs.data_arguments, *flags]
+    assert run_ranks_once(2, train_with_a_late_stage, words, tmp_path / "begun") == [3, 3]
