@@ -4,16 +4,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron.common.errors import UserError
 
 T = TypeVar("T")
 
 
-def on_all_ranks(step: Callable[[], T]) -> list[T]:
+def on_all_ranks(step: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
     """Run ``step()`` on every rank; its results in the order of ranks. Raises a UserError of any rank on all."""
     outcomes: list[tuple] = [()] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _outcome(step))
+    dist.all_gather_object(outcomes, _outcome(step), group=group)
     return [_result(outcome) for outcome in outcomes]
 
 

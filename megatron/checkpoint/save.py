@@ -15,9 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.serialization import set_crc32_options
 
@@ -25,6 +23,7 @@ from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
+from megatron.checkpoint.host_copies import HostCopies, pinned_copies
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
@@ -74,9 +73,9 @@ def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
 class Checkpointer:
     """Saves the checkpoints of a run, one at a time. Every rank must call every method.
 
-    With ``--async-save`` a thread writes. It calls no collectives: ``poll()`` checks whether all ranks have written.
-    An error is raised on all ranks. With ``--on-save-error continue`` it is logged instead, and raised by
-    ``finish()`` unless a later save succeeds.
+    With ``--async-save`` a thread writes. It calls no collectives: training takes the maximum of ``state`` over all
+    ranks, together with other numbers, and calls ``poll`` with it. An error is raised on all ranks. With
+    ``--on-save-error continue`` it is logged instead, and raised by ``finish()`` unless a later save succeeds.
 
     ``log`` is called with lines for the user; ``history`` is that of the checkpoint that the run resumed. ``lock`` is
     that of the folder, on the rank that holds it. ``settings`` is a settings file for ``--config``, which is kept.
@@ -91,10 +90,11 @@ class Checkpointer:
         lock: FolderLock | None = None,
         settings: str = "",
     ):
-        self._engine, self._run, self._log, self._history = engine, run, log, history
+        self.engine, self._run, self._log, self._history = engine, run, log, history
         self._lock, self._settings = lock, settings
         self._folder = Path(run.checkpoint.save or "")  # without --save nothing uses it
-        self._files = EngineFiles(copies=run.checkpoint.async_save)
+        copies = (pinned_copies(engine) or HostCopies()) if run.checkpoint.async_save else None
+        self._files = EngineFiles(copies)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
@@ -115,20 +115,21 @@ class Checkpointer:
         if not self._run.checkpoint.async_save:
             self._complete()
 
-    def poll(self) -> None:
-        """Commit the checkpoint that is being written, if all ranks have written it. Raises as ``save()`` does."""
-        save = self._in_flight
-        if save is None:
+    @property
+    def state(self) -> int:
+        """1 while this rank writes, 2 if it cannot; 0 if it has written, or has nothing to write."""
+        if self._in_flight is None:
+            return 0
+        written = self._in_flight.written
+        return (2 if written.exception() else 0) if written.done() else 1
+
+    def poll(self, state: float) -> None:
+        """Commit a checkpoint that is written, by the largest ``state`` of all ranks. Raises as ``save()`` does."""
+        if self._in_flight is None or state == 1:
             return
-        is_done = save.written.done()
-        is_ok = not is_done or save.written.exception() is None
-        state = torch.tensor([is_done, is_ok], dtype=torch.int32, device=get_accelerator().current_device_name())
-        dist.all_reduce(state, dist.ReduceOp.MIN)
-        all_done, all_ok = state.tolist()
-        if not all_ok:
-            save.stop.set()
-        if all_done or not all_ok:
-            self._complete()
+        if state == 2:
+            self._in_flight.stop.set()
+        self._complete()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises the error of the newest save, if it failed."""
@@ -162,14 +163,19 @@ class Checkpointer:
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
         on_rank_0(lambda: check_disk_space(folder, f"--save {folder}: {what}", size))
         stop = Event()
-        written = self._writer.submit(write_files, files, path, stop)
+
+        def write() -> dict[str, Record]:
+            self._files.wait()
+            return write_files(files, path, stop)
+
+        written = self._writer.submit(write)
         self._in_flight = _Save(iteration, size, stop, written)
 
     def collect(
         self, iteration: int, skipped_samples: Sequence[range], path: Path, files: EngineFiles
     ) -> list[StateFile]:
         """The files that this rank has to write into the folder ``path``. ``files`` takes what DeepSpeed saves."""
-        engine, run = self._engine, self._run
+        engine, run = self.engine, self._run
         description = describe(run, iteration, skipped_samples, self._history)
         description["optimizer"] = optimizer_name(engine.basic_optimizer)
         client_state = {

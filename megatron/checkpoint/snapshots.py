@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.files import disk_errors, replace_text
+from megatron.checkpoint.host_copies import pinned_copies
 from megatron.checkpoint.save import Checkpointer, write_files
 from megatron.checkpoint.snapshot_files import (
     START_FILE,
@@ -33,6 +34,7 @@ from megatron.checkpoint.snapshot_files import (
 from megatron.checkpoint.tensor_files import EngineFiles, StateFile
 from megatron.common.errors import ResourceError, UserError
 from megatron.config import RunConfig
+from megatron.launch.progress import SNAPSHOT_THREAD
 
 _MESSAGE = 1 << 26
 """Bytes of a message to another host."""
@@ -61,28 +63,30 @@ class Snapshots:
         self._receiver = copies.get(self._rank)
         self._senders = [rank for rank, holder in copies.items() if holder == self._rank]
         timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if copies else None
-        self._background = ThreadPoolExecutor(1, "snapshot")
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._background = ThreadPoolExecutor(1, SNAPSHOT_THREAD)
+        self._files = EngineFiles(pinned_copies(checkpointer.engine))
         self._in_flight: tuple[Path, Future[None]] | None = None
         log(f"> snapshots in {self._root}{_where(copies)}")
 
     def take(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:
-        """Write the state after ``iteration`` into memory; send it to another host, in the background.
+        """Write the state after ``iteration`` into memory, and send it to another host, in the background.
 
-        Waits for the snapshot before. If there is no memory for it, training continues with a warning.
+        Waits for the snapshot before. On the CPU also waits until the state is written, of which there is no copy. If
+        there is no memory for it, training continues with a warning.
         """
         self.finish()
-        folder, copies = self._folder / str(iteration), dict[int, list[Tensor]]()
-        files = self._checkpointer.collect(iteration, skipped_samples, folder, EngineFiles(copies=False))
+        folder = self._folder / str(iteration)
+        files = self._checkpointer.collect(iteration, skipped_samples, folder, self._files)
         try:
             self._on_each_host(lambda: _make(folder))
-            shards = on_all_ranks(lambda: self._write(files, folder))
-            on_all_ranks(lambda: copies.update(self._map(shards, folder)))
         except UserError as error:
             self._give_up(folder, error)
             return
-        of_this_rank = [shards[rank] for rank in copies]
-        self._in_flight = folder, self._background.submit(self._complete, folder, copies, of_this_rank)
+        written = self._background.submit(self._write, files, folder)
+        self._in_flight = folder, self._background.submit(self._complete, folder, written)
+        if self._files.copies is None:
+            wait([written])
 
     def finish(self) -> None:
         """Wait until the last snapshot is complete on all ranks, and remove the one before.
@@ -148,7 +152,8 @@ class Snapshots:
         on_all_ranks(call)
 
     def _write(self, files: list[StateFile], folder: Path) -> Shard:
-        """Write the files of this rank."""
+        """Write the files of this rank. Runs in the background."""
+        self._files.wait()
         with _memory_errors(folder):
             records = write_files(files, folder, crc32=False)
         hashes = {name: (record.size, str(record.xxh128)) for name, record in records.items()}
@@ -167,10 +172,13 @@ class Snapshots:
                         os.close(file)
             return {rank: _messages(folder, shards[rank]) for rank in (self._rank, *self._senders)}
 
-    def _complete(self, folder: Path, copies: Mapping[int, list[Tensor]], shards: Sequence[Shard]) -> None:
+    def _complete(self, folder: Path, written: Future[Shard]) -> None:
         """Send this rank's shard, receive those of others, and mark all as complete. Runs in the background."""
+        shards = on_all_ranks(written.result, self._group)
+        copies: dict[int, list[Tensor]] = {}
+        on_all_ranks(lambda: copies.update(self._map(shards, folder)), self._group)
         sent, received = copies[self._rank], {rank: copies[rank] for rank in self._senders}
-        for out, *into in zip_longest(sent if self._group else (), *received.values()):
+        for out, *into in zip_longest(sent if self._receiver is not None else (), *received.values()):
             works: list[Any] = [] if out is None else [dist.isend(out, self._receiver, group=self._group)]
             works += [
                 dist.irecv(tensor, sender, group=self._group)
@@ -180,8 +188,8 @@ class Snapshots:
             for work in works:
                 work.wait()
         with _memory_errors(folder):
-            for shard in shards:
-                write_marker(shard, folder)
+            for rank in copies:
+                write_marker(shards[rank], folder)
 
 
 def _where(copies: Mapping[int, int]) -> str:

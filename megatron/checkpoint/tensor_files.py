@@ -3,9 +3,8 @@
 Tensors of safetensors files are read when they are asked for.
 """
 
-import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,9 +16,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, make_folder, read_manifest
+from megatron.checkpoint.host_copies import HostCopies, in_host_memory, is_size, tensors_of
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.errors import CheckpointError, first_line
 
@@ -90,19 +90,24 @@ class EngineFiles(CheckpointEngine):
     it keeps the tensors themselves, for a writer that is done before training continues.
     """
 
-    def __init__(self, *, copies: bool):
+    def __init__(self, copies: HostCopies | None = None):
         super().__init__()
-        self._copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
+        self.copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
-        if self._copies:
+        if self.copies is not None:
             name = Path(path).name
-            state_dict = in_host_memory(state_dict, self._used.get(name, []))
-            self._used[name] = _tensors(state_dict)
+            state_dict = self.copies.start(state_dict, self._used.get(name, []))
+            self._used[name] = tensors_of(state_dict)
         else:
-            state_dict = tree_map(_without_other_data, state_dict, is_leaf=_is_size)
+            state_dict = tree_map(_without_other_data, state_dict, is_leaf=is_size)
         self._kept.append((Path(path), state_dict))
+
+    def wait(self) -> None:
+        """Let a writer wait until all copies are complete."""
+        if self.copies is not None:
+            self.copies.wait()
 
     def take(self) -> list[StateFile]:
         """Everything kept since the last call."""
@@ -135,21 +140,6 @@ class EngineFiles(CheckpointEngine):
         return True
 
 
-def in_host_memory(item: Any, used: Sequence[Tensor] = ()) -> Any:
-    """A copy of ``item``, its tensors in host memory: in the memory of ``used`` ones if shapes are the same."""
-    memory = iter(used)
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf)
-        leaf, into = leaf.detach(), next(memory, None)
-        if into is None or (into.shape, into.stride(), into.dtype) != (leaf.shape, leaf.stride(), leaf.dtype):
-            into = torch.empty_like(leaf, device="cpu")
-        return into.copy_(leaf)
-
-    return tree_map(copied, item, is_leaf=_is_size)
-
-
 def _without_other_data(leaf: Any) -> Any:
     """``leaf``, or a copy in host memory of a tensor that is a part of its storage, all of which would be saved.
 
@@ -160,19 +150,10 @@ def _without_other_data(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True)
 
 
-def _is_size(item: Any) -> bool:
-    """Whether ``item`` is a shape, which pytree functions would turn into a tuple."""
-    return isinstance(item, torch.Size)
-
-
 def bytes_of(item: Any) -> int:
     """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
-    storages = [tensor.untyped_storage() for tensor in _tensors(item)]
+    storages = [tensor.untyped_storage() for tensor in tensors_of(item)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(item: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
 class LazyTensors(Mapping[str, Tensor]):

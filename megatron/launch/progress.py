@@ -27,8 +27,8 @@ from megatron.parallel.pipeline.schedule import Instruction
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
 _PACKAGES = (Path(deepspeed.__file__).parent, Path(__file__).parents[1])
 """Those whose functions wait for what they have started: a transfer or an asynchronous collective."""
-_SNAPSHOTS = Path(__file__).parents[1] / "checkpoint" / "snapshots.py"
-"""Waits in a thread of its own, during training."""
+SNAPSHOT_THREAD = "snapshot"
+"""Name of threads that wait for other ranks during training."""
 _POINT_TO_POINT = {"send": ("dst", "to"), "isend": ("dst", "to"), "recv": ("src", "from"), "irecv": ("src", "from")}
 
 RECORDER = "flight-recorder-rank"
@@ -74,8 +74,9 @@ class ProgressState:
         frames = sys._current_frames()
         main = threading.main_thread().ident
         assert main is not None, "the main thread runs"
+        apart = {thread.ident for thread in threading.enumerate() if thread.name.startswith(SNAPSHOT_THREAD)}
         # On a GPU the backward pass and its collectives run in a thread of autograd's.
-        threads = [frames.pop(main), *frames.values()]
+        threads = [frames.pop(main), *(frame for ident, frame in frames.items() if ident not in apart)]
         collective = next((text for frame in threads if (text := _collective(frame, groups))), None)
         waits = collective is None and _synchronizes(threads[0])
         call = collective or ("waiting for the device " if waits else "") + _line(threads[0])
@@ -109,7 +110,7 @@ def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str
     waiting = [number for number, (frame, _) in enumerate(stack) if isinstance(frame.f_locals.get("self"), dist.Work)]
     caller, line = stack[waiting[-1] + 1 if waiting else 0]
     file = Path(caller.f_code.co_filename)
-    starts = any(map(file.is_relative_to, _PACKAGES)) and file != _SNAPSHOTS
+    starts = any(map(file.is_relative_to, _PACKAGES))
     waits = starts and ".wait(" in linecache.getline(str(file), line)
     return f"in wait, {_line(caller)}" if waits else None
 

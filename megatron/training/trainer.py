@@ -90,8 +90,8 @@ class Step(NamedTuple):
     """By name: what all ranks agree on, and what is logged."""
 
 
-AGREED = ("largest loss", "signal", "is late")
-"""Names of the maxima over all ranks."""
+AGREED = ("largest loss", "checkpoint", "signal", "is late")
+"""Names of the maxima over all ranks; "checkpoint" is ``Checkpointer.state``."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -202,8 +202,6 @@ class Trainer:
                 iteration = last_saved = restart
                 batches = self.data.training(restart)
                 continue
-            with self.log.paused():
-                self.checkpointer.poll()
             if evaluates:
                 self.evaluate(iteration)
             if saves:
@@ -249,8 +247,8 @@ class Trainer:
             with self.log.paused():
                 for callback in self.callbacks:
                     values |= callback.metrics()
-        # The only collective of most steps outside of the engine: all ranks agree on anomalies and on exiting.
-        agreed = max_across_ranks(loss, *self.exit_conditions.local_request())
+        # The only collective of most steps outside of the engine: all ranks agree on anomalies, saves and exiting.
+        agreed = max_across_ranks(loss, self.checkpointer.state, *self.exit_conditions.local_request())
         numbers = HostCopy(dict(zip(AGREED, agreed, strict=True)) | values)
         self.steps.append(Step(iteration, status, numbers))
         return loss
@@ -265,13 +263,15 @@ class Trainer:
         while self.steps and (waits or any(request) or len(self.steps) > 1 or self.steps[0].numbers.has_arrived):
             iteration, status, numbers = self.steps.popleft()
             values = numbers.read()
-            largest_loss, *request = [values.pop(name) for name in AGREED]
+            largest_loss, checkpoint, *request = [values.pop(name) for name in AGREED]
             if values:
                 self.log.report(iteration, status, values)
             result = self.anomalies.check(iteration, largest_loss, status)
             if result.problem and (restart := self._handle_bad_step(iteration, result)) is not None:
                 self.steps.clear()
                 return request, restart
+            with self.log.paused():
+                self.checkpointer.poll(checkpoint)
         return request, None
 
     def _handle_bad_step(self, iteration: int, result: StepResult) -> int | None:
@@ -312,10 +312,10 @@ class Trainer:
                 f"to {saved.path}: lower --lr, or start from an older checkpoint"
             )
         skipped = self.data.skip(bad_iterations)
-        load_checkpoint(self.engine, run, self.layout, saved)
-        self.engine.weights_changed()
         if self.snapshots is not None:
             self.snapshots.discard()
+        load_checkpoint(self.engine, run, self.layout, saved)
+        self.engine.weights_changed()
         self.anomalies.reset()
         self.log.info(f"  rewinding to {saved.path}, skipping samples {skipped.start} to {skipped.stop - 1}")
         return saved.iteration

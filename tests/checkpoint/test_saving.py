@@ -14,7 +14,8 @@ from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining, pretrain
 from torch import nn
 
-from megatron.checkpoint.tensor_files import EngineFiles, bytes_of, in_host_memory, write_file
+from megatron.checkpoint.host_copies import in_host_memory
+from megatron.checkpoint.tensor_files import EngineFiles, bytes_of, write_file
 from megatron.cli import parse_run
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
@@ -177,7 +178,7 @@ def test_copies_use_the_memory_of_earlier_ones() -> None:
 def test_other_programs_can_read_the_files(tmp_path: Path) -> None:
     """And a tensor that is a small part of its storage is saved without the rest."""
     storage = torch.arange(600_000.0)
-    (files := EngineFiles(copies=False)).save({"part": storage[5:9], "text": "ü"}, str(tmp_path / "part.pt"))
+    (files := EngineFiles()).save({"part": storage[5:9], "text": "ü"}, str(tmp_path / "part.pt"))
     ((path, content),) = files.take()
     assert write_file(path, content).size == path.stat().st_size < 10_000
     assert zipfile.ZipFile(path).testzip() is None
@@ -208,7 +209,7 @@ def test_what_deepspeed_keeps_does_not_depend_on_the_file(tmp_path: Path) -> Non
     """Weights are read from it when they are copied; the optimizer's tensors become those of the run."""
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": {"weight": torch.ones(1000)}, "optimizer": {"state": {0: torch.ones(1000)}}}, path)
-    content = EngineFiles(copies=False).load(str(path))
+    content = EngineFiles().load(str(path))
     with open(path, "r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert content["optimizer"]["state"][0].all() and not content["module"]["weight"].any()

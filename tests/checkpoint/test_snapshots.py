@@ -261,7 +261,9 @@ def kept_in_memory(words: list[str], memory: str) -> list[Any]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with on_own_host(memory) as place:
-        taken = snapshots.Snapshots(SimpleNamespace(collect=collect), parse_run(words, os.environ), logged.append)
+        taken = snapshots.Snapshots(
+            SimpleNamespace(collect=collect, engine=None), parse_run(words, os.environ), logged.append
+        )
 
         def look() -> None:
             taken.finish()

@@ -24,7 +24,10 @@ LAYOUTS = {
     "bf16, ZeRO 2": (2, "--bf16 --zero-stage 2"),
     "fp16, ZeRO 3": (2, "--fp16 --zero-stage 3"),
     "bf16, PP 2, ZeRO 1": (2, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
-    "fp16, TP 2, sequence parallel": (2, "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+    "fp16, TP 2, sequence parallel": (
+        2,
+        "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1 --async-save",
+    ),
     "bf16, DualPipeV": (2, "--bf16 --pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
     "bf16, Ulysses, ZeRO 3": (2, "--bf16 --ds-sequence-parallel-size 2 --zero-stage 3"),
     "fp16, ZeRO 3, offloaded": (2, "--fp16 --zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
@@ -85,7 +88,8 @@ def test_a_resumed_run_continues(runs: Runs, emulated_cuda: EmulatedCuda, tmp_pa
     """On another layout the count of updates has to be on the GPU, where torch's fused AdamW reads it."""
     processes, flags = LAYOUTS[target]
     found = tmp_path / "metrics"
-    folders = ("--load", runs.checkpoint(source, tmp_path / "saved"), "--metrics-file", found)
+    saved = runs.checkpoint(source, tmp_path / "saved")
+    folders = ("--load", saved, "--save", tmp_path / "resumed", "--metrics-file", found)
     emulated_cuda.pretrain(processes, *SETTINGS, *NO_DROPOUT, *flags.split(), *folders).ok()
     assert losses(found) == pytest.approx(runs.losses(source)[SAVED:], rel=0 if source == target else bound(target))
 

@@ -1,0 +1,142 @@
+"""Training with everything asynchronous as late as it may be equals training without, and planted faults are found.
+
+``support/races.py`` does the same for any flags: see docs/contributing.md.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from support.programs import TINY_MODEL, Programs
+from support.races import LateStream, hunted, trained
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from megatron.checkpoint import host_copies
+from megatron.checkpoint.host_copies import PinnedCopies
+from megatron.engines.gradients import GradientBucket
+from megatron.engines.transfers import Transfers
+from megatron.engines.zero import ZeroOptimizer
+from megatron.parallel import sequence
+from megatron.parallel.tensor import mappings
+
+STEPS = "--num-layers 2 --train-iters 2 --batch-size 1 --gas 2 --eval-iters 0 --ddp-bucket-size 5000"
+
+
+class Early:
+    """A work for which nobody waits."""
+
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+def gradients_are_not_awaited(bucket: GradientBucket) -> None:
+    bucket._started = bucket._started._replace(work=Early(bucket._started.work))
+    finish(bucket)
+
+
+def sent_gradients_are_used_again(bucket: GradientBucket) -> None:
+    start(bucket)
+    bucket._started.sent.zero_()
+
+
+def received_activations_are_not_awaited(transfers: Transfers, *which: Any) -> Any:
+    _, tensors, is_tuple = transfers._arriving.pop(which)
+    return tuple(tensors) if is_tuple else tensors[0]
+
+
+def keys_of_the_ring_are_not_awaited(*arguments: Any) -> Callable[[], Tensor]:
+    arrived = pass_on(*arguments)
+    cells = dict(zip(arrived.__code__.co_freevars, arrived.__closure__, strict=True))
+    return lambda: cells["received"].cell_contents
+
+
+def sources_are_freed(copies: PinnedCopies, item: Any, used: Any = ()) -> Any:
+    temporary = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, item)
+    copied = start_copies(copies, temporary, used)
+    copies._sources.clear()
+    return copied
+
+
+def buffers_are_used_again(item: Any, used: Any = (), *, pinned: bool = False) -> Any:
+    memory = [BUFFERS.setdefault(x.shape, torch.empty_like(x)) for x in host_copies.tensors_of(item)]
+    return in_host_memory(item, memory, pinned=pinned)
+
+
+finish, start, pass_on = GradientBucket.finish, GradientBucket.start, sequence._pass_on
+start_copies, in_host_memory = PinnedCopies.start, host_copies.in_host_memory
+gather, BUFFERS = partition_parameters._dist_allgather_fn, dict[torch.Size, Tensor]()
+
+Faults = dict[str, tuple[Any, str, Callable]]
+"""By name: a method, and what is in its place."""
+CASES: dict[str, tuple[str, Faults]] = {
+    "ZeRO 1": (
+        "--zero-stage 1",
+        {
+            "weights": (ZeroOptimizer, "wait_for_weights", lambda optimizer, _=None: optimizer._gathering.clear()),
+            "gradients": (GradientBucket, "finish", gradients_are_not_awaited),
+            "reused": (GradientBucket, "start", sent_gradients_are_used_again),
+        },
+    ),
+    "ZeRO 2": ("--zero-stage 2", {"gradients": (GradientBucket, "finish", gradients_are_not_awaited)}),
+    "ZeRO 3": (
+        "--zero-stage 3",
+        {"weights": (partition_parameters, "_dist_allgather_fn", lambda *tensors: Early(gather(*tensors)))},
+    ),
+    "pipeline": (
+        "--zero-stage 1 --pipe-parallel-size 2 --pipeline-schedule zbh1",
+        {"activations": (Transfers, "take", received_activations_are_not_awaited)},
+    ),
+    "ring": (
+        "--zero-stage 1 --context-parallel-size 2",
+        {"keys": (sequence, "_pass_on", keys_of_the_ring_are_not_awaited)},
+    ),
+    "tensor parallel": (
+        "--zero-stage 1 --model-parallel-size 2 --sequence-parallel",
+        {"sums": (mappings, "_when_done", lambda x, work: x)},
+    ),
+    "asynchronous save": (
+        "--zero-stage 1 --async-save --save-interval 1 --snapshot-interval 1 --auto-resume",
+        {
+            "update": (PinnedCopies, "_delay_update", lambda *_: None),
+            "writer": (PinnedCopies, "wait", lambda _: None),
+            "compute": (LateStream, "wait_stream", lambda *_: None),
+            "freed": (PinnedCopies, "start", sources_are_freed),
+            "reused": (host_copies, "in_host_memory", buffers_are_used_again),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_delays_change_nothing_and_faults_are_found(run_ranks_once, programs: Programs, tmp_path, case: str) -> None:
+    flags, faults = CASES[case]
+    words = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split(), *flags.split()]
+    folder = tmp_path if "--async-save" in words else None
+    of_ranks = run_ranks_once(2, hunt, words, case, folder, time_limit=120)
+    for found in of_ranks:
+        assert found.pop("none") == []
+    for fault in faults:
+        assert any(found[fault] for found in of_ranks), f"{fault} is not found"
+
+
+def hunt(words: list[str], case: str, folder: Path | None) -> dict[str, list[str]]:
+    """What is found without a fault, and with each."""
+
+    def save(name: str) -> Path | None:
+        return folder / name if folder else None
+
+    expected = trained(words, save("plain"))
+    assert {"loss", "gradient", "weight"} <= {what for what, _ in expected}
+    found = {"none": hunted(words, expected, save("none"))}
+    for fault, place in CASES[case][1].items():
+        with patch.object(*place):
+            found[fault] = hunted(words, expected, save(fault))
+    return found
