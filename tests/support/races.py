@@ -300,9 +300,11 @@ def main() -> NoReturn:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from megatron.engines import nothing_compiled_for_collectives
     from megatron.launch.environment import prepare_environment
 
     prepare_environment(os.environ)
+    nothing_compiled_for_collectives()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     is_cpu = get_accelerator().device_name() == "cpu"
     deepspeed.init_distributed("gloo" if is_cpu else get_accelerator().communication_backend_name(), verbose=False)
