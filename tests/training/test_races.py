@@ -47,9 +47,8 @@ def sent_gradients_are_used_again(bucket: GradientBucket) -> None:
     bucket._started.sent.zero_()
 
 
-def received_activations_are_not_awaited(transfers: Transfers, *which: Any) -> Any:
-    _, tensors, is_tuple = transfers._arriving.pop(which)
-    return tuple(tensors) if is_tuple else tensors[0]
+def received_activations_are_not_awaited(transfers: Transfers, one: Any) -> Any:
+    return transfers._arriving.pop(one)[1]
 
 
 def keys_of_the_ring_are_not_awaited(*arguments: Any) -> Callable[[], Tensor]:
