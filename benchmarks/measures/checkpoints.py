@@ -24,6 +24,7 @@ from benchmarks.comparing import Comparison, Quantity, Result, Seconds, alternat
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import run_of
 from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.host_copies import HostCopies
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshots import Snapshots
 from megatron.checkpoint.tensor_files import EngineFiles, read_file, write_file
@@ -56,7 +57,7 @@ def measure(rounds: int) -> list[Result]:
 
 
 def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:
-    engine.checkpoint_engine = files = EngineFiles(copies=True)
+    engine.checkpoint_engine = files = EngineFiles(HostCopies())
     engine.save_checkpoint(str(folder), tag="measured", save_latest=False)
     ((path, state),) = files.take()
     path.parent.mkdir(parents=True, exist_ok=True)

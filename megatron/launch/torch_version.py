@@ -2,7 +2,7 @@
 
 import re
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from megatron.common.errors import ConfigError
 
@@ -13,7 +13,10 @@ NEWEST_TORCH = "2.15"
 
 def check_torch(*, is_main_rank: bool) -> None:
     """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than what was tried."""
-    installed = version("torch")
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        return  # its import says so
     if _minor(installed) < _minor(OLDEST_TORCH):
         raise ConfigError(
             f"torch {installed} is installed, but {OLDEST_TORCH} to {NEWEST_TORCH} are supported: "
