@@ -104,6 +104,7 @@ class Engine(DeepSpeedEngine):
         """Wrap the optimizer in one of ``megatron.engines.wrappers``."""
         with corrected_optimizers(
             layout=self.layout,
+            positions={parameter: position for position, parameter in enumerate(self.module.parameters())},
             reduced_last=self._reduced_last(),
             micro_batches=self.gradient_accumulation_steps,
             coalesces=self._coalesces_grad_reduction,

@@ -150,12 +150,15 @@ class Gradients:
     """The buckets of an optimizer, which are reduced in the same order on all ranks.
 
     ``passes`` returns the backward passes from one reduction to the next. A bucket in which each parameter has got that
-    many gradients is reduced at once, whatever the schedule; without it all are reduced by ``reduce``.
+    many gradients is reduced at once, whatever the schedule; without it all are reduced by ``reduce``. ``first_uses``
+    has the position in the model of each bucket's first parameter, whose gradient completes it: the bucket of all norms
+    and biases is complete last.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket], passes: Callable[[], int] | None):
+    def __init__(self, buckets: Sequence[GradientBucket], passes: Callable[[], int] | None, first_uses: Sequence[int]):
         self._buckets, self._passes = buckets, passes
-        self._in_order = sorted(reversed(buckets), key=lambda bucket: bucket.is_last)
+        uses = dict(zip(buckets, first_uses, strict=True))
+        self._in_order = sorted(buckets, key=lambda bucket: (bucket.is_last, -uses[bucket]))
         self._complete: set[GradientBucket] = set()
         self.number_started = 0
         for bucket in buckets:

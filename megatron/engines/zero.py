@@ -16,7 +16,7 @@ DeepSpeed 0.19.8:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -78,6 +78,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     Args:
         layout: of the ranks.
+        positions: of the parameters in the model.
         reduced_last: parameters whose gradients change after the backward pass, or get several in one.
         micro_batches: returns their number in the step that runs.
         coalesces: whether ZeRO 2 keeps the gradients of all micro-batches, and reduces them once.
@@ -92,13 +93,14 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         self,
         *arguments: Any,
         layout: ParallelLayout,
+        positions: Mapping[nn.Parameter, int],
         reduced_last: Set[nn.Parameter],
         micro_batches: Callable[[], int],
         coalesces: bool,
         overlaps: bool,
         **options: Any,
     ):
-        self._layout, self._reduced_last = layout, reduced_last
+        self._layout, self._positions, self._reduced_last = layout, positions, reduced_last
         self._gathering: dict[int, Work] = {}
         self._gathered_late: set[int] = set()
         super().__init__(*arguments, **options)
@@ -108,7 +110,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             groups = range(len(self.bit16_groups))
             buckets = [self._bucket(number, is_sharded=is_sharded) for number in groups]
             passes = (lambda: 1) if is_sharded else micro_batches
-            self.gradients = Gradients(buckets, passes if overlaps else None)
+            self.gradients = Gradients(buckets, passes if overlaps else None, self._first_uses)
             self.use_grad_accum_attribute = False  # gradients are in the buckets
             parameters = (parameter for group in self.bit16_groups for parameter in group)
             self._summed_over_tensor_ranks = set(take_gradient_sums(parameters, layout.tensor_group))
@@ -123,6 +125,11 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         is_plain_mean = self.gradient_average and self.postscale_gradients and self.gradient_predivide_factor == 1
         is_plain_step = self.compute_grad_norm and not self.cpu_offload
         return is_plain_mean and is_plain_step and self.reduce_scatter and not is_padded
+
+    @cached_property
+    def _first_uses(self) -> list[int]:
+        """Position in the model of the first parameter of each group."""
+        return [min(self._positions[parameter] for parameter in group) for group in self.bit16_groups]
 
     def _bucket(self, number: int, *, is_sharded: bool) -> GradientBucket:
         parameters = self.round_robin_bit16_groups[number]
@@ -231,9 +238,10 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         self._gathered_late -= {numbers[parameter] for parameter in self._reduced_last if parameter in numbers}
 
     def _gather_weights(self) -> None:
-        """Gather the flat weights, to which each rank has updated its part."""
-        flats = zip(self.bit16_groups_flat, self._own_parts(), self.real_dp_process_group, strict=True)
-        for number, (flat, own, group) in enumerate(flats):
+        """Gather the flat weights, of which each rank has updated its part, in the order of their first use."""
+        flats = list(zip(self.bit16_groups_flat, self._own_parts(), self.real_dp_process_group, strict=True))
+        for number in sorted(range(len(flats)), key=self._first_uses.__getitem__):
+            flat, own, group = flats[number]
             if group.size() > 1:
                 self._gathering[number] = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
         self.wait_for_weights(self._gathering.keys() - self._gathered_late)

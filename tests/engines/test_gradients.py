@@ -43,7 +43,8 @@ def part_is_the_mean(is_sharded: bool, dtype: torch.dtype) -> None:
                 is_last=layer is layers[-1],
             )
         )
-    gradients = Gradients(buckets, (lambda: 1) if is_sharded else (lambda: PASSES))
+    passes = (lambda: 1) if is_sharded else (lambda: PASSES)
+    gradients = Gradients(buckets, passes, range(len(buckets)))
     started: list[int] = []
     layers[0].bias.register_post_accumulate_grad_hook(lambda _: started.append(gradients.number_started))
     sums = [torch.zeros(bucket.gradient_elements) for bucket in buckets]
@@ -92,3 +93,28 @@ def train_both_ways(common: list[str], folder: Path) -> None:
             wrappers.ZeroOptimizer = kind  # type: ignore[misc]
             code, output = pretrain([*common, *layout.split(), "--metrics-file", str(folder / f"{number}-{way}")])
             assert code == 0, output
+
+
+@pytest.mark.parametrize("layout", ["--zero-stage 1", "--zero-stage 2", "--zero-stage 1 --pipe-parallel-size 1"])
+def test_buckets_are_reduced_during_the_backward_pass(layout: str, run_ranks_once, programs: Programs) -> None:
+    """All but those of tied weights, and of norms and biases, of which the first layer has some."""
+    common = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split(), *layout.split()]
+    for started, buckets in run_ranks_once(2, started_before_the_end, common):
+        assert buckets >= 5 and started >= buckets - 3
+
+
+def started_before_the_end(words: list[str]) -> tuple[int, int]:
+    """The least number of buckets that were being reduced when a backward pass had ended, and of all."""
+    from support.training import pretrain
+
+    found: list[tuple[int, int]] = []
+    reduce = Gradients.reduce
+
+    def counted(self: Gradients) -> None:
+        found.append((self.number_started, len(self._in_order)))
+        reduce(self)
+
+    Gradients.reduce = counted  # type: ignore[method-assign]
+    code, output = pretrain(words)
+    assert code == 0, output
+    return min(found)
