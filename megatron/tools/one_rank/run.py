@@ -1,0 +1,179 @@
+"""Run a training program as one rank of many.
+
+    with one_rank(64, 9):
+        exit_code = run_program(Path("pretrain_gpt2.py"), ["--num-layers", "24", ...])
+
+What the program would read from other ranks is answered: see ``group``. The shapes of what another pipeline stage
+sends are those that the model would send itself; a step that rank 0 takes for all, such as choosing the checkpoint to
+load, this rank takes, too.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import utils as zero_utils
+
+from megatron.checkpoint import collective_errors
+from megatron.common.environment import expected_device
+from megatron.config import RunConfig
+from megatron.engines import build
+from megatron.engines.transfers import Transfers, _boundary, _row
+from megatron.launch import distributed, rank
+from megatron.launch.environment import free_port
+from megatron.parallel.pipeline.simulation import Transfer
+from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
+from megatron.tools.one_rank.shapes import value_at
+
+_HOST = 8
+"""Ranks of a host."""
+
+
+@contextmanager
+def one_rank(world_size: int, number: int) -> Iterator[None]:
+    """While inside, this process is rank ``number`` of ``world_size``, and joins no other.
+
+    The cores of this host are not divided among the ranks that it would have: OMP_NUM_THREADS has to be set before
+    torch is imported.
+    """
+    place = {
+        "RANK": str(number),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",  # there is one device
+        "LOCAL_WORLD_SIZE": str(min(world_size, _HOST)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
+        "DS_ACCELERATOR": expected_device(os.environ),
+    }
+    with patch.dict(os.environ, place), ExitStack() as stack:
+        store = OneRankStore()
+        for owner, name, value in _replaced(store):
+            stack.enter_context(patch.object(owner, name, value))
+        dist.init_process_group(NAME, store=store, rank=number, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+def run_program(program: Path, words: Sequence[str]) -> int:
+    """The exit code of ``python PROGRAM WORDS``, which does not end this process."""
+
+    def leave(code: int, _: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        raise SystemExit(code)
+
+    folder = str(program.resolve().parent)
+    with (
+        patch.object(rank, "_exit", leave),
+        patch.object(rank, "exit_with_launcher", lambda environ: None),
+        patch.object(sys, "argv", [str(program), *words]),
+        patch.object(sys, "path", [folder, *sys.path]),
+    ):
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _create(options: Any, _: Any) -> OneRankGroup:
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return OneRankGroup(options.group_rank, ranks, options.group_id)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name and value of everything that would wait for another rank's answer."""
+    shapes = _Shapes()
+    for module in (dist, dist.distributed_c10d):
+        yield module, "new_group", _new_group_of(dist.distributed_c10d.new_group)
+        yield module, "all_gather_object", _all_gather_object
+        yield module, "broadcast_object_list", _broadcast_object_list
+    yield distributed, "TCPStore", lambda *_, **__: store
+    for module in (collective_errors, zero_utils):
+        yield module, "dist", _AsRank0(module.dist)
+    yield build, "build_module", shapes.noting_run(build.build_module)
+    yield Transfers, "receive", shapes.answering(Transfers.receive)
+
+
+def _new_group_of(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.new_group`` of this backend, whichever is asked for."""
+
+    def make(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> Any:
+        made = new_group(ranks, *arguments, **(options | {"backend": NAME}))
+        if (observer := OneRankGroup.observer) is not None:
+            members = range(dist.get_world_size()) if ranks is None else ranks
+            observer.grouped(tuple(members), made if isinstance(made, OneRankGroup) else None)
+        return made
+
+    return make
+
+
+def _all_gather_object(objects: list, value: Any, group: Any = None) -> None:
+    def deliver() -> None:
+        objects[:] = [value] * len(objects)
+
+    _group(group).do(deliver, "all_gather_object").wait()
+
+
+def _broadcast_object_list(
+    objects: list, src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
+) -> None:
+    of = _group(group)
+    root = group_src if group_src is not None else of.ranks.index(src or 0)
+    of.do(lambda: None, "broadcast_object", (), (), root).wait()
+
+
+def _group(group: Any) -> OneRankGroup:
+    found = dist.distributed_c10d._get_default_group() if group is None else group
+    assert isinstance(found, OneRankGroup)
+    return found
+
+
+class _AsRank0:
+    """The module ``torch.distributed`` or DeepSpeed's for functions that have all ranks do or compare what rank 0 has:
+    each does it that is alone."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: 0) if name == "get_rank" else getattr(self._module, name)
+
+
+class _Shapes:
+    """Answers the first transfer over each boundary between stages, which tells the shapes of later ones."""
+
+    def __init__(self) -> None:
+        self._run: RunConfig | None = None
+
+    def noting_run(self, build_module: Callable[..., Any]) -> Callable[..., Any]:
+        """``build_module`` of an engine, after which the run is known."""
+
+        def build(run: RunConfig, layout: Any) -> Any:
+            self._run = run
+            return build_module(run, layout)
+
+        return build
+
+    def answering(self, receive: Callable[[Any, Transfer], None]) -> Callable[[Any, Transfer], None]:
+        """``Transfers.receive``, whose message with the shapes has the right ones."""
+
+        def answered(transfers: Any, one: Transfer) -> None:
+            if not transfers.knows_shape(one):
+                transfers._received_row(one.stage)
+                assert self._run is not None
+                transfers._shapes[_boundary(one)] = _row(value_at(self._run, one))
+            receive(transfers, one)
+
+        return answered
