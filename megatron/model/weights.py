@@ -4,7 +4,6 @@ i inputs, o outputs, in all t tensor-parallel ranks together
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +14,11 @@ from torch import nn
 from megatron.config import ModelConfig
 from megatron.ops.choices import runs_in_fp8
 from megatron.ops.fp8 import Fp8LinearKernel
-from megatron.ops.linear import LinearKernel, linear_kernel
+from megatron.ops.linear import linear_kernel
 from megatron.ops.norm import choose_norm
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
+from megatron.parallel.tensor.chunks import BY_RANK, CHUNKS
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, sharded_norm
 from megatron.parallel.tensor.lora import LowRank, ParallelAdapter
 from megatron.parallel.tensor.mappings import largest_of_ranks
@@ -48,9 +48,8 @@ def column_parallel(
         "parts": parts,
     }
     lora = _adapter(config, name, inputs, outputs, is_column_parallel=True, **kwargs)
-    kernel = _kernel(config, layout, inputs, parts * outputs, is_column_parallel=True)
-    kwargs |= {"has_bias": config.linear_bias if has_bias is None else has_bias, "kernel": kernel}
-    kwargs["chunks"] = layout.forward_chunks
+    kwargs |= _matmul(config, layout, inputs, parts * outputs, is_column_parallel=True)
+    kwargs["has_bias"] = config.linear_bias if has_bias is None else has_bias
     return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
 
 
@@ -64,20 +63,20 @@ def row_parallel(
         "init": residual_weight(config, name),
     }
     lora = _adapter(config, name, inputs, outputs, is_column_parallel=False, **kwargs)
-    kwargs |= {"has_bias": config.linear_bias, "chunks": layout.forward_chunks}
-    kernel = _kernel(config, layout, inputs, outputs, is_column_parallel=False)
-    return RowParallelLinear(inputs, outputs, lora=lora, kernel=kernel, **kwargs)
+    kwargs |= _matmul(config, layout, inputs, outputs, is_column_parallel=False)
+    return RowParallelLinear(inputs, outputs, lora=lora, has_bias=config.linear_bias, **kwargs)
 
 
-def _kernel(
+def _matmul(
     config: ModelConfig, layout: ParallelLayout, inputs: int, outputs: int, *, is_column_parallel: bool
-) -> Callable[[], LinearKernel]:
-    """What makes the kernel of a linear layer of these unsharded sizes."""
+) -> dict[str, Any]:
+    """What makes the kernel of a linear layer of these unsharded sizes, and the chunks in which it communicates."""
     t = layout.tensor_group.size()
     if not runs_in_fp8(config, inputs, outputs, (1, t) if is_column_parallel else (t, 1)):
-        return linear_kernel(config)
+        return {"kernel": linear_kernel(config), "chunks": layout.forward_chunks}
     share = partial(largest_of_ranks, group=layout.tensor_group)
-    return partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
+    kernel = partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
+    return {"kernel": kernel, "chunks": CHUNKS if layout.forward_chunks == BY_RANK else layout.forward_chunks}
 
 
 def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> ParallelAdapter | None:

@@ -60,20 +60,42 @@ class Fp8LinearKernel(LinearKernel):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = self._quantize(x.flatten(0, -2), E4M3, self.share_input)
-        y = multiply(rows, self._weight(weight, transposed=False), bias, is_gradient=False)
-        return y.unflatten(0, x.shape[:-1])
+        return self._output(rows, weight, bias).unflatten(0, x.shape[:-1])
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        rows = self._quantize(grad, self.gradient_type, self.share_gradient)
-        return multiply(rows, self._weight(weight, transposed=True), None, is_gradient=True)
+        return self._input_gradient(self._quantize(grad, self.gradient_type, self.share_gradient), weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
         return self.in_bf16.weight_gradient(grad, x, weight)
+
+    def encoded(self, x: Tensor, *, is_gradient: bool = False) -> tuple[Tensor, ...]:
+        """With a scale for each row: FP8 values [.., k] as bytes, which every backend gathers, and scales [.., 1]."""
+        if not self.is_rowwise:
+            return super().encoded(x, is_gradient=is_gradient)
+        values, inverse_scale = quantize(x, self.gradient_type if is_gradient else E4M3, None)
+        return values.view(torch.uint8), inverse_scale
+
+    def forward_of(self, encoded: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.is_rowwise:
+            return super().forward_of(encoded, weight, bias)
+        return self._output(_decoded(encoded, E4M3), weight, bias).unflatten(0, encoded[0].shape[:-1])
+
+    def input_gradient_of(self, encoded: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        if not self.is_rowwise:
+            return super().input_gradient_of(encoded, weight)
+        rows = _decoded(encoded, self.gradient_type)
+        return self._input_gradient(rows, weight).unflatten(0, encoded[0].shape[:-1])
 
     def traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``forward`` for torch's compiler, which fuses casts with what is around them. Nothing is kept."""
         output: Tensor = _Traced.apply(x, weight, bias, self.is_rowwise, self.gradient_type)
         return output
+
+    def _output(self, rows: Quantized, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply(rows, self._weight(weight, transposed=False), bias, is_gradient=False)
+
+    def _input_gradient(self, rows: Quantized, weight: Tensor) -> Tensor:
+        return multiply(rows, self._weight(weight, transposed=True), None, is_gradient=True)
 
     def _weight(self, weight: Tensor, *, transposed: bool) -> Quantized:
         """The weight, as [o, i] or transposed, [i, o]: in both cases the summed dimension of a matmul is the last."""
@@ -119,13 +141,19 @@ class _Traced(torch.autograd.Function):
 
 
 def quantize(rows: Tensor, dtype: torch.dtype, share: Share | None) -> Quantized:
-    """rows [n, k] in FP8 with one scale, whose largest magnitude is shared; or without ``share`` one for each row."""
+    """rows [.., k] in FP8 with one scale, whose largest magnitude is shared; or without ``share`` one for each row."""
     if share is None:
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True).float()
     else:
         largest = share(torch.linalg.vector_norm(rows, torch.inf).float())
     scale = (torch.finfo(dtype).max / largest.clamp(min=1e-12)).log2().floor().exp2()  # also for zeros
     return Quantized((rows * scale.to(rows.dtype)).to(dtype).contiguous(), scale.reciprocal())
+
+
+def _decoded(encoded: tuple[Tensor, ...], dtype: torch.dtype) -> Quantized:
+    """Bytes [.., k] and scales [.., 1] as rows."""
+    values, inverse_scale = (part.flatten(0, -2) for part in encoded)
+    return Quantized(values.view(dtype), inverse_scale)
 
 
 def multiply(rows: Quantized, weight: Quantized, bias: Tensor | None, *, is_gradient: bool) -> Tensor:

@@ -44,6 +44,20 @@ class LinearKernel:
         """grad [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
         return grad.t() @ x
 
+    def encoded(self, x: Tensor, *, is_gradient: bool = False) -> tuple[Tensor, ...]:
+        """What ranks gather in place of their tokens' inputs or gradients [.., k]: tensors [.., n]."""
+        return (x,)
+
+    def forward_of(self, encoded: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``forward`` of what was gathered."""
+        (x,) = encoded
+        return self.forward(x, weight, bias)
+
+    def input_gradient_of(self, encoded: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        """``input_gradient`` of what was gathered: of [.., o] -> [.., i]."""
+        (grad,) = encoded
+        return self.input_gradient(grad.flatten(0, -2), weight).unflatten(0, grad.shape[:-1])
+
 
 class AccumulatingLinearKernel(LinearKernel):
     """Adds the weight's gradient to ``weight.grad`` from the second micro-batch of a step on, within the matmul.

@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 from megatron.config import ParallelConfig
 from megatron.parallel import axis_sizes, expert_groups, groups_along, p2p_lanes, ring_groups, ulysses_groups
 from megatron.parallel.shared_memory import backend_of_groups
-from megatron.parallel.tensor.chunks import CHUNKS
+from megatron.parallel.symmetric_memory import maps_memory
+from megatron.parallel.tensor.chunks import BY_RANK, CHUNKS
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ParallelLayout:
     """Whether activations that the tensor group does not divide otherwise are sharded along the sequence
     (Megatron's sequence parallelism)."""
     forward_chunks: int = 1
-    """In how many chunks tensor-parallel layers communicate during the matmuls of the forward pass."""
+    """In how many chunks tensor-parallel layers communicate during the matmuls of the forward pass, or ``BY_RANK``."""
     is_v_shaped: bool = False
     """Whether the model ends on the stage on which it begins."""
 
@@ -57,10 +58,11 @@ class ParallelLayout:
         own_group = partial(_own_group, timeout=timeout)
         has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
         experts, expert_data = expert_groups(parallel) if parallel.expert_model_parallel_size > 1 else (None, None)
+        tensor_group = own_group(groups_along(parallel, "tensor"))
         return cls(
             topology=_topology(parallel),
             rank=dist.get_rank(),
-            tensor_group=own_group(groups_along(parallel, "tensor")),
+            tensor_group=tensor_group,
             data_group=own_group(groups_along(parallel, "data")),
             pipe_group=own_group(groups_along(parallel, "pipe")),
             p2p_groups=_p2p_groups(parallel, timeout),
@@ -72,7 +74,7 @@ class ParallelLayout:
             expert_group=own_group(experts) if experts else None,
             expert_data_group=own_group(expert_data) if expert_data else None,
             sequence_parallel=parallel.sequence_parallel,
-            forward_chunks=CHUNKS if parallel.tp_comm_overlap else 1,
+            forward_chunks=_forward_chunks(parallel, tensor_group),
             is_v_shaped=parallel.is_v_shaped,
         )
 
@@ -145,6 +147,14 @@ def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> Proce
     """Create all of the groups, as every rank has to in the same order, and return this rank's."""
     groups = {tuple(ranks): new_group(ranks, timeout=timeout) for ranks in all_groups}
     return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+
+
+def _forward_chunks(parallel: ParallelConfig, tensor_group: ProcessGroup) -> int:
+    """Torch's matmuls through symmetric memory divide a sequence."""
+    if not parallel.tp_comm_overlap:
+        return 1
+    device = get_accelerator().device_name()
+    return BY_RANK if parallel.sequence_parallel and maps_memory(tensor_group, device) else CHUNKS
 
 
 def _p2p_groups(parallel: ParallelConfig, timeout: timedelta) -> dict[tuple[int, int], ProcessGroup]:

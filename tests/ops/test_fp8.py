@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,6 +150,48 @@ def same_as_one_process(recipe: str, sequence_parallel: bool) -> None:
     expected = [whole[0][:, part], whole[1][:, part], whole[2][inner], whole[3][:, inner]]
     for one, other in zip(ours, expected, strict=True):
         assert (one - other).float().norm() < 0.01 * other.float().norm()
+
+
+@pytest.mark.parametrize("sequence_dim", [0, 1])
+def test_ranks_gather_rows_in_fp8(run_ranks, sequence_dim: int) -> None:
+    """Half the bytes and the scales; inputs bit by bit as gathered in bf16, and gradients under frozen weights."""
+    for forward, backward, gradient in run_ranks(2, gathers_in_fp8, sequence_dim):
+        tokens, scale = 2 * 16, 4
+        assert forward == tokens * (INPUTS + scale) and backward == 2 * tokens * INPUTS
+        assert gradient == tokens * (OUTPUTS + scale)
+
+
+def gathers_in_fp8(sequence_dim: int) -> list[int]:
+    """Bytes that arrive in the forward pass of a column-parallel layer, in its backward pass, which computes the
+    gradient of the weight in bf16, and in the backward pass of a row-parallel layer with a frozen weight."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    received: list[int] = []
+    gather = dist.all_gather_into_tensor
+
+    def counted(output: Tensor, *arguments, **options):
+        received[-1] += output.nbytes
+        return gather(output, *arguments, **options)
+
+    def mine(x: Tensor) -> Tensor:
+        return x.chunk(2, sequence_dim)[rank].contiguous()
+
+    x, weight = random(2, 16, INPUTS), nn.Parameter(random(OUTPUTS, INPUTS, seed=2))
+    grad, frozen = random(2, 16, OUTPUTS, seed=3), random(OUTPUTS, INPUTS, seed=4)
+    make, whole = partial(kernel_of, recipe="rowwise"), kernel_of(recipe="rowwise")
+    with patch.object(dist, "all_gather_into_tensor", counted):
+        for chunks in (1, 4):
+            received.append(0)
+            y = linear(mine(x).requires_grad_(), weight, None, group, sequence_dim, kernel=make(), chunks=chunks)
+        assert torch.equal(y, whole.forward(x, weight, None)) and received[0] == received[1]
+        received.append(0)
+        y.backward(grad)
+        part = random(2, 16, INPUTS).requires_grad_()
+        y = linear(part, frozen, None, group, sequence_dim, kernel=make(), sums_outputs=True)
+        received.append(0)
+        y.backward(mine(grad))
+    assert torch.equal(part.grad.flatten(0, 1), whole.input_gradient(grad.flatten(0, 1), frozen))
+    assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.flatten(0, 1))
+    return received[1:]
 
 
 def test_small_and_unaligned_layers_stay_in_bf16() -> None:

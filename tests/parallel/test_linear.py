@@ -1,6 +1,7 @@
 """Gradients that a matmul accumulates, deferred ones, and what a tensor-parallel layer saves and sends."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest.mock import patch
 
@@ -13,7 +14,14 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron import mpu
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.weights import column_parallel, row_parallel
+from megatron.ops.fp8 import Fp8LinearKernel
 from megatron.ops.linear import AccumulatingLinearKernel, LinearKernel
+from megatron.parallel import layout as layouts
+from megatron.parallel.symmetric_memory import maps_memory
+from megatron.parallel.tensor.chunks import BY_RANK
+from megatron.parallel.tensor.chunks import CHUNKS as ALL_CHUNKS
 from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule, compute_weight_gradients
 from megatron.parallel.tensor.linear import linear
 
@@ -124,9 +132,9 @@ def test_row_parallel_equals_serial(run_ranks, sequence_dim: int | None):
     run_ranks(2, row_parallel_equals_serial, sequence_dim)
 
 
-def row_parallel_equals_serial(sequence_dim: int | None):
+def row_parallel_equals_serial(sequence_dim: int | None, all_chunks: tuple[int, ...] = CHUNKS):
     """Output and the gradients of input and weight; the sums do not overwrite what the backward pass needs."""
-    for kernel, chunks, is_compiling in product((LinearKernel, AccumulatingLinearKernel), CHUNKS, (False, True)):
+    for kernel, chunks, is_compiling in product((LinearKernel, AccumulatingLinearKernel), all_chunks, (False, True)):
         row, serial, x, x_serial = _row(sequence_dim, kernel, chunks)
         for _ in range(2):
             with patch.object(torch.compiler, "is_compiling", return_value=is_compiling):
@@ -180,10 +188,12 @@ def operator_equals_serial(sequence_dim: int | None) -> tuple[int, int]:
 
 
 def column_parallel_equals_serial(
-    sequence_dim: int | None, kernels: tuple[type[LinearKernel], ...] = (LinearKernel, AccumulatingLinearKernel)
+    sequence_dim: int | None,
+    kernels: tuple[type[LinearKernel], ...] = (LinearKernel, AccumulatingLinearKernel),
+    all_chunks: tuple[int, ...] = CHUNKS,
 ):
     """Output and the gradients of input, weight and bias, accumulated by autograd and in place."""
-    for kernel, chunks in product(kernels, CHUNKS):
+    for kernel, chunks in product(kernels, all_chunks):
         column, serial, x, x_serial = _column(sequence_dim, kernel, chunks)
         for _ in range(2):
             y, y_serial = column(x), serial(x_serial)
@@ -194,6 +204,60 @@ def column_parallel_equals_serial(
         assert_close(x.grad, expected)
         assert_close(column.weight.grad, _part(serial.weight.grad, 0))
         assert_close(column.bias.grad, _part(serial.bias.grad, 0))
+
+
+@contextmanager
+def _symmetric_memory() -> Iterator[None]:
+    """Torch's matmuls through symmetric memory on a CPU: its own reference versions of them."""
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    with torch.library._scoped_library("symm_mem", "IMPL") as library:
+        library.impl("fused_all_gather_matmul", symm_mem._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", symm_mem._fused_matmul_reduce_scatter_fallback, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS[1:])
+def test_symmetric_memory_equals_serial(run_ranks, sequence_dim: int):
+    run_ranks(2, symmetric_memory_equals_serial, sequence_dim)
+
+
+def symmetric_memory_equals_serial(sequence_dim: int):
+    """Output and gradients, also of the compiler's operator; all messages of the forward pass are in torch's."""
+    with _symmetric_memory():
+        row_parallel_equals_serial(sequence_dim, (BY_RANK,))
+        column_parallel_equals_serial(sequence_dim, all_chunks=(BY_RANK,))
+        with patch.object(torch.compiler, "is_compiling", return_value=True):
+            column_parallel_equals_serial(sequence_dim, (LinearKernel,), (BY_RANK,))
+    for build in (_column, _row):
+        layer, _, x, _ = build(sequence_dim, chunks=BY_RANK)
+        with _symmetric_memory(), _Events() as events:
+            layer(x)
+        assert events.found == []
+
+
+def test_symmetric_memory_is_chosen_where_ranks_can_map_it(run_ranks):
+    run_ranks(2, choices_of_chunks)
+
+
+def choices_of_chunks():
+    """On a device that has none, of several hosts, without sequence parallelism, and in FP8: chunks as elsewhere."""
+    assert not maps_memory(dist.group.WORLD, "cpu")
+    assert not maps_memory(dist.group.WORLD, "cuda"), "this torch has no CUDA"
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 8}
+    fp8 = {"dtype": "bf16", "fp8_format": "hybrid", "fp8_min_size": 16}
+    found = []
+    for works, is_sharded, more in product((True, False), (True, False), ({}, fp8)):
+        parallel = ParallelConfig(
+            world_size=2, model_parallel_size=2, sequence_parallel=is_sharded, tp_comm_overlap=True
+        )
+        with patch.object(layouts, "maps_memory", return_value=works):
+            layout = mpu.ParallelLayout.create(parallel)
+        config = ModelConfig(**sizes, **more)
+        layers = [build(config, layout, "a.b", 32, 64) for build in (column_parallel, row_parallel)]
+        assert all(isinstance(layer.kernel, Fp8LinearKernel) == bool(more) for layer in layers)
+        found.append([layer.chunks for layer in layers])
+    assert found == [[BY_RANK] * 2] + [[ALL_CHUNKS] * 2] * 7
 
 
 class _Events(TorchDispatchMode):

@@ -26,7 +26,7 @@ LAYOUTS = {
     "bf16, PP 2, ZeRO 1": (2, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
     "fp16, TP 2, sequence parallel": (
         2,
-        "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1 --async-save",
+        "--fp16 --model-parallel-size 2 --sequence-parallel --tp-comm-overlap --zero-stage 1 --async-save",
     ),
     "bf16, DualPipeV": (2, "--bf16 --pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
     "bf16, Ulysses, ZeRO 3": (2, "--bf16 --ds-sequence-parallel-size 2 --zero-stage 3"),

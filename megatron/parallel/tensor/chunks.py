@@ -14,23 +14,35 @@ from megatron.parallel.tensor.mappings import async_all_gather, async_all_reduce
 CHUNKS = 4
 """Of a matmul, with ``--tp-comm-overlap``: only the first is gathered, or the last is summed, without a matmul."""
 
+BY_RANK = 0
+"""In place of a number of chunks: torch's matmuls through symmetric memory, with a chunk for each rank."""
+
 Multiply = Callable[[Tensor], Tensor]
 """[.., i] -> [.., o]"""
+Encoded = tuple[Tensor, ...]
+"""What is gathered in place of inputs [.., i]: tensors [.., n]."""
 
 
 def gather_and_multiply(
-    x: Tensor, multiply: Multiply, group: ProcessGroup, dim: int, *, outputs: int, chunks: int
+    x: Tensor,
+    encode: Callable[[Tensor], Encoded],
+    multiply: Callable[[Encoded], Tensor],
+    group: ProcessGroup,
+    dim: int,
+    *,
+    outputs: int,
+    chunks: int,
 ) -> Tensor:
     """The matmul of the ranks' shards along ``dim`` together: [b, s/t, i] -> [b, s, o] for ``dim`` 1."""
     parts = x.chunk(chunks, dim)
-    requested = [async_all_gather(part.unsqueeze(0), group, 0) for part in parts]
+    requested = [[async_all_gather(one.unsqueeze(0), group, 0) for one in encode(part)] for part in parts]
     shape = [*x.shape[:-1], outputs]
     shape[dim] *= group.size()
     y = x.new_empty(shape)
     by_rank = y.unflatten(dim, (group.size(), -1)).movedim(dim, 0)  # [t, b, s/t, o]
     targets = by_rank.split([part.size(dim) for part in parts], dim + 1)
     for target, gathered in zip(targets, requested, strict=True):
-        target.copy_(multiply(gathered()))  # [t, b, c, o]
+        target.copy_(multiply(tuple(one() for one in gathered)))  # [t, b, c, o]
     return y
 
 

@@ -124,7 +124,7 @@ class ColumnParallelLinear(DeferringModule):
     ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
     of the same layout, is added. With ``parts`` there are that many matrices, each
     of which is sharded, W [parts, o, i]; their outputs are concatenated, [.., parts x o/t]. ``kernel`` computes the
-    matmuls, whose input is gathered in ``chunks``.
+    matmuls, whose input is gathered in ``chunks``, or ``BY_RANK``.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class RowParallelLinear(DeferringModule):
     """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
     With ``input_is_parallel=False`` the input is not sharded, [.., i], and is scattered here. The output of
-    ``lora(x)``, if given, is added. ``kernel`` computes the matmul, whose output is summed in ``chunks``.
+    ``lora(x)``, if given, is added. ``kernel`` computes the matmul, whose output is summed in ``chunks``, or
+    ``BY_RANK``.
     """
 
     def __init__(

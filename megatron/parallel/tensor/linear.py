@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.ops.linear import LinearKernel
-from megatron.parallel.tensor.chunks import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
+from megatron.parallel import symmetric_memory
+from megatron.parallel.tensor.chunks import BY_RANK, gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 from megatron.parallel.tensor.deferred import DeferredWeightGradients
 from megatron.parallel.tensor.mappings import all_gather, async_all_gather, async_all_reduce, async_reduce_scatter
 
@@ -39,8 +40,8 @@ def linear(
     With ``sequence_dim`` x is this rank's shard along it, such as [b, s/t, i] for 1: the output is for all shards,
     [b, s, o], and the gradient of x is this rank's shard of the sum. With ``sums_outputs`` it is the other way round:
     the output is summed, or this rank's shard of the sum, and the gradient of x is this rank's. The forward pass
-    communicates in ``chunks`` during its matmul. ``deferred`` may collect the gradient of the weight in place of
-    computing it.
+    communicates in ``chunks`` during its matmul; ``BY_RANK`` needs ``sequence_dim``, and matmuls of plain torch.
+    ``deferred`` may collect the gradient of the weight in place of computing it.
     """
     if group is None or group.size() == 1:
         group = sequence_dim = None
@@ -72,13 +73,15 @@ class _Overlap:
         self.chunks = chunks
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        multiply = partial(self.kernel.forward, weight=weight, bias=bias)
         if self.group is None or self.sequence_dim is None:
-            return multiply(x)
+            return self.kernel.forward(x, weight, bias)
+        if self.chunks == BY_RANK:
+            return symmetric_memory.gather_and_multiply(x, weight, bias, self.group, self.sequence_dim)
+        encode, multiply = self.kernel.encoded, partial(self.kernel.forward_of, weight=weight, bias=bias)
         if self.chunks == 1:
-            return multiply(all_gather(x, self.group, self.sequence_dim))
+            return multiply(_gathered(encode(x), self.group, self.sequence_dim))
         sizes = {"outputs": weight.size(0), "chunks": self.chunks}
-        return gather_and_multiply(x, multiply, self.group, self.sequence_dim, **sizes)
+        return gather_and_multiply(x, encode, multiply, self.group, self.sequence_dim, **sizes)
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needed: Sequence[bool]) -> Gradients:
         """Gradients that are ``needed``, in the order of arXiv 2205.05198, section 4.2.2.
@@ -126,12 +129,22 @@ class _SumOverlap(_Overlap):
             return self._start_sum(multiply(x))()
         if self.sequence_dim is None:
             return multiply_and_reduce(x, multiply, self.group, chunks=self.chunks)
+        if self.chunks == BY_RANK:
+            return symmetric_memory.multiply_and_scatter(x, weight, self.group, self.sequence_dim)
         return multiply_and_scatter(x, multiply, self.group, self.sequence_dim, chunks=self.chunks)
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needed: Sequence[bool]) -> Gradients:
-        if self.sequence_dim is not None:
+        if self.sequence_dim is not None and x is None and not needed[2]:
+            encoded = self.kernel.encoded(grad, is_gradient=True)
+            gathered = _gathered(encoded, self.group, self.sequence_dim)
+            return self.kernel.input_gradient_of(gathered, weight), None, None
+        if self.sequence_dim is not None:  # as it is, which the gradient of the weight needs
             grad = all_gather(grad, self.group, self.sequence_dim)
         return _Overlap(None, None, self.kernel, self.deferred).backward(grad, x, weight, needed)
+
+
+def _gathered(tensors: tuple[Tensor, ...], group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
+    return tuple(all_gather(one, group, dim) for one in tensors)
 
 
 _OVERLAPS = {False: _Overlap, True: _SumOverlap}
