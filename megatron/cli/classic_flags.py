@@ -33,7 +33,7 @@ _FULFILLED = {
     "this is the default of both models": (
         "softmax-type=vanilla transformer-impl=local weight-decay-incr-style=constant"
     ),
-    "experts receive their tokens by all-to-all": "moe-token-dispatcher-type=alltoall",
+    "tokens are always exchanged while the shared expert is computed": "moe-shared-expert-overlap",
     "the weights of experts are a softmax of the router's logits": "moe-router-score-function=softmax",
     "tokens with the smallest weights are dropped": "moe-token-drop-policy=probs",
     "no token is dropped without --moe-expert-capacity-factor": "disable-moe-token-dropping",

@@ -23,7 +23,6 @@ class ExpertConfig:
         excludes={
             "optimizer=muon": "it takes one matrix at a time, and experts are stacked",
             "lora_rank": "adapters belong to linear layers, and experts replace those of the MLP",
-            "compile": "the number of tokens of an expert is known only when they are routed",
             "gradient_accumulation_fusion": "it is made for linear layers, not for the matmuls of experts",
             "tiled_mlp": "there is no MLP whose tokens could be divided",
         },
@@ -74,6 +73,19 @@ class ExpertConfig:
         "Most tokens of a sample that an expert computes, as a multiple of an equal share; those with the smallest "
         "weights are dropped (default: none is).",
         within="(0, inf)",
+    )
+    moe_pad_expert_input_to_capacity: bool = _expert_flag(
+        False,
+        "Give each expert as many rows as its capacity, if need be empty ones: all sizes are fixed, and the host does "
+        "not wait for them.",
+        needs="moe_expert_capacity_factor",
+    )
+    moe_token_dispatcher_type: str = _causal_flag(
+        "alltoall",
+        "How ranks of expert parallelism exchange tokens: each sends them to the ranks of their experts (alltoall), or "
+        "gathers those of all ranks, whose number the host knows (allgather).",
+        choices=("alltoall", "allgather"),
+        ignored_without="expert_model_parallel_size",
     )
     moe_shared_expert_intermediate_size: int = _expert_flag(
         0, "Hidden size of an expert that computes every token in addition (default: none).", within="[1, 8388608]"

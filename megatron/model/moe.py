@@ -1,13 +1,14 @@
 """A mixture of experts in place of the MLP: a router chooses a few experts for each token (arXiv 1701.06538).
 
 b batch, s sequence, h hidden, E experts of the layer, e experts of this rank, k chosen experts, f inside an expert,
-t tensor-parallel ranks, n rows: one for each token and chosen expert
+t tensor-parallel ranks, n rows of the experts of this rank: one for each token and chosen expert
 
 The layer is one tensor-parallel region: each rank has the entire input, an equal part of the inside of each expert, and
 a partial sum of the output. Therefore gradients inside are partial sums, too, the router's as well, and each rank adds
 only 1/t of the gradient of an auxiliary loss, which keeps the experts equally used.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
 from megatron.ops.activation import expert_activation
 from megatron.ops.linear import StackedLinearKernel, stacked_linear, stacked_linear_kernel
-from megatron.parallel.expert import Route, local_experts, mark_expert
+from megatron.parallel.expert import local_experts, mark_expert
+from megatron.parallel.expert.routes import ROUTES, Route
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.deferred import DeferringModule
@@ -39,15 +41,19 @@ class ParallelMoE(nn.Module):
         super().__init__()
         name = f"layers.{layer_number}.mlp"
         self.num_experts = config.num_experts  # by which name DeepSpeed asks for it
-        self.group, self.expert_group = layout.tensor_group, layout.expert_group
+        self.group, self.fills_capacity = layout.tensor_group, config.moe_pad_expert_input_to_capacity
         self.sequence_dim = sequence_parallel_dim(config, layout)
         self.has_sequence_first = config.sequence_dim == 0
+        is_divided = layout.expert_group is not None and layout.expert_group.size() > 1
+        route = ROUTES[config.moe_token_dispatcher_type] if is_divided else Route
+        self.make_route = partial(route, group=layout.expert_group)
         self.router = Router(config, layout, name=f"{name}.router")
         self.router.layer_number = layer_number
         self.experts = Experts(config, layout, name=f"{name}.experts")
         size = config.moe_shared_expert_intermediate_size
         self.shared_expert = ParallelMLP(config, layout, name=f"{name}.shared_expert", size=size) if size else None
 
+    @torch.compiler.disable  # how many rows an expert has depends on the tokens
     def forward(self, hidden: Tensor) -> Tensor:
         if self.sequence_dim is None:
             x = copy_to_model_parallel_region(hidden, self.group)
@@ -55,63 +61,25 @@ class ParallelMoE(nn.Module):
             x = gather_from_sequence_parallel_region(hidden, self.group, self.sequence_dim)
         if self.has_sequence_first:
             x = x.transpose(0, 1)
-        y = self._through_experts(x)
+        route, shared = self._route(x), self.shared_expert
+        arriving = route.send(x.flatten(0, 1))
+        inner = shared.activation(shared.dense_h_to_4h(hidden)) if shared is not None else None
+        returning = route.send_back(self.experts(arriving(), route.ends))
+        of_shared = shared.dense_4h_to_h(inner) if shared is not None else None
+        y = returning().view(x.shape)
         if self.has_sequence_first:
             y = y.transpose(0, 1)
         y = reduce_output(y, self.group, self.sequence_dim)
-        return y if self.shared_expert is None else y + self.shared_expert(hidden)
+        return y if of_shared is None else y + of_shared
 
-    def _through_experts(self, x: Tensor) -> Tensor:
-        """x [b, s, h] -> this rank's partial sum of the output [b, s, h]."""
+    def _route(self, x: Tensor) -> Route:
+        """x [b, s, h] -> how its tokens come to their experts."""
         weights, chosen, kept = self.router(x)
-        k = chosen.size(-1)
-        # Rows of the table of tokens and choices [b x s x k] that are computed: all, unless experts have a capacity.
-        rows = None if kept is None else kept.flatten().nonzero().squeeze(1)
-        experts = chosen.flatten() if rows is None else chosen.flatten()[rows]
-        route = Route.of(experts, self.router.experts, self.expert_group)
-        slots = route.order if rows is None else rows[route.order]
-        sent: Tensor = _Rows.apply(x.flatten(0, 1), slots, k)
-        outputs = route.combine(self.experts(route.dispatch(sent), route.ends))
-        table: Tensor = _Table.apply(outputs, slots, chosen.numel())
-        y = (weights.to(x.dtype).view(-1, 1, k) @ table.view(-1, k, x.size(-1))).squeeze(1)
-        return y.view(x.shape)
-
-
-class _Rows(torch.autograd.Function):
-    """x [b x s, h] -> rows [n, h]: rows ``slots`` of the table of tokens and k choices, each a copy of its token.
-
-    The gradient is a sum over choices, and so the same in every run; the gradient of indexing would not be, on GPUs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.tokens, ctx.k = x.size(0), k
-        return x.index_select(0, slots // k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _table(grad, slots, ctx.tokens * ctx.k).view(ctx.tokens, ctx.k, -1).sum(1), None, None
-
-
-class _Table(torch.autograd.Function):
-    """outputs [n, h] -> the table of tokens and choices [size, h], with output i in row ``slots[i]`` and zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, slots: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        return _table(outputs, slots, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return grad.index_select(0, slots), None, None
-
-
-def _table(rows: Tensor, slots: Tensor, size: int) -> Tensor:
-    make = rows.new_empty if slots.numel() == size else rows.new_zeros  # all rows are written, unless some are dropped
-    return make((size, rows.size(1))).index_copy_(0, slots, rows)
+        if kept is not None:
+            chosen = chosen.masked_fill(~kept, self.num_experts)
+        weights, chosen = weights.to(x.dtype).flatten(0, 1), chosen.flatten(0, 1)
+        capacity = x.size(0) * self.router.capacity(x.size(1)) if self.fills_capacity else 0
+        return self.make_route(weights, chosen, self.num_experts, drops=kept is not None, capacity=capacity)
 
 
 class Experts(nn.Module):
@@ -229,10 +197,13 @@ class Router(nn.Module):
             fraction = _mean(fraction, self.sequence_group)
         return self.experts / self.chosen * (fraction * score).sum(-1).mean()
 
+    def capacity(self, s: int) -> int:
+        """Most tokens that an expert computes of a sample of ``s`` tokens."""
+        return min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
+
     def _within_capacity(self, is_chosen: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """[b, s, k]: whether the token is among the tokens of its sample with the largest scores for the expert."""
-        s = scores.size(1)
-        capacity = min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
+        capacity = self.capacity(scores.size(1))
         first = scores.masked_fill(is_chosen == 0, -1.0).topk(capacity, dim=1).indices  # [b, capacity, E]
         fits = torch.zeros_like(is_chosen).scatter_(1, first, 1.0) * is_chosen
         return fits.gather(-1, chosen) > 0

@@ -83,8 +83,8 @@ def linear_kernel(config: ModelConfig) -> type[LinearKernel]:
 class StackedLinearKernel:
     """y = x W^T of several weights that each have their own rows, and its gradients: a matmul for each weight.
 
-    ``rows`` is what ``rows_of`` makes of the ends of each weight's rows [e], which are on the device. These matmuls
-    need the sizes on the host, which waits for them.
+    ``rows`` is what ``rows_of`` makes of the ends of each weight's rows [e], which are on the device. What is computed
+    of rows after the last end is arbitrary. These matmuls need the sizes on the host, which waits for them.
     """
 
     def rows_of(self, ends: Tensor) -> Any:
@@ -94,7 +94,7 @@ class StackedLinearKernel:
     def forward(self, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
         """x [n, i] sorted by weight, weight [e, o, i] -> [n, o]."""
         output = x.new_empty(x.size(0), weight.size(1))
-        for of_x, matrix, out in zip(x.split(rows), weight, output.split(rows), strict=True):
+        for of_x, matrix, out in zip(_parts(x, rows), weight, _parts(output, rows), strict=True):
             torch.mm(of_x, matrix.t(), out=out)
         return output
 
@@ -105,9 +105,13 @@ class StackedLinearKernel:
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
         """grad [n, o], x [n, i] -> [e, o, i]."""
         of_weight = torch.empty_like(weight)
-        for of_grad, of_x, out in zip(grad.split(rows), x.split(rows), of_weight, strict=True):
+        for of_grad, of_x, out in zip(_parts(grad, rows), _parts(x, rows), of_weight, strict=True):
             torch.mm(of_grad.t(), of_x, out=out)
         return of_weight
+
+
+def _parts(x: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
+    return x[: sum(rows)].split(rows)
 
 
 class GroupedLinearKernel(StackedLinearKernel):
@@ -127,8 +131,24 @@ class GroupedLinearKernel(StackedLinearKernel):
         return F.grouped_mm(grad.t(), x, offs=rows).masked_fill_(is_empty.view(-1, 1, 1), 0)
 
 
+class EqualLinearKernel(StackedLinearKernel):
+    """One batched matmul for all weights, which have equally many rows."""
+
+    def rows_of(self, ends: Tensor) -> Any:
+        return None
+
+    def forward(self, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        return torch.bmm(x.unflatten(0, (len(weight), -1)), weight.transpose(1, 2)).flatten(0, 1)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
+        of_weight = (len(weight), -1)
+        return torch.bmm(grad.unflatten(0, of_weight).transpose(1, 2), x.unflatten(0, of_weight))
+
+
 def stacked_linear_kernel(config: ModelConfig, *sizes: int) -> StackedLinearKernel:
     """For weights with these numbers of inputs and outputs."""
+    if config.moe_pad_expert_input_to_capacity:
+        return EqualLinearKernel()
     is_grouped = config.moe_grouped_gemm and get_accelerator().device_name() == "cuda" and config.dtype == "bf16"
     return GroupedLinearKernel() if is_grouped and not any(size % 8 for size in sizes) else StackedLinearKernel()
 

@@ -1,5 +1,7 @@
 """A mixture of experts against a loop over tokens: outputs, gradients and auxiliary losses, alone and over ranks."""
 
+from dataclasses import replace
+
 import psutil
 import pytest
 import torch
@@ -36,6 +38,7 @@ MODELS = {
         "shape_order": "SBH",
     },
 }
+MODELS["filled up"] = {**MODELS["all of it"], "moe_pad_expert_input_to_capacity": True}
 B, S = 4, 6
 
 
@@ -104,6 +107,7 @@ def test_experts_compute_what_a_loop_computes(run_ranks, ranks):
 
 
 def compare():
+    torch.use_deterministic_algorithms(True)  # which also writes NaN where nothing has been computed
     ranks = dist.get_world_size()
     kinds = (
         [{}]
@@ -119,7 +123,10 @@ def compare():
         reference = expected(config)
         for kind in kinds if name != "balanced batch" else kinds[:1]:
             layout = ParallelLayout.create(ParallelConfig(world_size=ranks, **kind))
-            check(config, layout, reference, f"{name}, {kind}")
+            for dispatcher in ("alltoall", "allgather") if layout.expert_group else ("alltoall",):
+                config = replace(config, moe_token_dispatcher_type=dispatcher)
+                check(config, layout, reference, f"{name}, {kind}, {dispatcher}")
+    torch.use_deterministic_algorithms(False)
 
 
 def check(config: ModelConfig, layout: ParallelLayout, reference: tuple, what: str):

@@ -101,6 +101,10 @@ CASES: dict[str, tuple[str, Faults]] = {
         "--zero-stage 1 --model-parallel-size 2 --sequence-parallel",
         {"sums": (mappings, "_when_done", lambda x, work: x)},
     ),
+    "experts": (
+        "--zero-stage 1 --num-experts 4 --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16",
+        {"tokens": (mappings, "_when_done", lambda x, work: x)},
+    ),
     "asynchronous save": (
         "--zero-stage 1 --async-save --save-interval 1 --snapshot-interval 1 --auto-resume",
         {

@@ -28,10 +28,8 @@ GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_par
 LOSS_BUFFER = "deepspeed/runtime/pipe/engine.py:628 _aggregate_total_loss"
 """Zeros from the host, into which a stage without the loss receives it."""
 
-SENT_TO_EXPERTS = "megatron/parallel/expert/__init__.py rows_of_ranks"
+SENT_TO_EXPERTS = "megatron/parallel/expert/routes.py rows_of_ranks"
 """How many tokens go to which rank of expert parallelism: once in a layer and pass."""
-WITHIN_CAPACITY = "megatron/model/moe.py _through_experts"
-"""How many tokens a capacity leaves: the same."""
 
 DOCUMENTS = "megatron/ops/packed_attention.py compute"
 """Where the documents of a micro-batch begin: DeepSpeed's pipeline copies the tokens that it reads, and sends on only
@@ -40,6 +38,8 @@ segment ids."""
 LONG = "--seq-length 256 --max-position-embeddings 256"
 VARLEN = f"--zero-stage 1 --reset-attention-mask --attention-dropout 0 {LONG}"
 EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-aux-loss-coeff 0.01"
+EP = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16"
+CAPACITY = "--moe-expert-capacity-factor 1.5"
 ZERO_3 = {REDUCED_3: 2, NORM_MARK_3: 2, NORM_IS_VALID: 1, GATHERED_3: 1}
 
 
@@ -68,10 +68,11 @@ RANKS = {
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
     "ZeRO 0, experts": Rank(f"--pipe-parallel-size 1 {EXPERTS}", 2, 1, {}),
     "ZeRO 1, experts": Rank(f"--zero-stage 1 {EXPERTS}", 2, 1, {}),
-    "ZeRO 0, EP 2": Rank(f"{EXPERTS} --expert-model-parallel-size 2", 2, 1, {SENT_TO_EXPERTS: 8}),
-    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} --expert-model-parallel-size 2", 4, 3, {SENT_TO_EXPERTS: 8}),
-    "ZeRO 1, experts with a capacity": Rank(
-        f"--zero-stage 1 {EXPERTS} --moe-expert-capacity-factor 1.5", 2, 1, {WITHIN_CAPACITY: 8}
+    "ZeRO 1, experts with a capacity": Rank(f"--zero-stage 1 {EXPERTS} {CAPACITY}", 2, 1, {}),
+    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 8}),
+    "ZeRO 0, EP 2, all tokens gathered": Rank(f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather", 2, 1, {}),
+    "ZeRO 1, EP 2, a capacity filled up": Rank(
+        f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
     "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1}),
     "PP 2, TP 2, last stage": Rank(

@@ -122,6 +122,47 @@ def mapped(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collec
     return _Mapping.apply(x, group, forward, backward) if group.size() > 1 else x
 
 
+AsyncCollective = Callable[[Tensor, ProcessGroup], Callable[[], Tensor]]
+"""Starts communication; the function returned waits for its result."""
+
+
+def start_mapped(
+    x: Tensor, group: ProcessGroup, forward: AsyncCollective, backward: AsyncCollective
+) -> Callable[[], Tensor]:
+    """Start ``forward`` of ``x``; the function returned waits for it. What is computed meanwhile runs beside it.
+
+    Autograd runs the latest operation first: in the backward pass the gradients of the same operations are computed
+    beside ``backward``.
+    """
+    running: list[Callable[[], Tensor]] = []
+    started = _Start.apply(x, group, forward, running)
+    return lambda: _Wait.apply(started, group, backward, running)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup, start: AsyncCollective, running: list) -> Tensor:
+        ctx.running = running
+        running.append(start(x, group))
+        return x.new_empty(0)  # which leads autograd from one to the other
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.running.pop()(), None, None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, started: Tensor, group: ProcessGroup, backward: AsyncCollective, running: list) -> Tensor:
+        ctx.group, ctx.conjugate, ctx.running = group, backward, running
+        return running.pop()()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.running.append(ctx.conjugate(grad, ctx.group))
+        return grad.new_empty(0), None, None, None
+
+
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
@@ -166,6 +207,15 @@ def async_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Callable[[
     """Start the sum of the ranks' ``x``. The function returned waits for this rank's part of it along ``dim``."""
     summed, work = _start_reduce_scatter(x, group, dim, async_op=True)
     return lambda: _when_done(summed, work)
+
+
+def async_all_to_all(
+    rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Start to send the first ``sent[0]`` rows to the first rank, and so on: [n, h] -> [m, h], when it has come."""
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    work = dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group, async_op=True)
+    return lambda: _when_done(output, work)
 
 
 def _when_done(x: Tensor, work: dist.Work) -> Tensor:

@@ -139,6 +139,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
         bias_dropout_fusion=False,
         recomputes_attention=False,
         moe_expert_capacity_factor=0.0,
+        moe_pad_expert_input_to_capacity=False,
     )
 
 

@@ -211,12 +211,12 @@ def fake_ranks(run: Any) -> Iterator[None]:
     from megatron.launch.progress import ProgressState
     from megatron.ops import attention
     from megatron.ops.choices import DeviceFacts
-    from megatron.parallel import expert
+    from megatron.parallel.expert import routes
     from megatron.parallel.layout import ParallelLayout
     from megatron.parallel.tensor.random import model_parallel_manual_seed
     from megatron.training import setup
 
-    build_module, rows_of_ranks = engines.build_module, expert.rows_of_ranks
+    build_module, rows_of_ranks = engines.build_module, routes.rows_of_ranks
 
     def all_gather_object(objects: list, value: Any, group: Any = None) -> None:
         objects[:] = [value] * len(objects)
@@ -259,7 +259,7 @@ def fake_ranks(run: Any) -> Iterator[None]:
             (setup, "initialized_ranks", initialized_ranks),
             (engines, "build_module", build_on_gpu),
             (attention, "device_facts", lambda device: DeviceFacts("cuda", (9, 0))),
-            (expert, "rows_of_ranks", equal_rows_of_ranks),
+            (routes, "rows_of_ranks", equal_rows_of_ranks),
             (transfers.Transfers, "_received_row", receive_row),
             (utils, "assert_ints_same_as_other_ranks", lambda ints: None),
             (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
