@@ -13,7 +13,6 @@ import deepspeed.runtime.engine
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -107,16 +106,26 @@ class Engine(DeepSpeedEngine):
             positions={parameter: position for position, parameter in enumerate(self.module.parameters())},
             reduced_last=self._reduced_last(),
             micro_batches=self.gradient_accumulation_steps,
+            sent_dtype=self._config.communication_data_type,
             coalesces=self._coalesces_grad_reduction,
             overlaps=self._overlaps_grad_reduce,
         ):
             super()._configure_optimizer(client_optimizer, model_parameters)
-        keeps_hooks = isinstance(self.optimizer, ZeROOptimizer) and not isinstance(self.optimizer, BF16_Optimizer)
+        keeps_hooks = isinstance(self.optimizer, ZeROOptimizer)
         trained = [one for one in self.module.parameters() if one.requires_grad and not keeps_hooks]
         self._summed_over_tensor_ranks = take_gradient_sums(trained, self.layout.tensor_group)
         accept_any_adam(self.basic_optimizer)
         if isinstance(self.basic_optimizer, Muon) and self.zero_optimization():
             self.basic_optimizer.use_partitions(master_weights(self))
+
+    @overrides(DeepSpeedEngine, "(self, optimizer)")
+    def _configure_bf16_optimizer(self, optimizer: Optimizer) -> Any:
+        """ZeRO 1 in bf16 with sums of gradients in fp32: its wrapper, too.
+
+        DeepSpeed has one of its own, which all-reduces gradients in bf16 after the backward pass, waits for their norm
+        before the optimizer starts, and knows no parts of gradients. Test: tests/engines/test_gradients.py.
+        """
+        return self._configure_zero_optimizer(optimizer)
 
     def _reduced_last(self) -> set[nn.Parameter]:
         """Parameters whose gradients are complete only after the backward pass: tied ones.
@@ -202,8 +211,8 @@ class Engine(DeepSpeedEngine):
         """
         if self._data_group.size() > 1:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)
-        gradients = [getattr(one, "_hp_grad", one.grad) for one in self._summed_over_tensor_ranks]  # BF16_Optimizer's
-        sum_together([gradient for gradient in gradients if gradient is not None], self.layout.tensor_group)
+        gradients = [one.grad for one in self._summed_over_tensor_ranks if one.grad is not None]
+        sum_together(gradients, self.layout.tensor_group)
 
     @overrides(DeepSpeedEngine, "(self, train_batch_size)")
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -12,6 +12,7 @@ Test: tests/engines/test_gradients.py.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -40,9 +41,12 @@ class GradientBucket:
         parameters: in the order of the flat weights.
         master: this rank's part of the flat weights in fp32, [part].
         group: the ranks that divide the flat weights.
+        paddings: elements after each of ``parameters`` in the flat weights; after the last come as many as are left.
         dtype: in which the gradients of micro-batches are added up.
-        sent_dtype: in which ranks add them up.
+        sent_dtype: in which ranks add them up; None for the type that they have.
         divisor: of the sum over the ranks, which makes it a mean.
+        divisor_before: of the gradients before they are sent.
+        scatters: whether ranks reduce-scatter them, and do not all-reduce them.
         is_sharded: ZeRO 2. Each micro-batch's gradients are reduced and freed; else they stay in a buffer of their own.
         is_last: whether something else changes the gradients after the backward pass, so that they are reduced last.
     """
@@ -53,31 +57,32 @@ class GradientBucket:
         master: Tensor,
         group: ProcessGroup,
         *,
+        paddings: Sequence[int] | None = None,
         dtype: torch.dtype,
-        sent_dtype: torch.dtype,
+        sent_dtype: torch.dtype | None = None,
         divisor: float,
+        divisor_before: float = 1.0,
+        scatters: bool = True,
         is_sharded: bool,
         is_last: bool,
     ):
         self.parameters, self.group, self.is_last = parameters, group, is_last
-        self._part, self._sent_dtype, self._divisor = master.numel(), sent_dtype, divisor
-        self._sum_dtype = dtype if is_sharded else master.dtype
+        self._part, self._sent_dtype, self._scatters = master.numel(), sent_dtype, scatters
+        self.divisor, self._divisor_before = divisor, divisor_before
+        sizes = [parameter.numel() for parameter in parameters]
+        inner = list(paddings or [0] * len(sizes))[:-1]
+        self._paddings = [*inner, self.gradient_elements - sum(sizes) - sum(inner)]
+        self.sum_dtype = dtype if is_sharded else master.dtype
         self._arrived = 0
         self._started: Reduction | None = None
-        self._gradient: Tensor | None = None
         self._flat: Tensor | None = None
         if not is_sharded:
-            self._flat = torch.zeros(self._part * group.size(), dtype=dtype, device=master.device)
-            self._views = self._flat.split([*map(nn.Parameter.numel, parameters), self._padding])[:-1]
+            self._flat = torch.zeros(self.gradient_elements, dtype=dtype, device=master.device)
+            self._views = self._flat.split(list(chain(*zip(sizes, self._paddings, strict=True))))[::2]
             self._adds = dtype != parameters[0].dtype
-
-    @property
-    def _padding(self) -> int:
-        return self._part * self.group.size() - sum(parameter.numel() for parameter in self.parameters)
 
     def begin_step(self) -> None:
         """Set the gradients to zero."""
-        self._gradient = None
         if self._flat is None:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -106,44 +111,40 @@ class GradientBucket:
     def start(self) -> None:
         """Start to reduce the gradients."""
         flat = self._gathered() if self._flat is None else self._flat
-        sent = flat.to(self._sent_dtype)
-        if self.group.size() == 1:
-            self._started = Reduction(None, sent, sent)
-            return
-        received = torch.empty(self._part, dtype=sent.dtype, device=sent.device)
-        work = dist.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
+        sent = flat.to(self._sent_dtype or flat.dtype)
+        if self._divisor_before != 1:
+            sent.div_(self._divisor_before)
+        work, received = None, sent
+        if self._scatters and self.group.size() > 1:
+            received = torch.empty(self._part, dtype=sent.dtype, device=sent.device)
+            work = dist.reduce_scatter_tensor(received, sent, group=self.group, async_op=True)
+        elif self.group.size() > 1:
+            received = sent.split(self._part)[self.group.rank()]
+            work = dist.all_reduce(sent, group=self.group, async_op=True)
         self._started = Reduction(work, sent, received)
 
     def _gathered(self) -> Tensor:
         """The gradients of a micro-batch, which leave the parameters, in one flat tensor."""
-        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
+        gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        return torch.cat([*parts, parts[0].new_zeros(self._padding)])
+        zeros = gradients[0].new_zeros(max(self._paddings))
+        return torch.cat(list(chain(*zip(gradients, map(zeros.__getitem__, map(slice, self._paddings)), strict=True))))
 
-    def finish(self) -> None:
-        """Wait for the reduction, and add its result to this rank's part of the gradient."""
+    def finish(self) -> Tensor:
+        """Wait for the reduction. Returns this rank's part of the sum, [part], of no further use elsewhere."""
         assert self._started is not None
         if self._started.work is not None:
             self._started.work.wait()
-        mean = self._started.received.to(self._sum_dtype)
-        if self._divisor != 1:
-            mean.div_(self._divisor)  # of no further use elsewhere
-        self._gradient = mean if self._gradient is None else self._gradient.add_(mean)
-        self._started, self._arrived = None, 0
+        received, self._started, self._arrived = self._started.received, None, 0
         for parameter in self.parameters:
             parameter.grad = None
+        return received
 
     @property
     def gradient_elements(self) -> int:
         """Of the flat gradients of all ranks' parts."""
         return self._part * self.group.size()
-
-    @property
-    def gradient(self) -> Tensor:
-        """This rank's part of the gradient of a step, [part]."""
-        assert self._gradient is not None
-        return self._gradient
 
 
 class Gradients:
@@ -160,6 +161,8 @@ class Gradients:
         uses = dict(zip(buckets, first_uses, strict=True))
         self._in_order = sorted(buckets, key=lambda bucket: (bucket.is_last, -uses[bucket]))
         self._complete: set[GradientBucket] = set()
+        self.parts: list[Tensor] = []
+        """This rank's part of the gradient of each group, [part]."""
         self.number_started = 0
         for bucket in buckets:
             for number, parameter in enumerate(bucket.parameters):
@@ -168,6 +171,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Set all gradients to zero."""
+        self.parts = []
         for bucket in self._buckets:
             bucket.begin_step()
 
@@ -184,11 +188,17 @@ class Gradients:
         self.number_started += 1
 
     def reduce(self) -> None:
-        """Reduce the buckets that have not been, and wait for all."""
+        """Reduce the buckets that have not been, wait for all, and add the means to this rank's parts."""
         while self.number_started < len(self._in_order):
             self._start_next()
-        for bucket in self._in_order:
-            bucket.finish()
+        first = self._buckets[0]
+        means = in_type([bucket.finish() for bucket in self._buckets], first.sum_dtype)
+        if first.divisor != 1:
+            torch._foreach_div_(means, first.divisor)
+        if self.parts:
+            torch._foreach_add_(self.parts, means)
+        else:
+            self.parts = means
         self.number_started = 0
         self._complete.clear()
 
@@ -196,10 +206,14 @@ class Gradients:
         """The gradient of ``parameter`` on this rank, before it is reduced; ZeRO 1."""
         return next(filter(lambda view: view is not None, (bucket.view(parameter) for bucket in self._buckets)), None)
 
-    @property
-    def parts(self) -> list[Tensor]:
-        """This rank's part of the gradient of each group, [part]."""
-        return [bucket.gradient for bucket in self._buckets]
+
+def in_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """``tensors`` in ``dtype``, all converted by one copy unless they have it."""
+    if tensors[0].dtype == dtype:
+        return tensors
+    converted = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(converted, tensors)
+    return converted
 
 
 def sum_together(tensors: Sequence[Tensor], group: ProcessGroup) -> None:

@@ -3,8 +3,6 @@
 DeepSpeed 0.19.8: runtime/pipe/module.py. ``_partition_layers`` accepts neither a list of boundaries nor the operations
 of each layer, and knows one run of layers for each stage. ``forward`` decides by class names which layers are
 recomputed, and silently keeps all activations of a group that mixes layers of different classes.
-``_exec_reduce_tied_grads`` of the engine, in bf16 with sums in fp32, asks a tied weight that is frozen for a gradient:
-"no attribute '_hp_grad'".
 Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpointing.py, test_adapter_training.py,
 test_schedules_agree.py.
 """
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config import ActivationConfig
 from megatron.engines.containers import Layers, loss_parts, run_layers
@@ -62,11 +60,6 @@ class PipelinedModel(PipelineModule):
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """The terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
         return loss_parts(self) or None
-
-    @overrides(PipelineModule, "(self)")
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The tied weights of this stage that are trained, and the group of the stages that share each."""
-        return [pair for pair in super().get_tied_weights_and_groups() if pair[0].requires_grad]
 
     @overrides(PipelineModule, "(self, layer_idx)")
     def stage_owner(self, layer_idx: int) -> int:

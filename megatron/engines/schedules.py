@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
 from megatron.engines.transfers import Transfers, as_list
+from megatron.engines.zero import ZeroOptimizer
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import (
     FORWARD,
@@ -56,7 +56,6 @@ class PipelinedEngine(Engine, PipelineEngine):
         self._is_ready = True
         assert not (self.is_pipe_partitioned or self.is_grad_partitioned or self.dynamic_shape)
         assert not (self.has_attention_mask or self.has_bool_tensors)
-        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)  # DeepSpeed asks for exactly that class
         if not self.is_last_stage():
             # With "wall_clock_breakdown" DeepSpeed starts the timers of a backward pass twice on these stages: here,
             # and in a hook of runtime/engine.py. Test: tests/training/test_classic_script.py.
@@ -75,17 +74,17 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @overrides(PipelineEngine, "(self)")
     def _exec_reduce_tied_grads(self) -> None:
-        """At ZeRO 1: sum a tied weight's gradient over its stages in the bucket where it is.
+        """At ZeRO 1: sum a tied weight's gradient over its stages where it is.
 
         DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in another tensor in fp32. Each stage
         then updates its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
         """
-        gradients = getattr(self.optimizer, "gradients", None)
-        if gradients is None:
+        if not isinstance(self.optimizer, ZeroOptimizer):
             super()._exec_reduce_tied_grads()
             return
         for weight, group in self.module.get_tied_weights_and_groups():
-            dist.all_reduce(gradients.of(weight), group=group)
+            if weight.requires_grad:
+                dist.all_reduce(self.optimizer.gradient_of(weight), group=group)
 
     @overrides(PipelineEngine, "(self, buffer_id)")
     def _exec_backward_pass(self, buffer_id: int) -> None:
@@ -269,16 +268,11 @@ class PipelinedEngine(Engine, PipelineEngine):
         """The rest of a divided backward pass: the gradients of the weights of linear layers."""
         buffer = self._buffer(action.chunk, action.micro_batch)
         with self._instruction("BackwardWeightPass", action):
-            # As around the backward pass of a stage that is not the last.
-            if self.using_bf16_optimizer:
-                self.optimizer.clear_lp_grads()
             self._running_engine_backward = True
             try:
                 compute_weight_gradients(self._weight_gradients.pop(buffer))
             finally:
                 self._running_engine_backward = False
-            if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
-                self.optimizer.update_hp_grads(clear_lp_grads=False)
 
     def _sent(self, one: Transfer) -> Any:
         """The outputs or gradients that a transfer sends. What is not needed any more is not kept."""

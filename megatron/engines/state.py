@@ -187,10 +187,6 @@ def zero_master_weights(optimizer: Any) -> MasterWeights:
     return _flat(groups, masters, optimizer.real_dp_process_group, optimizer.round_robin_bit16_offsets)
 
 
-def _bf16(optimizer: Any) -> MasterWeights:
-    return _flat(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group)
-
-
 def _flat(
     groups: Sequence[Sequence[nn.Parameter]],
     masters: Sequence[Tensor],
@@ -214,6 +210,5 @@ def _flat(
 _WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {
     "fp32_partitioned_groups_flat": _zero3,
     "single_partition_of_fp32_groups": zero_master_weights,
-    "fp32_groups_flat_partition": _bf16,
 }
 """DeepSpeed's optimizer wrappers by an attribute that only each of them has. In fp32 without ZeRO there is none."""

@@ -18,11 +18,12 @@ class HostCopy:
     def __init__(self, values: Mapping[str, float | Tensor | None]):
         """Start the copy of the tensors [] among ``values``."""
         self._values: dict[str, Any] = {name: _number(value) for name, value in values.items()}
-        tensors = [value.detach().double().reshape(()) for value in self._values.values() if isinstance(value, Tensor)]
+        tensors = [value.detach().reshape(()) for value in self._values.values() if isinstance(value, Tensor)]
         self.has_arrived = not tensors
         """Whether reading does not wait, as on the CPU."""
         if tensors:
-            numbers = torch.stack(tensors)
+            # torch.stack takes the largest type of all, in which large integers would not fit beside fp32.
+            numbers = torch.stack([one.double() if one.dtype == torch.int64 else one for one in tensors])
             self._numbers = get_accelerator().pin_memory(torch.empty(numbers.shape, dtype=numbers.dtype))
             self._numbers.copy_(numbers, non_blocking=True)
             self._copied = get_accelerator().Event()

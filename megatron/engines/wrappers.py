@@ -1,4 +1,4 @@
-"""DeepSpeed's wrappers of optimizers as this suite corrects them: of ZeRO 3, and of bf16 with sums in fp32.
+"""DeepSpeed's wrappers of optimizers as this suite corrects them: of ZeRO 3.
 
 That of ZeRO 1 and 2 is in ``zero.py``, with what DeepSpeed 0.19.8 does instead.
 """
@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import deepspeed.runtime.engine
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
@@ -31,9 +30,9 @@ def corrected_optimizers(**options: Any) -> Iterator[None]:
     """While inside, DeepSpeed's engines make the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
     stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
-    ours = {"DeepSpeedZeroOptimizer": partial(ZeroOptimizer, **options), "BF16_Optimizer": Bf16Optimizer}
+    ours = partial(ZeroOptimizer, **options)
     with ExitStack() as stack:
-        stack.enter_context(replaced(deepspeed.runtime.engine, **ours))
+        stack.enter_context(replaced(deepspeed.runtime.engine, DeepSpeedZeroOptimizer=ours))
         stack.enter_context(replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer))
         yield
 
@@ -45,15 +44,3 @@ class Zero3Optimizer(LossScaleOfStep, DeepSpeedZeroOptimizer_Stage3):
     def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
         """2-norm [] of a parameter group's gradient over all ranks; -1 if it is not finite."""
         return super().get_grad_norm_direct([block_norms(gradient) for gradient in gradients], params, norm_type)
-
-
-class Bf16Optimizer(BF16_Optimizer):
-    """ZeRO 1 in bf16 with sums of gradients in fp32."""
-
-    @overrides(BF16_Optimizer, "(self, for_clipping=False)")
-    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
-        """All gradients to clip; or norms in place of the gradients that all ranks share, and those of experts."""
-        if for_clipping:
-            return super().get_grads_for_norm(for_clipping=True)
-        shared, of_experts = super().get_grads_for_norm()
-        return [block_norms(gradient) for gradient in shared], of_experts

@@ -32,6 +32,7 @@ from megatron.engines.gradients import (
     Gradients,
     block_norms,
     counted_once,
+    in_type,
     sum_over_model,
     sum_together,
 )
@@ -81,6 +82,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         positions: of the parameters in the model.
         reduced_last: parameters whose gradients change after the backward pass, or get several in one.
         micro_batches: returns their number in the step that runs.
+        sent_dtype: in which ranks add up gradients; None for the type in which they are added up.
         coalesces: whether ZeRO 2 keeps the gradients of all micro-batches, and reduces them once.
         overlaps: whether gradients are reduced during the backward pass.
     """
@@ -96,11 +98,13 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         positions: Mapping[nn.Parameter, int],
         reduced_last: Set[nn.Parameter],
         micro_batches: Callable[[], int],
+        sent_dtype: torch.dtype | None,
         coalesces: bool,
         overlaps: bool,
         **options: Any,
     ):
         self._layout, self._positions, self._reduced_last = layout, positions, reduced_last
+        self._sent_dtype = sent_dtype
         self._gathering: dict[int, Work] = {}
         self._gathered_late: set[int] = set()
         super().__init__(*arguments, **options)
@@ -119,12 +123,9 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
     def _has_buckets(self) -> bool:
         """Whether gradients are reduced in ``Gradients``.
 
-        DeepSpeed's own way serves offload to the CPU, and keys of its config that change the sum or the order.
+        DeepSpeed's own way serves offload to the CPU, and a config without the norm, by which a step is skipped.
         """
-        is_padded = any(map(any, self.round_robin_bit16_padding))
-        is_plain_mean = self.gradient_average and self.postscale_gradients and self.gradient_predivide_factor == 1
-        is_plain_step = self.compute_grad_norm and not self.cpu_offload
-        return is_plain_mean and is_plain_step and self.reduce_scatter and not is_padded
+        return self.compute_grad_norm and not self.cpu_offload
 
     @cached_property
     def _first_uses(self) -> list[int]:
@@ -133,13 +134,18 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     def _bucket(self, number: int, *, is_sharded: bool) -> GradientBucket:
         parameters = self.round_robin_bit16_groups[number]
+        divisor = self.dp_process_group.size() / self.sequence_parallel_size if self.gradient_average else 1.0
+        before = self.gradient_predivide_factor if self.postscale_gradients else divisor
         return GradientBucket(
             parameters,
             self.single_partition_of_fp32_groups[number],
             self.real_dp_process_group[number],
             dtype=self.gradient_accumulation_dtype,
-            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else self.communication_data_type,
-            divisor=self.dp_process_group.size() / self.sequence_parallel_size,
+            paddings=self.round_robin_bit16_padding[number],
+            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else self._sent_dtype,
+            divisor=divisor / before,
+            divisor_before=before,
+            scatters=self.reduce_scatter,
             is_sharded=is_sharded,
             is_last=not self._reduced_last.isdisjoint(parameters),
         )
@@ -186,6 +192,10 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         if self.is_gradient_accumulation_boundary():
             sum_together(summed, self._layout.tensor_group)
 
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of ``parameter`` on this rank, before it is reduced; ZeRO 1."""
+        return self.get_param_gradient_attribute(parameter) if self.gradients is None else self.gradients.of(parameter)
+
     @property
     def _skips_on_device(self) -> bool:
         return takes_scale(self.optimizer) and not self.dynamic_loss_scale
@@ -197,7 +207,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             super().step()
             self.skipped = self.overflow
             return
-        parts = [part.to(self.master_weights_and_grads_dtype) for part in self.gradients.parts]
+        parts = in_type(self.gradients.parts, self.master_weights_and_grads_dtype)
         norm = self._norm(parts)
         self._global_grad_norm = norm / self.loss_scale
         if self._skips_on_device:
@@ -258,12 +268,10 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         """2-norm [] of the gradient of the model, each weight counted once; ``parts`` are this rank's."""
-        sums = torch.zeros(2, device=parts[0].device)
+        norms: list[list[Tensor]] = [[parts[0].new_zeros(1)], [parts[0].new_zeros(1)]]
         for number, part in enumerate(parts):
-            counted = self._counted(number, part)
-            if counted:
-                norms = torch.cat([block_norms(tensor) for tensor in counted])
-                sums[int(self._is_of_experts(number))] += norms.square().sum()
+            norms[self._is_of_experts(number)] += map(block_norms, self._counted(number, part))
+        sums = torch.stack([torch.cat(some).square().sum() for some in norms])
         dist.all_reduce(sums[:1], group=self.dp_process_group)
         if self._layout.expert_data_group is not None:
             dist.all_reduce(sums[1:], group=self._layout.expert_data_group)

@@ -77,7 +77,7 @@ Faults = dict[str, tuple[Any, str, Callable]]
 """By name: a method, and what is in its place."""
 CASES: dict[str, tuple[str, Faults]] = {
     "ZeRO 1": (
-        "--zero-stage 1",
+        "--zero-stage 1 --bf16 --grad-accum-dtype fp32",
         {
             "weights": (ZeroOptimizer, "wait_for_weights", lambda optimizer, _=None: optimizer._gathering.clear()),
             "gradients": (GradientBucket, "finish", gradients_are_not_awaited),

@@ -75,8 +75,9 @@ RANKS = {
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
     "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1}),
-    "PP 2, TP 2, last stage": Rank(
-        "--zero-stage 1 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
+    "ZeRO 1, sums in fp32": Rank("--zero-stage 1 --grad-accum-dtype fp32", 2, 1, {}),
+    "PP 2, TP 2, last stage, sums in fp32": Rank(
+        "--grad-accum-dtype fp32 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),
 }
 

@@ -162,19 +162,14 @@ def _weights(run: RunConfig, weights: Weights) -> int:
 
 
 def _gradients(run: RunConfig, weights: Weights) -> int:
-    element = bytes_of(run)
-    if _sums_in_fp32(run):
-        return weights.numel * (FP32 + element)  # the sum, and the gradients of the last micro-batch
     if _has_buckets(run):
-        return _flat(run, weights) * element if _keeps_gradients(run) else _parts(run, weights) * _sum(run)
-    full = weights.numel * element if run.zero.zero_stage < 2 or run.coalesces_grad_reduction else 0
+        return (_flat(run, weights) if _keeps_gradients(run) else _parts(run, weights)) * bytes_of_sums(run)
+    full = weights.numel * bytes_of(run) if run.zero.zero_stage < 2 or run.coalesces_grad_reduction else 0
     return full + (0 if run.zero.offloads_optimizer else _part(run, weights))
 
 
 def _new_gradients(run: RunConfig, weights: Weights) -> int:
     """Bytes of the gradients that are in no tensor of the optimizer, which would stay."""
-    if _sums_in_fp32(run):
-        return 0
     if _has_buckets(run):
         return 0 if _keeps_gradients(run) else _gradients(run, weights)
     if run.zero.zero_stage < 2 or run.coalesces_grad_reduction:
@@ -217,7 +212,7 @@ def _moments(run: RunConfig, weight: Weight) -> int:
 
 def _buffers(run: RunConfig, weights: Weights) -> int:
     zero = run.zero
-    if zero.zero_stage == 0 or _sums_in_fp32(run) or _has_buckets(run):
+    if zero.zero_stage == 0 or _has_buckets(run):
         return 0
     if zero.zero_stage == 3:
         most = _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
@@ -253,11 +248,12 @@ def _step(run: RunConfig, weights: Weights) -> int:
 
 def _reduction(run: RunConfig, weights: Weights) -> int:
     """Bytes that the reduction of buckets needs: this rank's parts, also in fp32; at ZeRO 2 a bucket as well."""
-    element, parts = bytes_of(run), _parts(run, weights)
+    element, summed, parts = bytes_of(run), bytes_of_sums(run), _parts(run, weights)
+    in_fp32 = 0 if summed == FP32 else FP32
     if _keeps_gradients(run):
-        return parts * ((element if owners(run) > 1 else 0) + (FP32 if element != FP32 else 0))
+        return parts * ((summed if owners(run) > 1 else 0) + in_fp32)
     bucket = min(run.gradient_bucket or weights.numel, weights.numel)
-    return max((bucket + bucket // owners(run)) * element, parts * (0 if _sum(run) == FP32 else FP32))
+    return max((bucket + bucket // owners(run)) * element, parts * in_fp32)
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:
@@ -276,10 +272,10 @@ def _optimizer_step(run: RunConfig, weights: Weights) -> int:
 
 def _has_buckets(run: RunConfig) -> bool:
     """Whether the gradients of ZeRO 1 and 2 are in ``megatron.engines.gradients``."""
-    return run.zero.zero_stage in (1, 2) and not (run.zero.offloads_optimizer or _sums_in_fp32(run))
+    return run.zero.zero_stage in (1, 2) and not run.zero.offloads_optimizer
 
 
-def _sum(run: RunConfig) -> int:
+def bytes_of_sums(run: RunConfig) -> int:
     """Bytes of an element of the sum over micro-batches."""
     return FP32 if run.precision.grad_accum_dtype == "fp32" else bytes_of(run)
 
@@ -297,11 +293,6 @@ def _flat(run: RunConfig, weights: Weights) -> int:
 def _parts(run: RunConfig, weights: Weights) -> int:
     """Elements of them that a rank updates."""
     return sum(group.part for group in _groups(run, weights))
-
-
-def _sums_in_fp32(run: RunConfig) -> bool:
-    """Whether every rank adds gradients up in an fp32 copy of all of them."""
-    return run.precision.bf16 and run.zero.zero_stage == 1 and run.precision.grad_accum_dtype == "fp32"
 
 
 class _Group(NamedTuple):

@@ -15,7 +15,7 @@ from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idl
 from megatron.tools.planning.activations import heads, hidden_bytes, sizes
 from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory
-from megatron.tools.planning.states import FP32, bytes_of, owners
+from megatron.tools.planning.states import FP32, bytes_of, bytes_of_sums, owners
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,12 @@ def data(run: RunConfig, parameters: int, trained: int) -> float:
     """
     ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
     reductions = 1 if run.coalesces_grad_reduction else accumulated
-    reduced = {0: 2, 1: 2, 2: reductions + 1, 3: reductions}[run.zero.zero_stage] * trained
-    gathered = 2 * accumulated * parameters if run.zero.zero_stage == 3 else 0
-    return ring_gather((reduced + gathered) * bytes_of(run), ranks)
+    stage, element = run.zero.zero_stage, bytes_of(run)
+    if stage == 1:
+        return ring_gather((bytes_of_sums(run) + element) * trained, ranks)
+    reduced = {0: 2, 2: reductions + 1, 3: reductions}[stage] * trained
+    gathered = 2 * accumulated * parameters if stage == 3 else 0
+    return ring_gather((reduced + gathered) * element, ranks)
 
 
 def dispatched(run: RunConfig, stage: Stage) -> float:
