@@ -72,7 +72,8 @@ def _by_kind(engine: DeepSpeedEngine) -> dict[str, list[Tensor]]:
     gradients = [p.grad for p in parameters if p.grad is not None]
     for name in ("all_grad_tensors", "averaged_gradients"):  # of ZeRO 2
         gradients += [t for kept in getattr(wrapper, name, {}).values() if kept for t in kept]
-    gradients += getattr(wrapper, "fp32_groups_gradients_flat", [])  # where bf16 is summed in fp32 without sharding
+    if buckets := getattr(wrapper, "gradients", None):
+        gradients += [bucket._flat for bucket in buckets._buckets if bucket._flat is not None]
     if hasattr(wrapper, "grad_partitions_flat_buffer"):  # of ZeRO 3
         gradients.append(wrapper.grad_partitions_flat_buffer)
     stepped_itself = _storages(weights).keys()

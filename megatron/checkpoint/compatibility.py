@@ -54,7 +54,10 @@ def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
     is_unsafe = stage == 3 and (config.finetune or config.no_load_optim)
     # It would give each rank the experts of the first one.
     has_expert_files = run.parallel.expert_model_parallel_size > 1
-    return saved.layout == SavedLayout.from_run(run) and not (is_unsafe or has_expert_files)
+    # Earlier versions did not order parameters by --zero-round-robin-gradients there.
+    adds_up_in_fp32 = saved.config.get("precision", {}).get("grad_accum_dtype") == "fp32"
+    may_differ = stage == 1 and adds_up_in_fp32 and run.zero.zero_round_robin_gradients
+    return saved.layout == SavedLayout.from_run(run) and not (is_unsafe or has_expert_files or may_differ)
 
 
 def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:

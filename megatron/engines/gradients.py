@@ -43,7 +43,7 @@ class GradientBucket:
         group: the ranks that divide the flat weights.
         paddings: elements after each of ``parameters`` in the flat weights; after the last come as many as are left.
         dtype: in which the gradients of micro-batches are added up.
-        sent_dtype: in which ranks add them up; None for the type that they have.
+        sent_dtype: in which ranks add them up.
         divisor: of the sum over the ranks, which makes it a mean.
         divisor_before: of the gradients before they are sent.
         scatters: whether ranks reduce-scatter them, and do not all-reduce them.
@@ -59,7 +59,7 @@ class GradientBucket:
         *,
         paddings: Sequence[int] | None = None,
         dtype: torch.dtype,
-        sent_dtype: torch.dtype | None = None,
+        sent_dtype: torch.dtype,
         divisor: float,
         divisor_before: float = 1.0,
         scatters: bool = True,
@@ -78,8 +78,13 @@ class GradientBucket:
         self._flat: Tensor | None = None
         if not is_sharded:
             self._flat = torch.zeros(self.gradient_elements, dtype=dtype, device=master.device)
-            self._views = self._flat.split(list(chain(*zip(sizes, self._paddings, strict=True))))[::2]
+            self._views = self._views_of(self._flat)
             self._adds = dtype != parameters[0].dtype
+
+    def _views_of(self, flat: Tensor) -> Sequence[Tensor]:
+        """The elements of each parameter in ``flat``, [elements]."""
+        sizes = map(nn.Parameter.numel, self.parameters)
+        return flat.split(list(chain(*zip(sizes, self._paddings, strict=True))))[::2]
 
     def begin_step(self) -> None:
         """Set the gradients to zero."""
@@ -110,8 +115,7 @@ class GradientBucket:
 
     def start(self) -> None:
         """Start to reduce the gradients."""
-        flat = self._gathered() if self._flat is None else self._flat
-        sent = flat.to(self._sent_dtype or flat.dtype)
+        sent = self._gathered() if self._flat is None else self._flat.to(self._sent_dtype)
         if self._divisor_before != 1:
             sent.div_(self._divisor_before)
         work, received = None, sent
@@ -125,11 +129,16 @@ class GradientBucket:
 
     def _gathered(self) -> Tensor:
         """The gradients of a micro-batch, which leave the parameters, in one flat tensor."""
-        gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
+        arrived = [number for number, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        is_full = len(arrived) == len(self.parameters) and not any(self._paddings)
+        new = torch.empty if is_full else torch.zeros
+        flat = new(self.gradient_elements, dtype=self._sent_dtype, device=self.parameters[0].device)
+        views = self._views_of(flat)
+        gradients = [self.parameters[number].grad.flatten() for number in arrived]  # type: ignore[union-attr]
+        torch._foreach_copy_([views[number] for number in arrived], gradients)
         for parameter in self.parameters:
             parameter.grad = None
-        zeros = gradients[0].new_zeros(max(self._paddings))
-        return torch.cat(list(chain(*zip(gradients, map(zeros.__getitem__, map(slice, self._paddings)), strict=True))))
+        return flat
 
     def finish(self) -> Tensor:
         """Wait for the reduction. Returns this rank's part of the sum, [part], of no further use elsewhere."""

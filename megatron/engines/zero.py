@@ -133,16 +133,16 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         return [min(self._positions[parameter] for parameter in group) for group in self.bit16_groups]
 
     def _bucket(self, number: int, *, is_sharded: bool) -> GradientBucket:
-        parameters = self.round_robin_bit16_groups[number]
+        parameters, summed = self.round_robin_bit16_groups[number], self.gradient_accumulation_dtype
         divisor = self.dp_process_group.size() / self.sequence_parallel_size if self.gradient_average else 1.0
         before = self.gradient_predivide_factor if self.postscale_gradients else divisor
         return GradientBucket(
             parameters,
             self.single_partition_of_fp32_groups[number],
             self.real_dp_process_group[number],
-            dtype=self.gradient_accumulation_dtype,
+            dtype=summed,
             paddings=self.round_robin_bit16_padding[number],
-            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else self._sent_dtype,
+            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else self._sent_dtype or summed,
             divisor=divisor / before,
             divisor_before=before,
             scatters=self.reduce_scatter,

@@ -1,5 +1,7 @@
 """Gradients in flat buckets, against the mean over the ranks, and against DeepSpeed's own ZeRO 1 and 2."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from megatron.engines.gradients import GradientBucket, Gradients
 from megatron.engines.zero import ZeroOptimizer
 
 PASSES = 3
+PADDING = 3
+"""Elements between the weight and the bias of each layer."""
 SIZES = (6, 7, 8, 5)
 """Of a chain of linear layers, which together do not divide by the number of ranks."""
 
@@ -30,12 +34,13 @@ def part_is_the_mean(is_sharded: bool, dtype: torch.dtype) -> None:
     buckets = []
     for layer in layers:
         parameters = list(layer.parameters())
-        part = -(-sum(one.numel() for one in parameters) // ranks)
+        part = -(-(sum(one.numel() for one in parameters) + PADDING) // ranks)
         buckets.append(
             GradientBucket(
                 parameters,
                 torch.zeros(part),
                 group,
+                paddings=[PADDING, 0],
                 dtype=torch.float32,
                 sent_dtype=torch.float32,
                 divisor=ranks,
@@ -55,7 +60,8 @@ def part_is_the_mean(is_sharded: bool, dtype: torch.dtype) -> None:
         if is_sharded or number % PASSES == PASSES - 1:
             gradients.reduce()
         for index, total in enumerate(sums):
-            flat = torch.cat([one.float().flatten() for one in expected[2 * index : 2 * index + 2]])
+            weight, bias = (one.float().flatten() for one in expected[2 * index : 2 * index + 2])
+            flat = torch.cat([weight, torch.zeros(PADDING), bias])
             total[: flat.numel()] += flat
         if number % PASSES == PASSES - 1:
             for total, part in zip(sums, gradients.parts, strict=True):
@@ -68,12 +74,27 @@ def part_is_the_mean(is_sharded: bool, dtype: torch.dtype) -> None:
 
 
 STEPS = "--train-iters 3 --batch-size 2 --gas 2 --clip-grad 0.4 --eval-iters 0 --ddp-bucket-size 5000"
-LAYOUTS = ["--zero-stage 1 --bf16 --grad-accum-dtype fp32", "--zero-stage 2", "--zero-stage 1 --optimizer muon"]
+LAYOUTS = [
+    "--zero-stage 1 --bf16 --grad-accum-dtype fp32",
+    "--zero-stage 2",
+    "--zero-stage 1 --optimizer muon",
+    "--zero-stage 1 --bf16 --no-zero-reduce-scatter --deepspeed_config scaled.json",
+    "--zero-stage 1 --bf16 --grad-accum-dtype fp32 --deepspeed_config prescaled.json",
+    "--zero-stage 2 --bf16 --deepspeed_config aligned.json",
+]
+CONFIGS = {
+    "scaled": {"gradient_predivide_factor": 4, "zero_optimization": {"parameter_alignment": True}},
+    "prescaled": {"prescale_gradients": True},
+    "aligned": {"zero_optimization": {"parameter_alignment": True}},
+}
+"""Of DeepSpeed, by the names of their files."""
 
 
 def test_steps_are_those_of_deepspeed(run_ranks_once, programs: Programs, tmp_path: Path) -> None:
     """Losses, norms and clipped updates."""
     common = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split()]
+    for name, config in CONFIGS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
     run_ranks_once(2, train_both_ways, common, tmp_path)
     for number, layout in enumerate(LAYOUTS):
         own, theirs = (read_metrics(tmp_path / f"{number}-{way}") for way in ("own", "theirs"))
@@ -88,6 +109,7 @@ def train_both_ways(common: list[str], folder: Path) -> None:
     class Theirs(ZeroOptimizer):
         _has_buckets = False
 
+    os.chdir(folder)
     for number, layout in enumerate(LAYOUTS):
         for way, kind in (("own", ZeroOptimizer), ("theirs", Theirs)):
             wrappers.ZeroOptimizer = kind  # type: ignore[misc]

@@ -35,12 +35,26 @@ def test_norm_of_a_non_contiguous_matrix():
 @pytest.mark.parametrize("engine", ["", "--pipe-parallel-size 1"])
 def test_sums_in_fp32_count_the_gradients_that_tensor_parallel_ranks_sum(train_in_ranks, tmp_path, engine: str) -> None:
     """In bf16 with TP 2 and sequence parallelism, as on one process."""
-    settings = "--bf16 --zero-stage 1 --grad-accum-dtype fp32 --train-iters 3 --batch-size 2 --gas 2 --eval-iters 0"
-    norms = []
-    for processes, flags in ((1, ""), (2, "--model-parallel-size 2 --sequence-parallel")):
-        folder = tmp_path / str(processes)
-        words = [*settings.split(), *engine.split(), *flags.split(), "--attention-dropout", 0, "--hidden-dropout", 0]
-        train_in_ranks(processes, *words, "--metrics-file", folder)
-        norms.append([line["grad_norm"] for line in read_metrics(folder) if "grad_norm" in line])
-    assert len(norms[0]) == 3
-    assert norms[1] == pytest.approx(norms[0], rel=3e-3)
+    flags = "--model-parallel-size 2 --sequence-parallel"
+    expected, found = (metrics(train_in_ranks, tmp_path, n, f"{engine} {more}") for n, more in ((1, ""), (2, flags)))
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=3e-3)
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 1", "--pipe-parallel-size 2 --ddp-bucket-size 5000"])
+def test_sums_in_fp32_over_data_parallel_ranks_lose_nothing(train_in_ranks, tmp_path, flags: str) -> None:
+    """In bf16 beside one process, which adds up the same gradients of micro-batches."""
+    untied = "--untie-embeddings-and-output-weights"  # the ends of a model in one process add up theirs in bf16
+    processes = 4 if "pipe" in flags else 2
+    expected, found = (metrics(train_in_ranks, tmp_path, n, f"{untied} {f}") for n, f in ((1, ""), (processes, flags)))
+    for name in ("lm_loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def metrics(train_in_ranks, folder, processes: int, flags: str) -> dict[str, list[float]]:
+    """Losses and norms of three steps in bf16 with sums in fp32."""
+    settings = "--bf16 --grad-accum-dtype fp32 --train-iters 3 --batch-size 2 --global-batch-size 8 --eval-iters 0"
+    words = [*settings.split(), *flags.split(), "--attention-dropout", 0, "--hidden-dropout", 0]
+    train_in_ranks(processes, *words, "--metrics-file", folder / str(processes))
+    lines = [line for line in read_metrics(folder / str(processes)) if "grad_norm" in line]
+    assert len(lines) == 3
+    return {name: [line[name] for line in lines] for name in ("lm_loss", "grad_norm")}

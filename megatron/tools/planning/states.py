@@ -248,12 +248,12 @@ def _step(run: RunConfig, weights: Weights) -> int:
 
 def _reduction(run: RunConfig, weights: Weights) -> int:
     """Bytes that the reduction of buckets needs: this rank's parts, also in fp32; at ZeRO 2 a bucket as well."""
-    element, summed, parts = bytes_of(run), bytes_of_sums(run), _parts(run, weights)
+    summed, parts = bytes_of_sums(run), _parts(run, weights)
     in_fp32 = 0 if summed == FP32 else FP32
     if _keeps_gradients(run):
         return parts * ((summed if owners(run) > 1 else 0) + in_fp32)
     bucket = min(run.gradient_bucket or weights.numel, weights.numel)
-    return max((bucket + bucket // owners(run)) * element, parts * in_fp32)
+    return max((bucket + bucket // owners(run)) * summed, parts * in_fp32)
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:

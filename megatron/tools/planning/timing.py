@@ -111,11 +111,10 @@ def data(run: RunConfig, parameters: int, trained: int) -> float:
     ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
     reductions = 1 if run.coalesces_grad_reduction else accumulated
     stage, element = run.zero.zero_stage, bytes_of(run)
-    if stage == 1:
-        return ring_gather((bytes_of_sums(run) + element) * trained, ranks)
-    reduced = {0: 2, 2: reductions + 1, 3: reductions}[stage] * trained
-    gathered = 2 * accumulated * parameters if stage == 3 else 0
-    return ring_gather((reduced + gathered) * element, ranks)
+    if stage in (1, 2):
+        return ring_gather(((reductions if stage == 2 else 1) * bytes_of_sums(run) + element) * trained, ranks)
+    moved = reductions * trained + 2 * accumulated * parameters if stage == 3 else 2 * trained
+    return ring_gather(moved * element, ranks)
 
 
 def dispatched(run: RunConfig, stage: Stage) -> float:
