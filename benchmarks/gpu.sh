@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check and measure this machine's GPUs: one folder with a page and JSON, whose path is printed last.
+# Check and measure this machine's GPUs: one archive with a page, JSON and logs, whose path is printed last.
 #   bash benchmarks/gpu.sh --quick    # --help explains it
 #   PYTHON=python3.12 PYTHONPATH=/where/deepspeed/is bash benchmarks/gpu.sh
 # Exit code 1: a stage failed; 2: torch or deepspeed is missing, or wrong usage; 7: no GPU, driver too old, no room.

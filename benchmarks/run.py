@@ -20,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.measures.gpu_step import SHAPES  # noqa: E402
 from benchmarks.tables import as_json, markdown, row  # noqa: E402
 from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
@@ -30,9 +29,7 @@ MEASURES = (
     "training_step", "whole_program", "flags", "engines", "ddp", "memory", "planner", "bubble",
     "preprocessing", "checkpoints", "generation",
 )  # fmt: skip
-GPU_MEASURES = ("gpu_step",)
-"""Those that are made where they are asked for by name."""
-SIZES = {"training_step": tuple("ABC"), "gpu_step": tuple(SHAPES)}
+SIZES = {"training_step": tuple("ABC")}
 """Of the models of these measurements."""
 
 
@@ -55,9 +52,8 @@ def main() -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     names = arguments.names
-    known = (*MEASURES, *GPU_MEASURES)
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"there is no measurement {', '.join(unknown)}: choose from {', '.join(known)}")
+    if unknown := [name for name in names if name not in MEASURES]:
+        raise ConfigError(f"there is no measurement {', '.join(unknown)}: choose from {', '.join(MEASURES)}")
     if arguments.sizes:
         if len(names) != 1 or names[0] not in SIZES:
             raise ConfigError(f"--sizes chooses the models of {', '.join(SIZES)}: name one of these and no other")
@@ -80,7 +76,7 @@ def _elsewhere(name: str, rounds: int, folder: Path | None) -> int:
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*MEASURES, *GPU_MEASURES]))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASURES))
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="measurements of each way")
     parser.add_argument("--json", type=Path, metavar="DIR", help="write the figures of every round there, too")
     sizes = "; ".join(f"{name}: {', '.join(known)}" for name, known in SIZES.items())

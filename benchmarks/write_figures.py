@@ -1,4 +1,4 @@
-"""Write the figures that run.py --json left in a folder into docs/performance.md.
+"""Write the figures that run.py --json, or gpu.sh, left in a folder into docs/performance.md.
 
     python benchmarks/run.py --json figures && python benchmarks/write_figures.py figures
 
@@ -13,11 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.run import GPU_MEASURES, MEASURES  # noqa: E402
+from benchmarks.run import MEASURES  # noqa: E402
 from benchmarks.tables import Row, markdown, read_json  # noqa: E402
 from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
+TABLES = (*MEASURES, "gpu_step")
 Found = dict[str, tuple[str, list[Row]]]
 """For each benchmark: the machine it was run on, and its rows."""
 
@@ -50,7 +51,7 @@ def with_figures(text: str, found: Found) -> str:
 
 def _read(folder: Path) -> Found:
     found: Found = {}
-    for name in (*MEASURES, *GPU_MEASURES):
+    for name in TABLES:
         file = folder / f"{name}.json"
         if file.exists():
             try:

@@ -1,15 +1,16 @@
 """Stages that compare what a GPU computes: kernels, models and layouts. No torch here."""
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import product
 from typing import Any
 
-from benchmarks.gpu.plan import SECONDS, Failed, Plan, run
-from benchmarks.measures.ranks import measured_by_ranks
-from megatron.common.errors import LaunchError
+from benchmarks.gpu.machine import ROOT, Machine
+from benchmarks.gpu.plan import Failed, Plan, measured, named, run
+from benchmarks.measures.ranks import kill_all
+from megatron.common.errors import LaunchError, ResourceError
 from megatron.tools.reporting.files import read_metrics
 
 BOUNDS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
@@ -42,6 +43,14 @@ MORE_GPUS = {
     8: ("tp2-pp2-dp2-zero1-sp", "tp2-pp0-dp4-zero3"),
 }  # fmt: skip
 """Layouts that are checked with so many GPUs or more."""
+RACES = {
+    "ZeRO 1": "--zero-stage 1",
+    "ZeRO 2": "--zero-stage 2",
+    "ZeRO 3": "--zero-stage 3",
+    "PP 2": "--zero-stage 1 --pipe-parallel-size 2",
+    "TP 2, sequence parallel": "--zero-stage 1 --model-parallel-size 2 --sequence-parallel",
+    "CP 2": "--zero-stage 1 --context-parallel-size 2",
+}
 QUICK = 3
 """Of these, in a quick check."""
 _SAME = (
@@ -50,14 +59,36 @@ _SAME = (
 )
 
 
-def kernels() -> dict[str, Any]:
+def kernels(plan: Plan) -> dict[str, Any]:
     """Each kernel that only a GPU has against plain torch, and torch's choice among those of attention."""
-    found = measured_by_ranks(1, "gpu_kernels_ranks", time_limit=SECONDS)
+    found = measured(plan, "kernels", "gpu_kernels_ranks")
     wrong = [f"{row['kernel']} ({row['dtype']})" for row in found["kernels"] if not row["agrees"]]
     wrong += [f"the kernel for {row['what']}" for row in found["choices"] if not row["agrees"]]
     if wrong:
         raise Failed(f"{len(wrong)} differ: {'; '.join(wrong[:3])}", found)
     return found
+
+
+def races(plan: Plan, machine: Machine) -> dict[str, Any]:
+    """Training with everything asynchronous delayed, against the same without delays, bit by bit.
+
+    Two ranks share a GPU if there is only one; their collectives are then copies through host memory.
+    """
+    ranks, environ, rows = 2, {}, []
+    if len(machine.devices) == 1:
+        folder = [str(ROOT / "tests/support/emulated_cuda/inject"), os.environ.get("PYTHONPATH")]
+        environ = {"ONE_GPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, folder))}
+    for name, flags in RACES.items():
+        common = [*plan.small_model, *_SAME.split(), f"--{machine.dtype}", "--train-iters", "3"]
+        row = {"run": name, "ranks": ranks, "agrees": True, "found": None}
+        try:
+            run(plan, named("races", name), ["tests/support/races.py", *common, *flags.split()], ranks, **environ)
+        except (LaunchError, ResourceError) as error:
+            row |= {"agrees": False, "found": error.messages[0]}
+        rows.append(row)
+    if wrong := [row["run"] for row in rows if not row["agrees"]]:
+        raise Failed(f"differ or failed: {'; '.join(wrong)}", {"races": rows})
+    return {"races": rows}
 
 
 def against_cpu(plan: Plan, dtypes: Sequence[str], processors: int) -> dict[str, Any]:
@@ -73,6 +104,12 @@ def against_cpu(plan: Plan, dtypes: Sequence[str], processors: int) -> dict[str,
             for name, dtype in product(names, ("cpu", *dtypes))
             if name not in _FP32_ONLY or dtype in ("cpu", "fp32")
         }
+        try:
+            wait(runs.values())
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_all()
+            raise
     rows = [_compared(*key, runs[key[0], "cpu"], run) for key, run in runs.items() if key[1] != "cpu"]
     if wrong := [f"{row['model']} in {row['dtype']}" for row in rows if not row["agrees"]]:
         raise Failed(f"{', '.join(wrong)}: the GPU differs from the CPU in fp32", {"against_cpu": rows})
@@ -81,7 +118,7 @@ def against_cpu(plan: Plan, dtypes: Sequence[str], processors: int) -> dict[str,
 
 def _train(plan: Plan, name: str, dtype: str, threads: int) -> list[Mapping[str, Any]]:
     """The metrics of a run of the model ``name``."""
-    title = f"{dtype}-{re.sub('[^a-z0-9]+', '-', name.lower())}"
+    title = named(dtype, name)
     metrics = plan.folder / "logs" / f"{title}.jsonl"
     metrics.unlink(missing_ok=True)
     program, flags = FAMILIES[name]
@@ -99,7 +136,7 @@ def _compared(name: str, dtype: str, on_cpu: Future, on_gpu: Future) -> dict[str
     row = {"model": name, "dtype": dtype, "bound": BOUNDS[dtype]}
     try:
         cpu, gpu = on_cpu.result(), on_gpu.result()
-    except LaunchError as error:
+    except (LaunchError, ResourceError) as error:
         return row | {"loss": None, "grad_norm": None, "agrees": False, "failure": error.messages[0]}
     loss, norm = (_largest_difference(cpu, gpu, key) for key in ("lm_loss", "grad_norm"))
     agrees = len(cpu) == len(gpu) and loss <= BOUNDS[dtype] and norm <= 10 * BOUNDS[dtype]
@@ -126,24 +163,20 @@ def _with_zero(name: str) -> str:
     return "-".join([tensor, pipe, data, "zero1", *rest])
 
 
-def layouts(plan: Plan, devices: int, dtype: str) -> Callable[[], dict[str, Any]]:
-    """What compares layouts on so many GPUs in one data type."""
-
-    def work() -> dict[str, Any]:
-        found = plan.folder / "logs" / f"layouts-{devices}-{dtype}.json"
-        found.unlink(missing_ok=True)
-        chosen = ["--all", str(devices)] if plan.all_layouts else ["--layouts", *layouts_of(devices, dtype, plan.quick)]
-        precision = [] if dtype == "fp32" else [f"--{dtype}"]
-        command = ["tools/verify_layout.py", *chosen, "--iterations", str(plan.iterations), "--time-limit", "900"]
-        command += ["--global-batch-size", "16", "--json", str(found), *plan.small_model, *precision]
-        try:
-            run(plan, f"layouts-{devices}-{dtype}", command)
-        except LaunchError as error:
-            if not found.exists():
-                raise
-            result = json.loads(found.read_text())
-            wrong = [layout["layout"] for layout in result["layouts"] if not layout["agrees"]]
-            raise Failed(f"{', '.join(wrong)} differ or failed" if wrong else str(error), {"layouts": result}) from None
-        return {"layouts": json.loads(found.read_text())}
-
-    return work
+def layouts(plan: Plan, devices: int, dtype: str) -> dict[str, Any]:
+    """Layouts on so many GPUs in one data type, compared by ``tools/verify_layout.py``."""
+    found = plan.folder / "logs" / f"layouts-{devices}-{dtype}.json"
+    found.unlink(missing_ok=True)
+    chosen = ["--all", str(devices)] if plan.all_layouts else ["--layouts", *layouts_of(devices, dtype, plan.quick)]
+    precision = [] if dtype == "fp32" else [f"--{dtype}"]
+    command = ["tools/verify_layout.py", *chosen, "--iterations", str(plan.iterations), "--time-limit", "900"]
+    command += ["--global-batch-size", "16", "--json", str(found), *plan.small_model, *precision]
+    try:
+        run(plan, f"layouts-{devices}-{dtype}", command)
+    except LaunchError as error:
+        if not found.exists():
+            raise
+        result = json.loads(found.read_text())
+        wrong = [layout["layout"] for layout in result["layouts"] if not layout["agrees"]]
+        raise Failed(f"{', '.join(wrong)} differ or failed" if wrong else str(error), {"layouts": result}) from None
+    return {"layouts": json.loads(found.read_text())}

@@ -82,6 +82,16 @@ class Machine:
         return "bf16" if self.bf16 else "fp16"
 
     @property
+    def fp8(self) -> bool:
+        """Whether matmuls in FP8 are faster than those in bf16."""
+        return self.bf16 and all(device.capability >= (8, 9) for device in self.devices)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile has what it needs."""
+        return "triton" in self.versions and bool(self.compiler)
+
+    @property
     def free(self) -> int:
         """Bytes that are free on the first device."""
         return self.devices[0].free

@@ -1,21 +1,20 @@
-"""What is asked for, and how a stage runs a command. No torch here."""
+"""What is asked for, how long it may take, and how a stage runs a command. No torch here."""
 
-import os
-import signal
-import subprocess
-import sys
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.measures.ranks import outside
-from megatron.common.errors import LaunchError, UserError
-from megatron.common.processes import die_with_parent
+from benchmarks.measures.ranks import reported, run_ranks
+from megatron.common.errors import LaunchError, ResourceError, UserError
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 3600
+SECONDS = 1800
 """A command that takes longer is ended."""
+_SHORT, _LEAST = 60, 10
+"""Seconds that a command may always take while they are left, and with how many left none is started."""
 _SMALL = (
     "--num-layers 4 --hidden-size {hidden} --num-attention-heads 8 --seq-length {sequence} --batch-size 2"
     " --max-position-embeddings {sequence} --mock-data --vocab-size {vocabulary} --num-workers 0 --lr 1e-3"
@@ -34,6 +33,19 @@ class Plan(NamedTuple):
     quick: bool
     all_layouts: bool
     folder: Path
+    minutes: float | None = None
+    deadline: float = inf
+    """Of all stages, by ``time.monotonic()``."""
+
+    def time_limit(self) -> float:
+        """Seconds that the next command may take: half of what is left, so that one which hangs leaves some.
+
+        Raises ResourceError if nothing is left.
+        """
+        left = self.deadline - time.monotonic()
+        if left < _LEAST:
+            raise ResourceError(f"no time is left of --minutes {self.minutes:g}")
+        return min(SECONDS, left, max(_SHORT, left / 2))
 
     @property
     def small_model(self) -> list[str]:
@@ -65,33 +77,30 @@ class Failed(UserError):
         self.result = result
 
 
-def run(plan: Plan, name: str, command: Sequence[str], **environ: str) -> None:
-    """``python COMMAND`` in the project's folder, with its output in ``logs/NAME.txt``.
+def run(plan: Plan, name: str, command: Sequence[str], ranks: int = 0, **environ: str) -> str:
+    """The output of ``python COMMAND`` in the project's folder, on so many ranks, which is also in ``logs/NAME.txt``.
 
-    Raises LaunchError with the last line of the output if it fails or takes too long.
+    Raises LaunchError with the last line of the output if it fails or takes too long, ResourceError if no time is left.
     """
-    log = plan.folder / "logs" / f"{name}.txt"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command],
-            cwd=ROOT,
-            env={**outside(os.environ), **environ},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        try:
-            code = process.wait(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"not finished after {SECONDS} s, see {log}") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    limit, log = plan.time_limit(), plan.folder / "logs" / f"{name}.txt"
+    log.unlink(missing_ok=True)
+    code = run_ranks(ranks, command, log, limit, **environ)
+    output = log.read_text(errors="replace")
+    if code is None:
+        raise LaunchError(f"not finished after {limit:.0f} s: {last_line(output)} (see logs/{log.name})")
     if code:
-        raise LaunchError(f"exit code {code}: {last_line(log.read_text(errors='replace'))} (see {log})")
+        raise LaunchError(f"exit code {code}: {last_line(output)} (see logs/{log.name})")
+    return output
+
+
+def measured(plan: Plan, name: str, module: str, *words: str, ranks: int = 1) -> Any:
+    """What ``benchmarks.measures.MODULE`` reports. Raises what ``run()`` does."""
+    return reported(run(plan, name, ["-m", f"benchmarks.measures.{module}", *words], ranks))[0]
+
+
+def named(*words: str) -> str:
+    """The name of a log."""
+    return re.sub("[^a-z0-9.]+", "-", " ".join(words).lower()).strip("-")
 
 
 def last_line(text: str) -> str:

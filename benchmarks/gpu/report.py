@@ -1,6 +1,6 @@
 """The page about a machine with GPUs, made of what ``command.py`` has written into a folder."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,19 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 <td class='number'>{{ "%.0f" | format(stage.seconds) }} s</td><td>{{ stage.reason or "" }}</td></tr>
 {% endfor %}
 </table>
+{% if speeds %}
+<h2>Goals</h2>
+<p>TFLOP/s of a training step, attention counted in full, and their share of the peak of the device in bf16.</p>
+<table><tr><th>model</th><th></th><th class='number'>TFLOP/s</th><th class='number'>of the peak</th>
+<th class='number'>goal</th><th></th></tr>
+{% for row in speeds %}
+<tr><td>{{ row.size }}</td><td>{{ row.way }}</td><td class='number'>{{ "%.1f" | format(row.tflops) }}</td>
+<td class='number'>{{ percent(row.share) }}</td><td class='number'>{{ percent(row.goal) }}</td>
+<td class='{{ "passed" if not row.goal or row.share >= row.goal else "failed" }}'>
+{{ "" if not row.goal else "reached" if row.share >= row.goal else "missed" }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
 <h2>Machine</h2>
 <table>
 {% for name, value in machine.describe().items() %}
@@ -41,6 +54,39 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 {% if machine.nvidia_smi %}
 <details><summary>nvidia-smi</summary><pre>{{ machine.nvidia_smi | join("\n") }}</pre></details>
 {% endif %}
+{% for stage in of("links") %}
+<h2>{{ heading(stage.name) }}</h2>
+<p>GB a second. Between GPUs it is the bus bandwidth of nccl-tests; copies run on all GPUs at once, the slowest
+counts.</p>
+<table><tr><th>size of the message</th>
+{% for size, rows in stage.result.links | groupby("bytes") %}<th class='number'>{{ size // 1048576 }} MiB</th>
+{% endfor %}</tr>
+{% for name, rows in stage.result.links | groupby("operation") %}
+<tr><td>{{ name }}</td>
+{% for row in rows %}<td class='number'>{{ "%.4g" | format(row.bandwidth / 1e9) }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% endfor %}
+{% if of("rehearsal") %}
+<h2>One rank of large runs</h2>
+<p>Computed on one GPU, with collectives that return at once: without communication.</p>
+<table><tr><th></th>{% for name in rehearsed %}<th class='number'>{{ name }}</th>{% endfor %}</tr>
+{% for stage in of("rehearsal") %}
+<tr><td>{{ stage.name }}</td>
+{% for name in rehearsed %}<td class='number'>{{ shown(stage.result.rehearsal.get(name)) }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% endif %}
+{% for stage in of("races") %}
+<h2>Races</h2>
+<p>Losses, gradients and weights with everything asynchronous delayed, against a run without delays, bit by bit.</p>
+<table><tr><th>run</th><th class='number'>ranks</th><th>result</th></tr>
+{% for row in stage.result.races %}
+<tr><td>{{ row.run }}</td><td class='number'>{{ row.ranks }}</td>
+<td class='{{ "passed" if row.agrees else "failed" }}'>{{ "equal" if row.agrees else row.found }}</td></tr>
+{% endfor %}
+</table>
+{% endfor %}
 {% for stage in of("kernels") %}
 <h2>Kernels against plain torch</h2>
 <p>Largest relative differences of outputs and gradients from plain torch in fp64.
@@ -165,17 +211,21 @@ def render(content: Mapping[str, Any], folder: Path) -> str:
     """The page about ``content``; the files of its training run are in ``folder``."""
     machine = from_json(content["machine"])
 
-    def of(kind: str) -> Iterator[Mapping[str, Any]]:
-        return (stage for stage in content["stages"] if kind in stage["result"])
+    def of(kind: str) -> list[Mapping[str, Any]]:
+        return [stage for stage in content["stages"] if kind in stage["result"]]
 
     def run_sections(name: str) -> str:
         return _run_sections(folder / name)
 
     title = f"{machine.devices[0].name}, {content['created']}"
+    speeds = {(row["size"], row["way"]): row for stage in of("speeds") for row in stage["result"]["speeds"]}
+    named = (
+        name for stage in of("rehearsal") for name, value in stage["result"]["rehearsal"].items() if _is_number(value)
+    )
     body = _TEMPLATE.render(
         content=content, machine=machine, of=of, run_sections=run_sections, summary=summary(content), small=_small,
-        heading=_heading,
-        differences=_DIFFERENCES,
+        heading=_heading, differences=_DIFFERENCES, percent=_percent, speeds=speeds.values(), shown=_shown,
+        rehearsed=[*dict.fromkeys(named)],
     )  # fmt: skip
     return frame(title, body, _STYLE)
 
@@ -202,6 +252,18 @@ def _run_sections(folder: Path) -> str:
 
 def _heading(name: str) -> str:
     return name[:1].upper() + name[1:]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.4g}" if _is_number(value) else ""
 
 
 def _small(number: float | None) -> str:

@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from benchmarks.measures.gpu_step_ranks import SUITE
 from benchmarks.measures.ranks import report
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import engine_step, run_of
@@ -40,7 +41,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     shape, accelerator = Shape(**request["shape"]), get_accelerator()
     silence_known_warnings()
-    run = run_of(shape, f"--{request['dtype']}", "--zero-stage", "1")
+    run = run_of(shape, f"--{request['dtype']}", *SUITE[request["way"]].split())
     with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
         tokens, labels = (
             torch.randint(shape.vocabulary, (shape.batch, shape.sequence), device=accelerator.current_device_name())

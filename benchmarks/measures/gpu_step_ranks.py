@@ -1,4 +1,4 @@
-"""Started by ``gpu_step.py``: two ways of training a model take turns on one GPU, and their peaks of memory."""
+"""Started by ``benchmarks/gpu``: two ways of training a model take turns on one GPU, and their peaks of memory."""
 
 import gc
 import json
@@ -14,11 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from benchmarks.comparing import alternate
-from benchmarks.measures.gpu_step import STEPS
 from benchmarks.measures.megatron_core import MegatronProcess
 from benchmarks.measures.peers import BareGPT2, plain_step, transformers_gpt2
 from benchmarks.measures.ranks import report
-from benchmarks.measures.shapes import Shape
+from benchmarks.measures.shapes import STEPS, Shape
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
@@ -27,6 +26,13 @@ from megatron.parallel.layout import ParallelLayout
 Step = Callable[[], Any]
 Way = Callable[[ParallelLayout, Tensor, Tensor], Step | MegatronProcess]
 """Builds a model on the device; what takes one step of it over tokens and labels [b, s], or a process that does."""
+
+SUITE = {
+    "suite": "--zero-stage 1",
+    "suite, compiled": "--zero-stage 1 --compile",
+    "suite, FP8": "--zero-stage 1 --compile --fp8-format hybrid",
+}
+"""Flags of this project's ways."""
 
 
 def main() -> None:
@@ -42,11 +48,9 @@ def main() -> None:
 
 def ways(shape: Shape, dtype: str) -> dict[str, Way]:
     """All ways of training ``shape`` in ``dtype``, bf16 or fp16."""
-    half = (f"--{dtype}", "--zero-stage", "1")
     plain = partial(_plain, dtype=dtype)
     return {
-        "suite": partial(_suite, shape, half),
-        "suite, compiled": partial(_suite, shape, (*half, "--compile")),
+        **{way: partial(_suite, shape, (f"--{dtype}", *flags.split())) for way, flags in SUITE.items()},
         "bare torch": lambda _, *batch: plain(BareGPT2(shape), *batch),
         "bare torch, compiled": lambda _, *batch: plain(BareGPT2(shape), *batch, compiled=True),
         "transformers sdpa": lambda _, *batch: plain(transformers_gpt2(shape, "sdpa"), *batch),

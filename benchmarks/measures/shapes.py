@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 CLIP, LEARNING_RATE, WEIGHT_DECAY = 1.0, 1e-4, 0.01
+STEPS = 5
+"""Of each way in a round, on a GPU."""
 
 
 @dataclass(frozen=True)

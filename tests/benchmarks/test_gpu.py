@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
 import re
-from dataclasses import replace
+import signal
+import tarfile
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +15,17 @@ from support.emulated_cuda import EmulatedCuda
 from support.programs import Programs
 
 from benchmarks.gpu import machine as machines
+from benchmarks.gpu import speed
 from benchmarks.gpu.command import FIGURES, main, run_stages
 from benchmarks.gpu.correctness import layouts_of
 from benchmarks.gpu.machine import Device, Machine, is_supported, problems
 from benchmarks.gpu.plan import Failed, Plan, Stage
 from benchmarks.gpu.report import PAGE, RESULTS, read_results, render
-from benchmarks.gpu.stages import GROUPS
-from benchmarks.measures import gpu_step
-from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, results_of
+from benchmarks.gpu.speed import PAIRS, SHAPES, fitting, results_of
+from benchmarks.gpu.stages import GROUPS, REHEARSALS, scaled_layouts
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
+from megatron.cli import read_run
 from megatron.common.errors import ConfigError, LaunchError, ResourceError
 from megatron.tools.verify.request import make_request, parse_layout, rule_violations
 
@@ -111,6 +116,28 @@ def test_layouts_that_are_compared_are_supported_and_fit(devices: int, dtype: st
     assert set(layouts_of(devices, dtype, quick=True)) < set(names)
 
 
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_runs_whose_speed_is_compared_are_supported(devices: int) -> None:
+    machine = replace(MACHINE, versions={**MACHINE.versions, "triton": "3"}, compiler="cc", devices=[H100] * devices)
+    names = []
+    for name, processes, data, flags in scaled_layouts(devices, machine):
+        words = [*SHAPES["1.3B"].words, "--mock-data", "--vocab-size", "50304", "--train-iters", "30", "--bf16"]
+        words += [*flags.split(), *([] if "--zero-stage" in flags else ["--zero-stage", "1"])]
+        words += ["--global-batch-size", str(16 * processes)]
+        environ = {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(processes)}
+        run = read_run(words, environ).checked()
+        assert processes <= devices and run.parallel.data_parallel_size == data
+        names.append(name)
+    assert {f"{kind} {devices}" for kind in ("DP", "PP", "CP")} <= {*names} and f"DP {devices}, FP8" in names
+
+
+def test_runs_whose_ranks_are_rehearsed_are_supported() -> None:
+    for processes, rank, flags in REHEARSALS.values():
+        words = [*flags.split(), "--mock-data", "--train-iters", "30", "--bf16", "--zero-stage", "1", "--compile"]
+        run = read_run(words, {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(processes)}).checked()
+        assert rank < run.parallel.world_size == processes
+
+
 def a_plan(folder: Path, groups=GROUPS) -> Plan:
     for name in ("logs", "run"):
         (folder / name).mkdir(exist_ok=True)
@@ -121,20 +148,23 @@ TIMES = {"wall": [1.0, 2.0], "cpu": [1.0, 2.0]}
 MEASURED = {"times": {"suite": TIMES, "bare torch": TIMES}, "peaks": {"suite": 10**9, "bare torch": 2 * 10**9}}
 
 
-def test_a_pair_that_runs_out_of_memory_is_measured_with_half_the_batch(monkeypatch) -> None:
+def test_a_pair_that_runs_out_of_memory_is_measured_with_half_the_batch(tmp_path: Path, monkeypatch) -> None:
     batches: list[int] = []
 
-    def ranks(number: int, module: str, request: str, **_: float) -> dict:
+    def measured(plan: Plan, name: str, module: str, request: str) -> dict:
         batches.append(json.loads(request)["shape"]["batch"])
         return MEASURED if batches[-1] <= most else {"out of memory": True}
 
-    monkeypatch.setattr(gpu_step, "measured_by_ranks", ranks)
+    monkeypatch.setattr(speed, "measured", measured)
     most = 4
-    speed, _ = gpu_step.compared("125M", PAIRS[0], 1, MACHINE)
-    assert batches == [16, 8, 4] and speed.what.startswith("125M, bf16, suite: 12 layers, h 768, s 1024, b 4, ")
+    found = speed.compared(a_plan(tmp_path), "125M", PAIRS[2], MACHINE)
+    assert batches == [16, 8, 4] and found["rows"][0]["what"].startswith(
+        "125M, bf16, suite: 12 layers, h 768, s 1024, "
+    )
+    assert found["speeds"][0]["way"] == "suite" and found["speeds"][0]["tflops"] > 0
     most = 0
     with pytest.raises(ResourceError, match="out of memory even with a micro-batch of 1"):
-        gpu_step.compared("125M", PAIRS[0], 1, MACHINE)
+        speed.compared(a_plan(tmp_path), "125M", PAIRS[2], MACHINE)
 
 
 LAYOUT = {
@@ -215,7 +245,7 @@ def test_a_run_on_an_emulated_gpu_is_on_the_page(
     folder = tmp_path / "found"
     words = ("benchmarks/gpu/command.py", "--size", "tiny", "--quick", "--stages", "run", "--output", folder)
     ended = programs.python(*words, EMULATED_CUDA_DEVICES="1", **emulated_cuda.environ).ok()
-    assert ended.output.splitlines()[-2:] == ["1 stage of 1 passed", str(folder)]
+    assert ended.output.splitlines()[-2:] == ["1 stage of 1 passed", f"{folder}.tar.gz"]
     content = json.loads((folder / RESULTS).read_text())
     assert content["machine"]["devices"][0]["name"] == "emulated GPU"
     assert content["stages"][0]["result"]["tokens_per_second"] > 0
@@ -223,10 +253,91 @@ def test_a_run_on_an_emulated_gpu_is_on_the_page(
     assert "emulated GPU" in page and "Plan against measurement" in page and "cannot be shown" not in page
 
 
+FAKE_STAGES = """
+import json, sys, time
+sys.path.insert(0, ".")
+from benchmarks.gpu import command, machine, plan
+
+def hangs(its_plan):
+    program = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+    return lambda: plan.run(its_plan, "hangs", ["-c", program], 2)
+
+def stages(its_plan, _):
+    yield plan.Stage("links", "good", lambda: {"text": plan.run(its_plan, "good", ["-c", "print('x' * 300000)"])[:2]})
+    yield plan.Stage("links", "hangs", hangs(its_plan))
+    yield plan.Stage("links", "hangs again", hangs(its_plan))
+    yield plan.Stage("links", "too late", lambda: {})
+
+plan._SHORT, plan._LEAST = 5, 1
+found = machine.from_json(json.loads(sys.argv.pop(1)))
+command.probe, command.checked = lambda: found, lambda *_: found
+command.stages, command._BEGIN, sys.argv[0] = stages, time.monotonic(), "gpu.sh"
+command.run_tool(command.main)
+"""
+"""Begins the command with the stages of a test, the second of which hangs on two ranks."""
+
+
+def archived(folder: Path) -> tuple[dict[str, tuple[str, str | None]], str]:
+    """Status and reason of each stage, and the log of what hangs, from the archive alone."""
+    with tarfile.open(f"{folder}.tar.gz") as tar:
+        files = {member.name: tar.extractfile(member).read().decode() for member in tar.getmembers()}
+    assert sum(map(len, files.values())) < 200_000
+    stages = json.loads(files[f"{folder.name}/{RESULTS}"])["stages"]
+    page = files[f"{folder.name}/{PAGE}"]
+    assert all(stage["name"] in page and (stage["reason"] or "") in page for stage in stages)
+    return {stage["name"]: (stage["status"], stage["reason"]) for stage in stages}, files[
+        f"{folder.name}/logs/hangs.txt"
+    ]
+
+
+def test_the_time_is_kept_and_what_it_did_not_suffice_for_is_named(programs: Programs, tmp_path: Path) -> None:
+    words = ("-c", FAKE_STAGES, json.dumps(asdict(MACHINE)), "--minutes", "0.2", "--output", tmp_path / "found")
+    ended = programs.python(*words, time_limit=60)
+    assert ended.returncode == 1 and ended.output.splitlines()[-1] == str(tmp_path / "found.tar.gz"), ended.output
+    stages, log = archived(tmp_path / "found")
+    assert stages["good"] == ("passed", None)
+    assert stages["hangs"][0] == stages["hangs again"][0] == "failed" and stages["hangs"][1].startswith("not finished")
+    assert stages["too late"] == ("left out", "no time is left of --minutes 0.2")
+    assert not any(map(is_alive, pids(log)))
+    words = ["0.1" if word == "0.2" else word for word in words]
+    again = programs.python(*words, "--continue", time_limit=60)
+    assert "[1/3] hangs ..." in again.output and archived(tmp_path / "found")[0]["good"] == ("passed", None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_check_leaves_an_archive(number: int, programs: Programs, tmp_path: Path) -> None:
+    words = ("python", "-c", FAKE_STAGES, json.dumps(asdict(MACHINE)), "--output", tmp_path / "found")
+    log = tmp_path / "found/logs/hangs.txt"
+    with programs.started(tmp_path / "output", *words) as process:
+        wait_for(lambda: log.exists() and len(pids(log.read_text())) == 2)
+        process.send_signal(number)
+        assert process.wait(30) == 130
+    assert (tmp_path / "output").read_text().splitlines()[-1] == str(tmp_path / "found.tar.gz")
+    stages, text = archived(tmp_path / "found")
+    assert stages.pop("good") == ("passed", None) and set(stages.values()) == {("left out", "interrupted")}
+    assert len(stages) == 3 and not any(map(is_alive, pids(text)))
+
+
+def pids(log: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"pid (\d+)\n", log)]
+
+
+def is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
         (["--stages", "none", "run"], "--stages none checks the machine alone"),
         (["--report", "docs"], "docs/gpu.json: cannot be read (No such file or directory); name a folder of"),
     ],
@@ -256,7 +367,7 @@ def measure_tiny() -> tuple[list, list]:
     from benchmarks.measures.gpu_step_ranks import compared, ways
 
     built, results = ways(TINY, "bf16"), []
-    for pair in PAIRS[:2]:
+    for pair in PAIRS[2:4]:
         found = compared(TINY, 1, {way: built[way] for way in pair})
         results += results_of("tiny", TINY, found, "a GPU")
     speeds = [(r.what, r.peer, r.ratios[0]) for r in results if isinstance(r, Comparison)]
