@@ -10,7 +10,6 @@ stages; one that fails does not keep the others from running, and the page state
 links         bandwidth between the GPUs, and to host memory
 speed         a training step against a plain torch model, transformers and megatron-core, as installed, and in FP8
 scaling       tokens a second on several GPUs against one: DP, TP, PP, CP, with and without overlapped communication
-rehearsal     one rank of large runs, without the others (tools/rehearse.py)
 profile       torch's profile of one step
 correctness   kernels against plain torch, delayed communication, training of each model against the CPU, and
               tools/verify_layout.py on one GPU and on all, in each precision
@@ -155,7 +154,7 @@ def write_folder(content: dict[str, Any], plan: Plan, machine: Machine) -> None:
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for name, text in _small_files(plan.folder):
             entry = tarfile.TarInfo(f"{plan.folder.name}/{name}")
-            entry.size = len(text)
+            entry.size, entry.mtime = len(text), int(time.time())
             tar.addfile(entry, BytesIO(text))
     _write(archive_of(plan.folder), archive.getvalue())
 

@@ -80,11 +80,11 @@ def races(plan: Plan, machine: Machine) -> dict[str, Any]:
         environ = {"ONE_GPU": "1", "PYTHONPATH": os.pathsep.join(filter(None, folder))}
     for name, flags in RACES.items():
         common = [*plan.small_model, *_SAME.split(), f"--{machine.dtype}", "--train-iters", "3"]
-        row = {"run": name, "ranks": ranks, "agrees": True, "found": None}
+        row = {"run": name, "ranks": ranks, "agrees": True}
         try:
             run(plan, named("races", name), ["tests/support/races.py", *common, *flags.split()], ranks, **environ)
         except (LaunchError, ResourceError) as error:
-            row |= {"agrees": False, "found": error.messages[0]}
+            row |= {"agrees": False, "failure": error.messages[0]}
         rows.append(row)
     if wrong := [row["run"] for row in rows if not row["agrees"]]:
         raise Failed(f"differ or failed: {'; '.join(wrong)}", {"races": rows})

@@ -19,10 +19,22 @@ _STYLE = """\
 .passed { color: #2e7d32; } .failed { color: #b3261e; font-weight: bold; } .left { color: #767676; }
 .bar { background: #5b9bd5; height: 0.8em; display: inline-block; } .bar.other { background: #bbb; }
 """
-_DIFFERENCES = ("loss", "grad_norm", "gradient", "weights", "other_weights")
+_DIFFERENCES = {name.replace("_", " "): name for name in ("layout", "loss", "grad_norm", "gradient", "weights")}
+_DIFFERENCES["other weights"] = "other_weights"
 _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 {% macro bar(value, whole, kind="") %}
 <span class='bar {{ kind }}' style='width: {{ (300 * value / whole) | round(1) if whole else 0 }}px'></span>
+{% endmacro %}
+{% macro checks(rows, columns) %}
+<table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}<th>result</th></tr>
+{% for row in rows %}
+<tr>{% for name in columns.values() %}<td>{{ cell(row.get(name)) }}</td>{% endfor %}
+<td class='{{ "passed" if row.agrees else "failed" }}'>
+{% if row.agrees is defined %}
+{{ "agrees" if row.agrees else row.failure or "differs" ~ (", first in " ~ row.first if row.first else "") }}
+{% endif %}</td></tr>
+{% endfor %}
+</table>
 {% endmacro %}
 <p>{{ summary }}</p>
 <h2>Stages</h2>
@@ -69,23 +81,27 @@ counts.</p>
 {% endfor %}
 {% if of("rehearsal") %}
 <h2>One rank of large runs</h2>
-<p>Computed on one GPU, with collectives that return at once: without communication.</p>
-<table><tr><th></th>{% for name in rehearsed %}<th class='number'>{{ name }}</th>{% endfor %}</tr>
+<p>Computed on one GPU by tools/rehearse.py: in a step collectives return at once; the expected step adds them, by the
+bandwidth that the planner knows of the device.</p>
+<table><tr><th></th><th class='number'>step</th><th class='number'>launched in</th><th>phases</th>
+<th class='number'>kernels</th><th class='number'>copies</th><th class='number'>waits</th><th class='number'>peak</th>
+<th class='number'>expected step</th><th class='number'>MFU</th></tr>
 {% for stage in of("rehearsal") %}
-<tr><td>{{ stage.name }}</td>
-{% for name in rehearsed %}<td class='number'>{{ shown(stage.result.rehearsal.get(name)) }}</td>{% endfor %}</tr>
+{% set rank, expected = stage.result.rehearsal.ranks[0], stage.result.rehearsal.expected %}
+<tr><td>{{ stage.name }}</td><td class='number'>{{ ms(rank.seconds.wall) }}</td>
+<td class='number'>{{ ms(rank.launched_seconds) }}</td>
+<td>{% for name, one in rank.phases.items() %}{{ name }} {{ ms(one.wall) }}{{ ", " if not loop.last }}{% endfor %}</td>
+<td class='number'>{{ rank.kernels }}</td><td class='number'>{{ rank.copies }}</td>
+<td class='number'>{{ rank.host_waits }}</td>
+<td class='number'>{{ "%.1f GB" | format(rank.memory_bytes.peak / 1e9) }}</td>
+<td class='number'>{{ ms(expected.seconds) }}</td><td class='number'>{{ percent(expected.mfu) }}</td></tr>
 {% endfor %}
 </table>
 {% endif %}
 {% for stage in of("races") %}
 <h2>Races</h2>
 <p>Losses, gradients and weights with everything asynchronous delayed, against a run without delays, bit by bit.</p>
-<table><tr><th>run</th><th class='number'>ranks</th><th>result</th></tr>
-{% for row in stage.result.races %}
-<tr><td>{{ row.run }}</td><td class='number'>{{ row.ranks }}</td>
-<td class='{{ "passed" if row.agrees else "failed" }}'>{{ "equal" if row.agrees else row.found }}</td></tr>
-{% endfor %}
-</table>
+{{ checks(stage.result.races, {"run": "run", "ranks": "ranks"}) }}
 {% endfor %}
 {% for stage in of("kernels") %}
 <h2>Kernels against plain torch</h2>
@@ -94,43 +110,21 @@ counts.</p>
 Of {{ choices | length }} kinds of attention, {{ choices | selectattr("agrees") | list | length }} get the kernel that
 is named at the start of a run{% for row in choices if not row.agrees %};
 {{ row.what }}: {{ row.named }} is named, torch takes {{ row.found }}{% endfor %}.</p>
-<table><tr><th>kernel</th><th>precision</th><th class='number'>difference</th><th class='number'>bound</th>
-<th>result</th></tr>
-{% for row in stage.result.kernels %}
-<tr><td>{{ row.kernel }}</td><td>{{ row.dtype }}</td><td class='number'>{{ small(row.difference) }}</td>
-<td class='number'>{{ small(row.bound) }}</td><td class='{{ "passed" if row.agrees else "failed" }}'>
-{{ "agrees" if row.agrees else row.failure or "differs" }}</td></tr>
-{% endfor %}
-</table>
+{{ checks(stage.result.kernels,
+          {"kernel": "kernel", "precision": "dtype", "difference": "difference", "bound": "bound"}) }}
 {% endfor %}
 {% for stage in of("against_cpu") %}
 <h2>GPU against CPU</h2>
 <p>Largest relative differences from training on the CPU in fp32, with the same initial weights.</p>
-<table><tr><th>model</th><th>precision</th><th class='number'>loss</th><th class='number'>gradient norm</th>
-<th class='number'>bound of the loss</th><th>result</th></tr>
-{% for row in stage.result.against_cpu %}
-<tr><td>{{ row.model }}</td><td>{{ row.dtype }}</td><td class='number'>{{ small(row.loss) }}</td>
-<td class='number'>{{ small(row.grad_norm) }}</td><td class='number'>{{ small(row.bound) }}</td>
-<td class='{{ "passed" if row.agrees else "failed" }}'>
-{{ "agrees" if row.agrees else row.failure or "differs" }}</td></tr>
-{% endfor %}
-</table>
+{{ checks(stage.result.against_cpu, {"model": "model", "precision": "dtype", "loss": "loss",
+          "gradient norm": "grad_norm", "bound of the loss": "bound"}) }}
 {% endfor %}
 {% for stage in of("layouts") %}
 <h2>{{ heading(stage.name) }}</h2>
 <p>Largest differences from the first layout in {{ stage.result.layouts.iterations }} iterations, by
-tools/verify_layout.py.</p>
-<table><tr><th>layout</th>{% for name in differences %}<th class='number'>{{ name.replace("_", " ") }}</th>{% endfor %}
-<th>result</th></tr>
-{% for row in stage.result.layouts.layouts %}
-<tr><td>{{ row.layout }}</td>
-{% for name in differences %}<td class='number'>{{ small(row.get(name)) }}</td>{% endfor %}
-<td class='{{ "passed" if row.agrees else "failed" }}'>
-{{ "agrees" if row.agrees else row.failure or "differs, first in %s" % row.get("first") }}</td></tr>
-{% endfor %}
-<tr><th>bound</th>{% for name in differences %}
-<td class='number'>{{ small(stage.result.layouts.tolerances.get(name)) }}</td>{% endfor %}<td></td></tr>
-</table>
+tools/verify_layout.py; the last row has the largest that are accepted.</p>
+{{ checks(stage.result.layouts.layouts + [dict(stage.result.layouts.tolerances, layout="bound")],
+          differences) }}
 {% endfor %}
 {% for stage in of("rows") %}
 <h2>{{ heading(stage.name) }}</h2>
@@ -148,7 +142,7 @@ tools/verify_layout.py.</p>
 {% endfor %}
 {% for stage in of("scaling") %}
 <h2>{{ heading(stage.name) }}</h2>
-<p>{{ stage.result.shape }}, on each GPU; 4 micro-batches a step.</p>
+<p>{{ stage.result.shape }}, on each GPU; 4 micro-batches a step for each GPU.</p>
 <table><tr><th>layout</th><th class='number'>GPUs</th><th class='number'>tokens/s</th>
 <th class='number'>tokens/s of each GPU</th><th class='number'>of one GPU's</th><th></th></tr>
 {% set one = stage.result.scaling[0].tokens_per_second if stage.result.scaling else 0 %}
@@ -219,13 +213,9 @@ def render(content: Mapping[str, Any], folder: Path) -> str:
 
     title = f"{machine.devices[0].name}, {content['created']}"
     speeds = {(row["size"], row["way"]): row for stage in of("speeds") for row in stage["result"]["speeds"]}
-    named = (
-        name for stage in of("rehearsal") for name, value in stage["result"]["rehearsal"].items() if _is_number(value)
-    )
     body = _TEMPLATE.render(
-        content=content, machine=machine, of=of, run_sections=run_sections, summary=summary(content), small=_small,
-        heading=_heading, differences=_DIFFERENCES, percent=_percent, speeds=speeds.values(), shown=_shown,
-        rehearsed=[*dict.fromkeys(named)],
+        content=content, machine=machine, of=of, run_sections=run_sections, summary=summary(content), cell=_cell,
+        heading=_heading, differences=_DIFFERENCES, percent=_percent, speeds=speeds.values(), ms=_ms,
     )  # fmt: skip
     return frame(title, body, _STYLE)
 
@@ -258,13 +248,9 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.4g} ms"
 
 
-def _shown(value: Any) -> str:
-    return f"{value:,.4g}" if _is_number(value) else ""
-
-
-def _small(number: float | None) -> str:
-    return "-" if number is None else f"{number:.1e}"
+def _cell(value: float | str | None) -> str:
+    return "-" if value is None else f"{value:.1e}" if isinstance(value, float) else str(value)

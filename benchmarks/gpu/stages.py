@@ -14,29 +14,25 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.plan import Failed, Plan, Stage, gpus, measured, named, run
 from benchmarks.gpu.speed import COMPILED, FP8, PAIRS, SHAPES, compared, fitting, profiled
 from megatron.common.errors import LaunchError, ResourceError
+from megatron.tools.planning.machine import DEVICES, device_of_name
 from megatron.tools.reporting.files import read_metrics
 
-GROUPS = ("links", "speed", "scaling", "rehearsal", "profile", "correctness", "run")
+GROUPS = ("links", "speed", "scaling", "profile", "correctness", "run")
 _MESSAGES = ("1", "16", "256")
 """MiB."""
-_LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-query-groups 8"
-    " --untie-embeddings-and-output-weights --vocab-size 128256 --seq-length 8192 --batch-size 1 --lr 1e-4"
-    " --attention-dropout 0 --hidden-dropout 0"
-)
-_8B = f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 {_LLAMA}"
-_70B = f"--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 {_LLAMA}"
+_70B, _8B = "--model-preset llama3.1-70b", "--model-preset llama3.1-8b"
 _TENSOR = "--model-parallel-size 8 --sequence-parallel"
-_VOCABULARY = "--vocab-size 50304"
+_LONG = "--seq-length 8192 --batch-size 1 --lr 1e-4"
+_GPT2 = {size: f"{' '.join(SHAPES[size].words)} --vocab-size 50304" for size in SHAPES}
 REHEARSALS = {
-    "345M, DP 8": (8, 1, f"{' '.join(SHAPES['345M'].words)} {_VOCABULARY}"),
-    "1.3B, DP 8": (8, 1, f"{' '.join(SHAPES['1.3B'].words)} {_VOCABULARY}"),
-    "Llama 8B, TP 8, sequence parallel": (8, 1, f"{_8B} --gas 4 {_TENSOR}"),
-    "Llama 8B, PP 8": (8, 1, f"{_8B} --gas 16 --pipe-parallel-size 8"),
-    "Llama 70B, TP 8 x PP 8": (64, 9, f"{_70B} --gas 16 {_TENSOR} --pipe-parallel-size 8"),
+    "345M, DP 8": (8, 1, _GPT2["345M"]),
+    "1.3B, DP 8": (8, 1, _GPT2["1.3B"]),
+    "Llama 8B, TP 8, sequence parallel": (8, 1, f"{_8B} {_LONG} --gas 4 {_TENSOR}"),
+    "Llama 8B, PP 8": (8, 1, f"{_8B} {_LONG} --gas 16 --pipe-parallel-size 8"),
+    "Llama 70B, TP 8 x PP 8": (64, 9, f"{_70B} {_LONG} --gas 16 {_TENSOR} --pipe-parallel-size 8"),
 }
 """Processes of a run, the rank of it that is rehearsed, and flags."""
-_SMALLEST = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --lr 1e-4"
+_SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --lr 1e-4"
 Work = Callable[[], dict[str, Any]]
 
 
@@ -53,8 +49,6 @@ def _figures(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Work]]:
         yield "speed", f"{size}: {' and '.join(pair)}", partial(compared, plan, size, pair, machine)
     if count > 1:
         yield "scaling", f"speed of 1 to {gpus(count)}", partial(scaling, plan, machine)
-    for name in REHEARSALS:
-        yield "rehearsal", f"one rank of {name}", partial(_rehearsed, plan, name, machine)
     for way, size in (*product((COMPILED,), reversed(plan.sizes)), (FP8, plan.sizes[-1]), ("suite", plan.sizes[-1])):
         yield "profile", f"profile of a step, {size}: {way}", partial(profiled, plan, size, way, machine)
 
@@ -76,20 +70,27 @@ def _more_figures(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Work
 
 
 def _links(plan: Plan, count: int) -> dict[str, Any]:
-    return measured(plan, "links", "gpu_links_ranks", *_MESSAGES, ranks=count)
+    return measured(plan, "links", "gpu_links_ranks", *_MESSAGES[: 1 if plan.quick else None], ranks=count)
 
 
 def _rehearsed(plan: Plan, name: str, machine: Machine) -> dict[str, Any]:
     """What ``tools/rehearse.py`` reports."""
     world, rank, flags = REHEARSALS[name]
     if "tiny" in plan.sizes:
-        flags = f"{_SMALLEST} {flags[flags.index('--gas') :] if '--gas' in flags else ''}"
+        flags = f"{_SMALL} {flags[flags.index('--gas') :] if '--gas' in flags else ''}"
     title = named("rehearsal", name)
     found = plan.folder / "logs" / f"{title}.json"
     found.unlink(missing_ok=True)
-    words = [*flags.split(), f"--{machine.dtype}", "--zero-stage", "1", *["--compile"] * machine.compiles]
-    place = ["--world-size", str(world), "--rank", str(rank), "--json", str(found)]
-    run(plan, title, ["tools/rehearse.py", *place, *words])
+    device = device_of_name(machine.devices[0].name)
+    known = [key for key, value in DEVICES.items() if value == device]
+    place = ["--world-size", str(world), "--rank", str(rank), "--json", str(found), *["--device", *known] * bool(known)]
+    fixed = ["--mock-data", "--train-iters", "100", f"--{machine.dtype}", "--zero-stage", "1"]
+    try:
+        run(plan, title, ["tools/rehearse.py", *place, *flags.split(), *fixed, *["--compile"] * machine.compiles])
+    except LaunchError as error:
+        if found.exists():  # it does not fit
+            raise Failed(error.messages[0], {"rehearsal": json.loads(found.read_text())}) from None
+        raise
     return {"rehearsal": json.loads(found.read_text())}
 
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.correctness import layouts_of
 from benchmarks.gpu.machine import Device, Machine, is_supported, problems
 from benchmarks.gpu.plan import Failed, Plan, Stage
 from benchmarks.gpu.report import PAGE, RESULTS, read_results, render
-from benchmarks.gpu.speed import PAIRS, SHAPES, fitting, results_of
+from benchmarks.gpu.speed import COMPILED, PAIRS, SHAPES, fitting, results_of, speeds_of
 from benchmarks.gpu.stages import GROUPS, REHEARSALS, scaled_layouts
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
@@ -170,6 +170,20 @@ def test_a_pair_that_runs_out_of_memory_is_measured_with_half_the_batch(tmp_path
 LAYOUT = {
     "layout": "tp2-pp0-dp1", "agrees": False, "failure": None, "loss": 0.5, "grad_norm": None, "first": "loss of it. 1"
 }  # fmt: skip
+LINKS = [
+    {"operation": name, "bytes": size << 20, "seconds": 0.001, "bandwidth": size * 2.5e9}
+    for size in (1, 256) for name in ("all-reduce", "to the next GPU")
+]  # fmt: skip
+WALL = {"wall": 0.02, "cpu": 0.01}
+RANK = {
+    "seconds": WALL, "launched_seconds": 0.015, "phases": {"forward": WALL, "backward": WALL}, "kernels": 1234,
+    "copies": 10, "host_waits": 0, "memory_bytes": {"peak": 43_000_000_000},
+}  # fmt: skip
+REHEARSAL = {"ranks": [RANK], "expected": {"seconds": 0.025, "mfu": 0.4321}}
+RACES = [
+    {"run": "ZeRO 1", "ranks": 2, "agrees": True},
+    {"run": "PP 2", "ranks": 2, "agrees": False, "failure": "irecv at transfers.py: nothing waits for it"},
+]
 PROFILE = {
     "seconds": 0.1, "on_device": True, "busy": 0.08, "kinds": {"matrix products": 0.08},
     "longest": [{"name": "sm90_xmma_gemm<float>", "calls": 3, "seconds": 0.08}],
@@ -191,7 +205,10 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
         "GPU against CPU": {"against_cpu": against},
         "kernels": {"kernels": kernels, "choices": choices},
         "layouts": Failed("tp2-pp0-dp1 differ or failed", {"layouts": layouts}),
-        "speed": {"rows": rows},
+        "speed": {"rows": rows, "speeds": speeds_of("345M", TINY, {"times": {COMPILED: TIMES}}, H100.name)},
+        "links": {"links": LINKS, "ranks": 2},
+        "rehearsal": {"rehearsal": REHEARSAL},
+        "races": Failed("differ or failed: PP 2", {"races": RACES}),
         "scaling": {"scaling": scaled, "shape": "2 layers"},
         "run": {"run": "run", "shape": "2 layers", "tokens_per_second": 5.0},
         "profile": {"profile": PROFILE, "shape": "2 layers", "trace": "profile.json.gz"},
@@ -215,12 +232,16 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
     assert found["user"] == ("failed", "exit code 1: boom <b>") and found["large"] == ("left out", "needs about 58 GB")
     assert found["bug"] == ("failed", "ZeroDivisionError: by zero")
     assert [name for name, (status, _) in found.items() if status == "passed"] == [
-        *("GPU against CPU", "kernels", "speed", "scaling", "run", "profile")
+        *("GPU against CPU", "kernels", "speed", "links", "rehearsal", "scaling", "run", "profile")
     ]
     page = (tmp_path / PAGE).read_text()
     assert page == render(read_results(tmp_path), tmp_path)
     for text in (
-        *("6 stages of 10 passed; failed: layouts, user, bug", "boom &lt;b&gt;", "differs, first in loss of it. 1"),
+        *(
+            "8 stages of 13 passed; failed: layouts, races, user, bug",
+            "boom &lt;b&gt;",
+            "differs, first in loss of it. 1",
+        ),
         *("GPU 1</th><td>NVIDIA H100 80GB HBM3, 84.0 of 85.0 GB free"),
         *("of the peak", "1.00 (1.00 to 1.00)", "100%", "sm90_xmma_gemm&lt;float&gt;", "the GPU computed for"),
         *(
@@ -230,12 +251,13 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
             "varlen_attn",
             "3.0e-03",
         ),
+        *("nothing waits for it", "43.2%", "256 MiB", "640", "40.0%", "missed"),
     ):
         assert text in page, text
     assert not re.search(r"(?:src|href)=", page), "all of it is in the file"
     name, measured_on, figures = read_json(tmp_path / FIGURES)
     assert (name, len(figures)) == ("gpu_step", 2) and H100.name in measured_on
-    assert "[8/10] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
+    assert "[11/13] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
 
 
 def test_a_run_on_an_emulated_gpu_is_on_the_page(

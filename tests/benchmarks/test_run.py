@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.programs import Programs
 
+from benchmarks.run import MEASURES
 from benchmarks.write_figures import TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -43,4 +44,5 @@ def test_every_measurement_has_its_place_in_the_documentation() -> None:
     assert set(re.findall(r"<!-- (\w+) -->", text)) == {*TABLES}
     for name in TABLES:
         assert f"<!-- /{name} -->" in text and f"| `{name}` |" in text, f"{name} is not explained"
+    for name in MEASURES:
         assert (ROOT / "benchmarks" / "measures" / f"{name}.py").exists()
