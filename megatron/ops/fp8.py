@@ -8,6 +8,7 @@ r rows: all tokens of a rank, i inputs, o outputs
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Fp8LinearKernel(LinearKernel):
     def __init__(self, config: ModelConfig, share: Share, *, is_column_parallel: bool):
         """``share`` is for the scales of tensors that are divided over the tensor-parallel ranks: the weight, and the
         gradient of the output of a column-parallel layer or the input of a row-parallel one."""
+        self.recipe = f"{config.fp8_format} {config.fp8_recipe}"
         self.is_rowwise = config.fp8_recipe == "rowwise"
         self.gradient_type = E5M2 if config.fp8_format == "hybrid" else E4M3
         self.in_bf16 = linear_kernel(config)()
@@ -115,6 +117,20 @@ class Fp8LinearKernel(LinearKernel):
 
     def _quantize(self, rows: Tensor, dtype: torch.dtype, share: Share) -> Quantized:
         return quantize(rows, dtype, None if self.is_rowwise else share)
+
+
+def kernel_of(recipe: str, share: Share, *, is_column_parallel: bool) -> LinearKernel:
+    """A kernel with this ``recipe`` for one call: it keeps nothing."""
+    if not recipe:
+        return LinearKernel()
+    kernel = Fp8LinearKernel(_config(*recipe.split()), share, is_column_parallel=is_column_parallel)
+    kernel.keeps_weights = False
+    return kernel
+
+
+@cache
+def _config(fp8_format: str, fp8_recipe: str) -> ModelConfig:
+    return ModelConfig(fp8_format=fp8_format, fp8_recipe=fp8_recipe)
 
 
 class _Traced(torch.autograd.Function):

@@ -27,6 +27,8 @@ class LinearKernel:
     has_own_gradients = False
     """Whether the gradients of a layer come from the methods below also where autograd could derive those of
     ``forward``."""
+    recipe = ""
+    """Names the arithmetic for torch's compiler, whose operators take no objects; empty for plain torch."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [.., i], weight [o, i], bias [o] -> [.., o]."""

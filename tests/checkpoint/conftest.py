@@ -14,12 +14,14 @@ SETTINGS = (
 ).split()
 """More samples than the tiny corpus has, so that a second epoch begins after iteration 5."""
 
+FP8 = "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-recipe rowwise --fp8-min-size 16"
 LAYOUTS = {
     "one": (1, ""),
     "one-zero3-offload": (1, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
     "dp2-zero1-offload": (2, "--zero-stage 1 --offload-optimizer cpu"),
     "dp2-zero3": (2, "--zero-stage 3"),
     "tp2-zero1": (2, "--model-parallel-size 2 --zero-stage 1"),
+    "tp2-fp8": (2, f"--model-parallel-size 2 --sequence-parallel {FP8}"),
     "tp4": (4, "--model-parallel-size 4"),
     "pp2-other-stages-zero1": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1"),
     "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),

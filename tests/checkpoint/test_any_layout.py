@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint.conftest import LAYOUTS, SAVED, SETTINGS
+from checkpoint.conftest import FP8, LAYOUTS, SAVED, SETTINGS
 from support.programs import Programs, read_metrics
 from support.training import RankTraining
 
@@ -82,6 +82,14 @@ def test_another_precision(resume, expected):
     assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
     assert [line["lm_loss"] for line in found] == pytest.approx([line["lm_loss"] for line in expected], rel=1e-3)
     assert found[0]["lm_loss"] != expected[0]["lm_loss"]
+
+
+def test_fp8_on_another_layout(resume):
+    """Within bf16's precision: weights are saved in bf16, and quantized as they are on the new layout."""
+    found = [resume("tp2-fp8", target, *FP8.split())[1] for target in ("tp2-fp8", "one")]
+    for name, bound in (("iteration", 0), ("lm_loss", 1e-3), ("grad_norm", 2e-2)):
+        one, other = ([line[name] for line in lines] for lines in found)
+        assert len(one) == 5 and one == pytest.approx(other, rel=bound), name
 
 
 def test_weights_alone_on_another_layout(resume):

@@ -161,6 +161,36 @@ def test_ranks_gather_rows_in_fp8(run_ranks, sequence_dim: int) -> None:
         assert gradient == tokens * (OUTPUTS + scale)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_compiled_tensor_parallel_layers_compute_the_same(run_ranks, recipe: str, sequence_parallel: bool) -> None:
+    run_ranks(2, same_as_not_compiled, recipe, sequence_parallel)
+
+
+def same_as_not_compiled(recipe: str, sequence_parallel: bool) -> None:
+    """Output and gradients of an MLP bit by bit, and no weight that is kept: the next step has another one."""
+    config = ModelConfig(**{**vars(CONFIG), "fp8_recipe": recipe})
+    parallel = ParallelConfig(
+        world_size=2, model_parallel_size=2, sequence_parallel=sequence_parallel, tp_comm_overlap=True
+    )
+    mlp = ParallelMLP(config, ParallelLayout.create(parallel), layer_number=1).bfloat16()
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        found = []
+        for run in (mlp, compiled):
+            x = random(2, 8 if not sequence_parallel else 4, 32, seed=dist.get_rank()).requires_grad_()
+            y = run(x)
+            y.backward(torch.ones_like(y))
+            found.append([y, x.grad, *(weight.grad for weight in mlp.parameters())])
+            mlp.zero_grad()
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        for weight in mlp.parameters():
+            weight.data = 2 * weight.data
+        for layer in (mlp.dense_h_to_4h, mlp.dense_4h_to_h):
+            assert layer.kernel.quantizations, "the layer is in FP8"
+            layer.kernel.forget()
+
+
 def gathers_in_fp8(sequence_dim: int) -> list[int]:
     """Bytes that arrive in the forward pass of a column-parallel layer, in its backward pass, which computes the
     gradient of the weight in bf16, and in the backward pass of a row-parallel layer with a frozen weight."""

@@ -94,8 +94,6 @@ YARN --rotary-base 1
 --scaled-upper-triang-masked-softmax-fusion --pre-tokens 30
 --gradient-accumulation-fusion --gas 2 --zero-stage 1 --bf16 --grad-accum-dtype fp32
     --grad-accum-dtype bf16
---bf16 --zero-stage 1 --fp8-format hybrid --compile --model-parallel-size 2
-    --model-parallel-size 1
 --distributed-backend nccl
     --distributed-backend gloo
 --watchdog-minutes 30

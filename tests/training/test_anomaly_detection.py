@@ -74,9 +74,10 @@ def test_rewinding_has_a_limit(programs, tmp_path) -> None:
     assert "iteration 4 is bad again after rewinding 2 times to" in finished.output
 
 
-def test_samples_of_a_spike_are_skipped_for_good(programs, tmp_path) -> None:
+@pytest.mark.parametrize("flags", ["", "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-min-size 16"])
+def test_samples_of_a_spike_are_skipped_for_good(programs, tmp_path, flags: str) -> None:
     """Rewinding after a spike gives what a stream without these samples gives, also after a resume."""
-    words = "--train-iters 8 --rewind-on-spike --save-interval 3".split()
+    words = f"--train-iters 8 --rewind-on-spike --save-interval 3 {flags}".split()
     whole = ("--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
     finished = programs.faulty(1, "samples 32 35 50", *SETTINGS, *words, *whole).ok()
     assert "iteration 5: the loss of" in finished.output and "is a spike over" in finished.output
@@ -86,7 +87,7 @@ def test_samples_of_a_spike_are_skipped_for_good(programs, tmp_path) -> None:
     assert losses[3] == losses[5] and losses[6][1] < losses[4][1] / 10
     for place in ("latest", "latest_checkpointed_iteration.txt"):
         (tmp_path / "ck" / place).write_text({"latest": "global_step6"}.get(place, "6"))
-    resumed = ("--load", tmp_path / "ck", "--metrics-file", tmp_path / "resumed", *words[:2])
+    resumed = ("--load", tmp_path / "ck", "--metrics-file", tmp_path / "resumed", *words[:2], *flags.split())
     programs.faulty(1, "samples 32 35 50", *SETTINGS, *resumed).ok()
     assert [(line["iteration"], line["lm_loss"]) for line in read_metrics(tmp_path / "resumed")] == losses[-2:]
 

@@ -50,19 +50,6 @@ def stages_have_adapters(run: RunConfig) -> Messages:
     )
 
 
-@rule(
-    "--compile with FP8 excludes tensor parallelism",
-    why="Compiled, the linear layers of tensor-parallel ranks are one operator in bf16, since torch's compiler does "
-    "not look into their communication.",
-)
-def compiled_fp8(run: RunConfig) -> Messages:
-    ranks = run.parallel.model_parallel_size
-    if run.model.compile and run.model.fp8_format != "none" and ranks > 1:
-        yield (
-            f"--fp8-format {run.model.fp8_format} with --compile has no --model-parallel-size {ranks}: remove --compile"
-        )
-
-
 @rule("YaRN stretches waves from short to long ones", why="It extends a model that is trained already.")
 def yarn(run: RunConfig) -> Messages:
     model = run.model

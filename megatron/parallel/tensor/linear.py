@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.ops.fp8 import kernel_of
 from megatron.ops.linear import LinearKernel
 from megatron.parallel import symmetric_memory
 from megatron.parallel.tensor.chunks import BY_RANK, gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 from megatron.parallel.tensor.deferred import DeferredWeightGradients
-from megatron.parallel.tensor.mappings import all_gather, async_all_gather, async_all_reduce, async_reduce_scatter
+from megatron.parallel.tensor.mappings import (
+    all_gather,
+    async_all_gather,
+    async_all_reduce,
+    async_reduce_scatter,
+    largest_of_ranks,
+)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x, weight and bias."""
@@ -48,7 +55,7 @@ def linear(
     if torch.compiler.is_compiling():
         if group is None:
             return kernel.traced(x, weight, bias)
-        return _linear_operator(x, weight, bias, group.group_name, sequence_dim, sums_outputs, chunks)
+        return _linear_operator(x, weight, bias, group.group_name, sequence_dim, sums_outputs, chunks, kernel.recipe)
     if group is None and deferred is None and not kernel.has_own_gradients:
         return kernel.forward(x, weight, bias)
     kind = _OVERLAPS[sums_outputs and group is not None]
@@ -169,7 +176,7 @@ class _Linear(torch.autograd.Function):
 
 
 # ``_Linear`` as an operator that the compiler does not look into: it supports no asynchronous collectives, and keeps
-# what is gathered, since it never repeats a collective. It computes in plain torch: other kernels are excluded.
+# what is gathered, since it never repeats a collective. Its kernels keep no weights and accumulate no gradients.
 
 _groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 
@@ -189,8 +196,15 @@ def _linear_operator(
     sequence_dim: int | None,
     sums_outputs: bool = False,
     chunks: int = 1,
+    recipe: str = "",
 ) -> Tensor:
-    return _OVERLAPS[sums_outputs](_groups[group], sequence_dim, chunks=chunks).forward(x, weight, bias)
+    return _overlap(group, sequence_dim, sums_outputs, recipe, chunks).forward(x, weight, bias)
+
+
+def _overlap(group_name: str, sequence_dim: int | None, sums_outputs: bool, recipe: str, chunks: int = 1) -> _Overlap:
+    group = _groups[group_name]
+    kernel = kernel_of(recipe, partial(largest_of_ranks, group=group), is_column_parallel=not sums_outputs)
+    return _OVERLAPS[sums_outputs](group, sequence_dim, kernel, chunks=chunks)
 
 
 @_linear_operator.register_fake
@@ -202,6 +216,7 @@ def _linear_shape(
     sequence_dim: int | None,
     sums_outputs: bool = False,
     chunks: int = 1,
+    recipe: str = "",
 ) -> Tensor:
     return _empty(x, weight.size(0), group, sequence_dim, gathers=not sums_outputs)
 
@@ -223,8 +238,9 @@ def _gradients_operator(
     group: str,
     sequence_dim: int | None,
     sums_outputs: bool = False,
+    recipe: str = "",
 ) -> list[Tensor]:
-    gradients = _OVERLAPS[sums_outputs](_groups[group], sequence_dim).backward(grad, x, weight, needed)
+    gradients = _overlap(group, sequence_dim, sums_outputs, recipe).backward(grad, x, weight, needed)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -237,6 +253,7 @@ def _gradient_shapes(
     group: str,
     sequence_dim: int | None,
     sums_outputs: bool = False,
+    recipe: str = "",
 ) -> list[Tensor]:
     of_x = _empty(grad, weight.size(1), group, sequence_dim, gathers=sums_outputs)
     gradients = (of_x, grad.new_empty(weight.shape), grad.new_empty(weight.shape[:1]))
@@ -244,15 +261,14 @@ def _gradient_shapes(
 
 
 def _operator_context(ctx, inputs: tuple, output: Tensor) -> None:
-    x, weight, _, ctx.group, ctx.sequence_dim, ctx.sums_outputs, _ = inputs
+    x, weight, _, *ctx.place, _, ctx.recipe = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
 def _operator_backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     needed = list(ctx.needs_input_grad[:3])
-    place = (ctx.group, ctx.sequence_dim, ctx.sums_outputs)
-    gradients = iter(_gradients_operator(grad, *ctx.saved_tensors, needed, *place))
-    return *(next(gradients) if is_needed else None for is_needed in needed), None, None, None, None
+    gradients = iter(_gradients_operator(grad, *ctx.saved_tensors, needed, *ctx.place, ctx.recipe))
+    return *(next(gradients) if is_needed else None for is_needed in needed), *[None] * 5
 
 
 _linear_operator.register_autograd(_operator_backward, setup_context=_operator_context)
