@@ -104,6 +104,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     A ``Checkpointer`` must have been created for the engine before, so that DeepSpeed's loading runs no code. Raises
     CheckpointError if a file is damaged, ResourceError if there is no disk space to convert it.
     """
+    engine.settle()
     config, groups = run.checkpoint, [dict(group) for group in engine.optimizer.param_groups]
     remarks = [f"--override: {line}" for line in overridden_settings(saved, run)]
     optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")

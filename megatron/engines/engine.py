@@ -49,7 +49,7 @@ class Engine(DeepSpeedEngine):
     skipped_before: int
     """Steps that were skipped before the last one."""
     step_outcome: HostCopy
-    """Whether the last step was "skipped"."""
+    """Whether the last step was "skipped", and the "loss_scale" after it."""
     _is_settled = True
     _summed_over_tensor_ranks: Sequence[nn.Parameter] = ()
     mean_loss_parts: Mapping[str, Tensor]
@@ -160,17 +160,24 @@ class Engine(DeepSpeedEngine):
                 with replaced(self.optimizer, step=step):
                     super()._take_model_step(lr_kwargs)
         self.skipped_steps -= not self._step_applied  # ``settle`` counts them
-        self.step_outcome = HostCopy({"skipped": skipped})
+        self.step_outcome = HostCopy({"skipped": skipped, "loss_scale": _loss_scale(self)})
         self._is_settled = False
         self.weights_changed()
+        if self.step_outcome.has_arrived:
+            self._end_step()
 
     def settle(self) -> None:
         """End the last step: wait for its weights, and advance the learning-rate schedule unless it was skipped."""
         self.wait_for_weights()
-        if self._is_settled:
-            return
+        if not self._is_settled:
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._is_settled = True
-        if self.step_outcome.read()["skipped"]:
+        skipped = bool(self.step_outcome.read()["skipped"])
+        if isinstance(self.optimizer, ZeroOptimizer):
+            self.optimizer.end_step(skipped)
+        if skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -349,7 +356,6 @@ def step_status(engine: Engine) -> StepStatus:
         outcome=engine.step_outcome,
         learning_rate=engine.step_learning_rate,
         grad_norm=engine.get_global_grad_norm(),
-        loss_scale=_loss_scale(engine),
         skipped_before=engine.skipped_before,
         loss_parts=engine.mean_loss_parts,
     )
@@ -359,5 +365,5 @@ def _do_nothing() -> None:
     """In place of an optimizer's step."""
 
 
-def _loss_scale(engine: Engine) -> float:
-    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+def _loss_scale(engine: Engine) -> float | Tensor:
+    return getattr(engine.optimizer, "loss_scale", 1.0)

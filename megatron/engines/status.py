@@ -51,11 +51,10 @@ class StepStatus:
     """What an engine reports after a step."""
 
     outcome: HostCopy
-    """Whether it was "skipped"."""
+    """Whether it was "skipped", and the "loss_scale" after it."""
     learning_rate: float
     grad_norm: float | Tensor | None
     """2-norm of the gradient of the model, [] or a number, before clipping."""
-    loss_scale: float
     skipped_before: int
     """Iterations before this one whose gradients were not finite."""
     loss_parts: Mapping[str, Tensor] = field(default_factory=dict)
@@ -65,6 +64,11 @@ class StepStatus:
     def applied(self) -> bool:
         """Whether the weights were updated; they are not if the gradient was not finite. Waits for the device."""
         return not self.outcome.read()["skipped"]
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step. Waits for the device."""
+        return float(self.outcome.read()["loss_scale"])
 
     @property
     def skipped_iterations(self) -> int:

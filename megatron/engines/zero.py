@@ -17,12 +17,14 @@ DeepSpeed 0.19.8:
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed import Work
@@ -38,6 +40,7 @@ from megatron.engines.gradients import (
 )
 from megatron.engines.overrides import expect, overrides
 from megatron.engines.state import zero_master_weights
+from megatron.engines.status import loss_scale_limit_reported
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import take_gradient_sums
 
@@ -196,10 +199,6 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         """The gradient of ``parameter`` on this rank, before it is reduced; ZeRO 1."""
         return self.get_param_gradient_attribute(parameter) if self.gradients is None else self.gradients.of(parameter)
 
-    @property
-    def _skips_on_device(self) -> bool:
-        return takes_scale(self.optimizer) and not self.dynamic_loss_scale
-
     @overrides(DeepSpeedZeroOptimizer, "(self, closure=None)")
     def step(self, closure: None = None) -> None:
         """Update the weights, unless the gradient is not finite."""
@@ -210,9 +209,13 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         parts = in_type(self.gradients.parts, self.master_weights_and_grads_dtype)
         norm = self._norm(parts)
         self._global_grad_norm = norm / self.loss_scale
-        if self._skips_on_device:
+        if takes_scale(self.optimizer):
             divisor = clip_divisor(self._global_grad_norm, self.clip_grad or math.inf) * self.loss_scale
             self.skipped = scale_and_skip(self.optimizer, norm, divisor)
+            if self.dynamic_loss_scale:
+                applied, skipped = (_scale_after(self.loss_scaler, overflows) for overflows in (False, True))
+                self.external_loss_scale = self.optimizer.found_inf * (skipped - applied) + applied
+                self.custom_loss_scaler = True
         else:
             self.skipped = not math.isfinite(norm)
             if self.skipped:
@@ -227,8 +230,15 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             master.grad = None
         torch._foreach_copy_(self._own_parts(), [master.detach() for master in self.single_partition_of_fp32_groups])
         self._gather_weights()
-        if self.dynamic_loss_scale:
+        if self.dynamic_loss_scale and not self.custom_loss_scaler:
             DeepSpeedZeroOptimizer._update_scale(self, False)
+
+    def end_step(self, skipped: bool) -> None:
+        """Bring the host's loss scale up to date, which until now was a tensor [] on the device."""
+        if self.custom_loss_scaler:
+            self.custom_loss_scaler = False
+            with loss_scale_limit_reported():
+                self.loss_scaler.update_scale(skipped)
 
     def _own_parts(self) -> list[Tensor]:
         """This rank's part of the flat weights of each group."""
@@ -320,6 +330,14 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         limit = self.clip_grad
         scale = clip_divisor(norm / self.loss_scale, limit) if limit else torch.ones((), device=norm.device)
         self.optimizer.grad_scale = scale * self.loss_scale
+
+
+def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
+    """The loss scale after a step, of which ``scaler`` does not know yet."""
+    after = copy(scaler)
+    after.raise_error_at_min_scale = False
+    after.update_scale(overflows)
+    return after.cur_scale
 
 
 def takes_scale(optimizer: Any) -> bool:

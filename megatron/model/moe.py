@@ -146,7 +146,7 @@ class Router(nn.Module):
         self.capacity_factor = config.moe_expert_capacity_factor
         self.weight = nn.Parameter(weight(config, name).draw((config.num_experts, config.hidden_size)))
         all_reduce_gradient(self.weight, self.group)
-        self.gradient_scale = 1.0
+        self.gradient_scale: float | Tensor = 1.0
         self._fractions: list[Tensor] = []
         self.layer_number = 0
         """Of its transformer layer in the model, from 1 on."""
@@ -177,7 +177,7 @@ class Router(nn.Module):
                 self._add("dropped", 1 - kept.double().mean())
         return weights, chosen, kept
 
-    def begin_step(self, gradient_scale: float) -> None:
+    def begin_step(self, gradient_scale: float | Tensor) -> None:
         """Begin a global batch, of each of whose micro-batches the engine multiplies the loss by ``gradient_scale``."""
         self.gradient_scale, self._fractions = gradient_scale, []
 
@@ -235,14 +235,14 @@ class _WithLoss(torch.autograd.Function):
     """``x``, whose gradient passes on to it, while ``loss`` gets the gradient ``scale``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
         ctx.scale, ctx.of_loss = scale, (loss.dtype, loss.device)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dtype, device = ctx.of_loss
-        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+        return grad, torch.ones((), dtype=dtype, device=device).mul_(ctx.scale), None
 
 
 def routers(module: nn.Module) -> list[Router]:

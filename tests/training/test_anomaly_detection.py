@@ -96,7 +96,8 @@ def results(run, *steps: tuple[float, bool, float]) -> list[str]:
     detector = AnomalyDetector(run)
     found = []
     for number, (loss, applied, scale) in enumerate(steps, start=1):
-        result = detector.check(number, loss, StepStatus(HostCopy({"skipped": not applied}), 1e-3, 1.0, scale, 0))
+        outcome = HostCopy({"skipped": not applied, "loss_scale": scale})
+        result = detector.check(number, loss, StepStatus(outcome, 1e-3, 1.0, 0))
         found.append(
             "stop" if result.limit_reached else "spike" if result.is_spike else result.problem and "bad" or "good"
         )

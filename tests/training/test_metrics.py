@@ -75,7 +75,7 @@ def lines_of_slow_iterations(run, monkeypatch, capsys, *, is_terminal):
     log.start()
     for iteration in range(1, 16):
         now[0] += 2
-        status = StepStatus(HostCopy({"skipped": False}), 1e-3, 0.5, 1.0, 0)
+        status = StepStatus(HostCopy({"skipped": False, "loss_scale": 1.0}), 1e-3, 0.5, 0)
         log.add(iteration, torch.tensor(float(iteration)), status)
         if log.has_line(iteration):
             log.report(iteration, status, HostCopy(log.means() | {"grad_norm": status.grad_norm}).read())

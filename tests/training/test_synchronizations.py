@@ -12,7 +12,7 @@ UNLOGGED, LOGGED = 2, 3
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
     f" --vocab-size 512 --batch-size 2 --gas 2 --train-iters {LOGGED + 1} --log-interval {LOGGED} --eval-iters 0"
-    " --num-workers 0 --lr 1e-3 --bf16"
+    " --num-workers 0 --lr 1e-3"
 ).split()
 
 READ = "megatron/engines/status.py read"
@@ -75,6 +75,7 @@ RANKS = {
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
     "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1}),
+    "ZeRO 1, fp16": Rank("--zero-stage 1 --fp16", 2, 1, {}),
     "ZeRO 1, sums in fp32": Rank("--zero-stage 1 --grad-accum-dtype fp32", 2, 1, {}),
     "PP 2, TP 2, last stage, sums in fp32": Rank(
         "--grad-accum-dtype fp32 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
@@ -87,7 +88,8 @@ def test_the_host_waits_where_the_list_says(emulated_cuda: EmulatedCuda, tmp_pat
     flags, world_size, rank, allowed = RANKS[layout]
     place = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing connects
-    words = ("tests/support/emulated_cuda/lint.py", tmp_path / "found", *MODEL, *flags.split())
+    dtype = [] if "--fp16" in flags else ["--bf16"]
+    words = ("tests/support/emulated_cuda/lint.py", tmp_path / "found", *MODEL, *flags.split(), *dtype)
     emulated_cuda.run(1, *words, **{name: str(number) for name, number in place.items()}, **address).ok()
     found: list[dict[str, int]] = json.loads((tmp_path / "found").read_text())
     assert any("planted: loss.item()" in place for place in not_allowed(found[1], allowed)), "it was not found"
