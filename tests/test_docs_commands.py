@@ -88,7 +88,10 @@ REAL = {
     r"docs/multinode.md: cp hostfile.example hostfile$": Real(),
 }
 """Commands that run: a pattern of page and command, and how."""
-PASSES_ON = ("tools/verify_layout.py", "tools/plan.py", "tools/doctor.py", "tools/audit_data.py", "tasks/main.py")
+PASSES_ON = (
+    "tools/verify_layout.py", "tools/plan.py", "tools/rehearse.py", "tools/doctor.py", "tools/audit_data.py",
+    "tasks/main.py",
+)  # fmt: skip
 """Tools that also take the flags of a training program."""
 IN_EVERY_FOLDER = 3
 """So many of them, from the first, make the data set and the checkpoint that the others need."""

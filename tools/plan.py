@@ -6,7 +6,8 @@
 
 Sizes that no --model gives, and everything else that the layouts share, are arguments of the entry script --program.
 One that belongs to a layout, such as --model-parallel-size or --zero-stage, fixes that part of the search. Nothing is
-started, and no GPU and no torch are needed.
+started, and no GPU and no torch are needed, but for --rehearse, which trains a few iterations of single ranks of the
+best layouts on this machine, as tools/rehearse.py does.
 
 Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 """
@@ -29,6 +30,7 @@ from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
 from megatron.tools.planning.request import Request, bytes_of_text, make_request
 from megatron.tools.planning.search import Candidate, search
+from megatron.tools.verify.request import PROGRAM
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """Default precision by device; bf16 on the others."""
@@ -45,7 +47,10 @@ INTERVALS = {
     "inter_bandwidth": "(0, inf)",
     "top": "[1, inf)",
     "choose": "[1, inf)",
+    "rehearse": "[1, 100]",
 }
+_STEPS = 5
+"""Timed iterations of a rehearsal."""
 _BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT, T5)}
 
 
@@ -65,6 +70,19 @@ def main() -> None:
     if not plan.fitting:
         sys.exit(1)
     _hand_over(args, plan.fitting[args.choose - 1])
+    if args.rehearse:
+        _rehearse(plan.fitting[: args.rehearse], Path(args.program or PROGRAM.with_name(request.program)))
+
+
+def _rehearse(candidates: list[Candidate], program: Path) -> None:
+    """Rehearse these layouts, and print them in the order of the expected steps."""
+    from megatron.tools.rehearsal.ranking import ranked, rehearse_layouts
+
+    layouts = []
+    for one in rehearse_layouts(candidates, program, _STEPS):
+        layouts.append(one)
+        print(f"rehearsed {len(layouts)} of {len(candidates)}", file=sys.stderr, flush=True)
+    print("\n" + "\n".join(ranked(layouts)), flush=True)
 
 
 def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
@@ -151,6 +169,9 @@ def _parser() -> ToolParser:
     result = parser.add_argument_group("result")
     result.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table")
     result.add_argument("--choose", type=int, default=1, metavar="N", help="row of the table for the following")
+    result.add_argument(
+        "--rehearse", type=int, metavar="N", help="rehearse the N best layouts on this machine, and rank them by it"
+    )
     result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser

@@ -3,6 +3,7 @@
 Each pass begins as early as its stage and the passes before it allow.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -59,16 +60,21 @@ def simulate(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
 
     A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
     """
-    return sorted(_timed(schedule, seconds), key=lambda one: (one.end, one.stage))
+    return sorted(_timed(schedule, [seconds] * schedule.stages), key=lambda one: (one.end, one.stage))
 
 
-def _timed(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
+def pipeline_seconds(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float) -> float:
+    """Seconds from the first pass of a pipeline to its last: of each stage's passes, and of a ``transfer``."""
+    return max(one.end for one in _timed(schedule, seconds, transfer))
+
+
+def _timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 0.0) -> list[TimedAction]:
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
     ends: dict[Output, float] = {}
     waiting: dict[Output, int] = {}
     runnable = list(range(schedule.stages))
-    timed, durations = [], seconds.by_kind
+    timed, durations = [], [one.by_kind for one in seconds]
     while runnable:
         stage = runnable.pop()
         while position[stage] < len(orders[stage]):
@@ -77,8 +83,10 @@ def _timed(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
             if needed is not None and needed not in ends:
                 waiting[needed] = stage
                 break
-            begin = max(free[stage], 0.0 if needed is None else ends[needed])
-            free[stage] = begin + durations[action.kind]
+            begin = max(
+                free[stage], 0.0 if needed is None else ends[needed] + _delay(schedule, needed, stage, transfer)
+            )
+            free[stage] = begin + durations[stage][action.kind]
             timed.append(TimedAction(stage, action, begin, free[stage]))
             position[stage] += 1
             if action.kind != WEIGHT_GRADIENTS:
@@ -88,6 +96,11 @@ def _timed(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
                     runnable.append(waiting.pop(output))
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
     return timed
+
+
+def _delay(schedule: Schedule, needed: Output, stage: int, transfer: float) -> float:
+    """Seconds until an output is on ``stage``."""
+    return 0.0 if schedule.stage_of(needed[0]) == stage else transfer
 
 
 def _needed(schedule: Schedule, action: Action) -> Output | None:
@@ -113,7 +126,7 @@ def idle_seconds(schedule: Schedule, seconds: PassSeconds) -> float:
     """
     short = schedule.shortened
     useful = short.micro_batches * short.chunks * seconds.total
-    return max(one.end for one in _timed(short, seconds)) - useful
+    return pipeline_seconds(short, [seconds] * short.stages, 0.0) - useful
 
 
 def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:

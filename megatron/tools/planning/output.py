@@ -148,7 +148,7 @@ def stage_table(memories: Sequence[Memory]) -> list[str]:
         first = number + 1
     if len(rows) > _MOST_ROWS:
         rows = [*rows[: _MOST_ROWS // 2], ("...", *[""] * (len(rows[0]) - 1)), *rows[-_MOST_ROWS // 2 :]]
-    return _table([("stage", "parameters", "in flight", *memories[0].parts(), "total"), *rows])
+    return aligned([("stage", "parameters", "in flight", *memories[0].parts(), "total"), *rows])
 
 
 def as_json(plan: Plan, request: Request, top: int) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
             "days": f"{one.days:.3g}",
         })  # fmt: skip
     used = [name for name in rows[0] if name not in ("CP", "EP") or any(row[name] > 1 for row in rows)]
-    return _table([used, *([str(row[name]) for name in used] for row in rows)])
+    return aligned([used, *([str(row[name]) for name in used] for row in rows)])
 
 
 def _progress_line(one: Candidate) -> str:
@@ -269,6 +269,7 @@ def _against(plan: Plan, request: Request) -> Iterator[str]:
         yield f"{rejection.layouts:6,}  {rejection.reason}; such as: {rejection.example}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, the head included."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -14,7 +14,7 @@ import linecache
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
+from megatron.tools.rehearsal.fake import DATA_DEPENDENT, all_of, apply_in_place, indexes_by_mask  # noqa: E402
+
 aten = torch.ops.aten
 ANSWERS = {
     aten._local_scalar_dense.default: lambda x: 1.0 if x.dtype.is_floating_point else 0,
@@ -38,11 +40,6 @@ ANSWERS = {
     aten.equal.default: lambda x, y: True,
 }
 """What needs a number on the host, and the number."""
-DATA_DEPENDENT = {
-    aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
-    aten.unique_consecutive.default, aten.bincount.default,
-}  # fmt: skip
-"""Operations whose output has a shape that the host must read first."""
 
 
 class Synchronizations:
@@ -96,9 +93,10 @@ class FakeGpu(TorchDispatchMode):
         if func in ANSWERS:
             self._found.add()
             return ANSWERS[func](*args)
-        if func in DATA_DEPENDENT or _indexes_by_mask(func, args) or _repeats_unknown_times(func, kwargs):
+        if func in DATA_DEPENDENT or indexes_by_mask(func, args) or _repeats_unknown_times(func, kwargs):
             self._found.add()
-            return self._all_of(func, *args)
+            with self._fake:
+                return all_of(func, *args)
         if func is aten.copy_.default and args[0].is_cpu:
             args[0].zero_()
         if copies := _copy_between(func, args, kwargs):
@@ -115,24 +113,6 @@ class FakeGpu(TorchDispatchMode):
         with self._fake:
             found = func(*args, **kwargs)
         return tree_map(_host_tensor_is_real, found)  # not within, where it would be fake again
-
-    def _all_of(self, func: Any, x: Tensor, *others: Any) -> Tensor:
-        """The result if every element were true."""
-        with self._fake:
-            if func is aten.nonzero.default:
-                return torch.empty(x.numel(), x.dim(), dtype=torch.long, device=x.device)
-            if func is aten.index.Tensor:
-                (mask,) = (index for index in others[0] if index is not None)
-                return x.flatten(0, mask.dim() - 1).clone()
-            if func in (aten.index_put_.default, aten.index_put.default):
-                return x
-            return x.flatten()
-
-
-def _indexes_by_mask(func: Any, args: tuple) -> bool:
-    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-        return False
-    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
 
 
 def _repeats_unknown_times(func: Any, kwargs: dict) -> bool:
@@ -153,21 +133,6 @@ def _host_tensor_is_real(value: Any) -> Any:
     if isinstance(value, FakeTensor) and value.is_cpu:
         return torch.zeros(value.shape, dtype=value.dtype)
     return value
-
-
-def _apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``; a fake parameter stays the object that it is."""
-    for child in module.children():
-        child._apply(function)
-    for parameter in [parameter for parameter in module._parameters.values() if parameter is not None]:
-        with torch.no_grad():
-            moved = function(parameter)
-        assert isinstance(parameter, FakeTensor) and isinstance(moved, FakeTensor)
-        parameter.data, parameter.fake_device = moved, moved.device
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = function(buffer)
-    return module
 
 
 @contextmanager
@@ -191,7 +156,7 @@ def linted(found: Synchronizations) -> Iterator[None]:
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device="cuda") by way of the dispatcher
     with ExitStack() as stack:
-        stack.enter_context(patch.object(nn.Module, "_apply", _apply_in_place))
+        stack.enter_context(patch.object(nn.Module, "_apply", apply_in_place))
         stack.enter_context(patch.object(torch.cuda, "synchronize", wait))
         stack.enter_context(patch.multiple(Event, record=record, synchronize=wait_for))
         stack.enter_context(patch.object(Stream, "synchronize", wait))

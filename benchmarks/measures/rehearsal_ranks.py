@@ -1,0 +1,89 @@
+"""Started on each rank by ``rehearsal.py``: the real steps of a program, then the operations of a rehearsed rank."""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.launch.environment import prepare_environment
+
+REPEATED = 20
+
+
+def main() -> None:
+    """Report what ``rehearse`` reports, of real ranks; and seconds of each of the operations in a file."""
+    prepare_environment(os.environ)
+    file, steps, *words = sys.argv[1:]
+
+    import torch.distributed as dist
+
+    from benchmarks.measures.ranks import report
+    from megatron.cli import parse_run
+    from megatron.launch.distributed import distributed
+    from megatron.model.architectures import GPT2
+    from megatron.tools.one_rank.run import run_program
+    from megatron.tools.rehearsal.observer import Observer
+    from megatron.tools.rehearsal.rank import described, observed
+    from megatron.tools.rehearsal.request import Rehearsal
+    from megatron.tools.verify.request import PROGRAM
+
+    rehearsal = Rehearsal(words, GPT2, 2, 2, int(steps), fake=False)
+    engines: list[Any] = []
+    observer = Observer(lambda: engines[0], rehearsal.timed)
+    with distributed(parse_run(words, os.environ).parallel) as layout:
+        with observed(observer, engines, rehearsal.iterations):
+            run_program(PROGRAM, words)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, described(observer))
+        group = layout.tensor_group if layout.tensor_group.size() > 1 else layout.pipe_group
+        group = group if group.size() > 1 else layout.get_sequence_data_parallel_group()
+        of_ranks = [
+            [{**one, "seconds": _seconds(one, group)} for one in rank] for rank in json.loads(Path(file).read_text())
+        ]
+        if layout.rank == 0:
+            report([found, of_ranks])
+
+
+def _seconds(one: Mapping[str, Any], group: Any) -> dict[str, float]:
+    """Of an operation over ``group``, on this rank: the median of some."""
+    from megatron.tools.rehearsal.observer import Clocks
+
+    operation = _operation(one["kind"], one["size"], group)
+    times = []
+    for _ in range(REPEATED + 1):
+        begin = Clocks.now()
+        operation()
+        times.append(Clocks.now() - begin)
+    return {clock: statistics.median(getattr(spent, clock) for spent in times[1:]) for clock in Clocks._fields}
+
+
+def _operation(kind: str, size: int, group: Any) -> Callable[[], Any]:
+    """The operation on so many bytes."""
+    import torch
+    import torch.distributed as dist
+
+    whole = torch.zeros(max(size // 4, 2) // 2 * 2)
+    part = torch.zeros(whole.numel() // 2)
+    rank = dist.get_rank(group)
+
+    def to_the_other() -> None:
+        if rank == 0:
+            dist.send(whole, group_dst=1, group=group)
+        else:
+            dist.recv(whole, group_src=0, group=group)
+
+    table: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "send": to_the_other,
+        "recv": lambda: None,
+    }
+    return table.get(kind, lambda: dist.broadcast(whole, group_src=0, group=group))
+
+
+main()

@@ -1,0 +1,1 @@
+"""Rehearse single ranks of a large run on one device."""

@@ -1,0 +1,159 @@
+"""Tensors of the device without memory and computation: torch's FakeTensor, while the training program runs unmodified.
+
+On a GPU, real or emulated, tensors of the device are fake and those of the host real. On the CPU all tensors that are
+made are fake, but for small ones of whole numbers and bytes, such as samples and states of random number generators.
+What a program reads of a fake tensor is 0.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: lambda x: 0.0 if x.dtype.is_floating_point else 0,
+    aten.is_nonzero.default: lambda x: False,
+    aten.equal.default: lambda x, y: True,
+}
+"""What needs a number on the host, and the number: no signal has arrived, no gradient is infinite."""
+DATA_DEPENDENT = {
+    aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
+    aten.unique_consecutive.default, aten.bincount.default,
+}  # fmt: skip
+"""Operations whose output has a shape that the host must read first."""
+_SMALL = 4096
+"""Elements of a tensor of whole numbers on the CPU that may be real."""
+
+
+class FakeDevice(TorchDispatchMode):
+    """While inside, tensors on the device are fake; ``level`` and ``highest`` are their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._kind = get_accelerator().device_name()
+        self._known: dict[int, Any] = {}
+        self.level = self.highest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func.namespace == "prim" or not (is_fake or self._is_made_here(func, args, kwargs, tensors)):
+            return func(*args, **kwargs)
+        if is_fake and func in ANSWERS:
+            return ANSWERS[func](*args)
+        if is_fake and (func in DATA_DEPENDENT or indexes_by_mask(func, args)):
+            with self._fake:
+                return self._noted(all_of(func, *args))
+        if (moved := self._moved(func, args, kwargs)) is not None:
+            return self._noted(moved)
+        with self._fake:
+            found = func(*args, **kwargs)
+        return tree_map(self._settled, found)
+
+    def _is_made_here(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
+        """Whether an operation on real tensors, or on none, makes tensors of the device."""
+        device = kwargs.get("device")
+        if self._kind != "cpu":
+            return device is not None and torch.device(device).type == self._kind
+        if tensors or not func._schema.returns:
+            return False
+        with self._fake:
+            made = func(*args, **{**kwargs, "generator": None} if "generator" in kwargs else kwargs)
+        if not isinstance(made, Tensor) or made.dtype == torch.uint8:
+            return False
+        return made.dtype.is_floating_point or made.numel() > _SMALL
+
+    def _moved(self, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
+        """The result of a copy between host and device that exists or can be allocated; None if ``func`` is none."""
+        if func is aten.copy_.default and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
+            return args[0].zero_() if args[0].is_cpu else None
+        if func is aten.copy_.default and isinstance(args[0], FakeTensor) and not isinstance(args[1], FakeTensor):
+            return args[0]
+        if self._kind != "cpu" and func is aten._to_copy.default and "device" in kwargs and args[0].is_cpu:
+            with self._fake:
+                dtype = kwargs.get("dtype") or args[0].dtype
+                return torch.empty_strided(args[0].size(), args[0].stride(), dtype=dtype, device=kwargs["device"])
+        return None
+
+    def _settled(self, value: Any) -> Any:
+        """A tensor of the host is real."""
+        if isinstance(value, FakeTensor) and value.is_cpu and self._kind != "cpu":
+            return torch.zeros(value.shape, dtype=value.dtype)
+        return self._noted(value)
+
+    def _noted(self, value: Any) -> Any:
+        """Count the memory of a tensor, until its storage is freed."""
+        if isinstance(value, FakeTensor) and value.device.type == self._kind:
+            storage = value.untyped_storage()
+            address = storage._cdata
+            if address not in self._known:
+                size = storage.nbytes()
+                self._known[address] = weakref.finalize(storage, self._freed, address, size)
+                self.level += size
+                self.highest = max(self.highest, self.level)
+        return value
+
+    def _freed(self, address: int, size: int) -> None:
+        del self._known[address]
+        self.level -= size
+
+
+def all_of(func: Any, x: Tensor, *others: Any) -> Tensor:
+    """The result of an operation of DATA_DEPENDENT, or that ``indexes_by_mask``, if every element were true."""
+    if func is aten.nonzero.default:
+        return torch.empty(x.numel(), x.dim(), dtype=torch.long, device=x.device)
+    if func is aten.index.Tensor:
+        (mask,) = (index for index in others[0] if index is not None)
+        return x.flatten(0, mask.dim() - 1).clone()
+    if func in (aten.index_put_.default, aten.index_put.default):
+        return x
+    return x.flatten()
+
+
+def indexes_by_mask(func: Any, args: tuple) -> bool:
+    """Whether an operation chooses the elements that are true in a mask."""
+    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+        return False
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+
+
+def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply``; a fake parameter stays the object that it is."""
+    for child in module.children():
+        child._apply(function)
+    for parameter in [parameter for parameter in module._parameters.values() if parameter is not None]:
+        with torch.no_grad():
+            moved = function(parameter)
+        assert isinstance(parameter, FakeTensor) and isinstance(moved, FakeTensor), (
+            module,
+            parameter.shape,
+            type(parameter),
+            type(moved),
+        )
+        parameter.data, parameter.fake_device = moved, moved.device
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+@contextmanager
+def fake_device() -> Iterator[FakeDevice]:
+    """While inside, tensors on the device are fake."""
+    lifts = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) by way of the dispatcher
+    with ExitStack() as stack:
+        stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+        stack.enter_context(patch.object(nn.Module, "_apply", apply_in_place))
+        yield stack.enter_context(FakeDevice())

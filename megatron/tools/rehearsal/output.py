@@ -1,0 +1,90 @@
+"""A rehearsal as text and as JSON."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.common.units import duration, with_prefix
+from megatron.config import RunConfig
+from megatron.model.spec import architecture_of
+from megatron.tools.planning.memory import Memory, stage_memory
+from megatron.tools.rehearsal.estimate import Expected
+from megatron.tools.reporting.callbacks import smallest_change
+
+_STATES = ("weights", "gradients", "optimizer")
+
+
+def planned_memory(run: RunConfig, stage: int) -> Memory | None:
+    """The planner's figures of a rank of ``stage``; None without a spec of the model."""
+    return None if architecture_of(run.model).provider is not None else stage_memory(run)[stage]
+
+
+def stage_of(run: RunConfig, rank: int) -> int:
+    """The pipeline stage of ``rank``."""
+    return rank // (run.parallel.world_size // run.parallel.pipe_stages)
+
+
+def describe_rank(run: RunConfig, rank: Mapping[str, Any], room: float) -> Iterator[str]:
+    """The lines about one rehearsed rank, on devices with ``room`` bytes."""
+    stage = stage_of(run, rank["rank"])
+    yield f"rank {rank['rank']}: stage {stage} of {run.parallel.pipe_stages}"
+    if "seconds" in rank:
+        phases = ", ".join(f"{name} {duration(one['wall'])}" for name, one in rank["phases"].items())
+        walls = [one["wall"] for one in rank["rounds"]]
+        spread = f"{duration(min(walls))} to {duration(max(walls))} in {len(walls)} iterations"
+        seconds = rank["seconds"]
+        yield f"  step      {duration(seconds['wall'])} ({spread}), without communication; {phases}"
+        yield f"  host      {duration(rank['launched_seconds'])} to launch it, {duration(seconds['cpu'])} of CPU time"
+    yield (
+        f"  launches  {rank['kernels']:,} kernels"
+        f", of which {rank['copies']:,} copy {with_prefix(rank['copied_bytes'], 'B')}"
+        f"; {rank['collectives']:,} collectives and transfers of {with_prefix(rank['sent_bytes'], 'B')}"
+        f"; the host waits {rank['host_waits']:,} times"
+    )
+    yield from _memory(run, rank, stage, room)
+
+
+def _memory(run: RunConfig, rank: Mapping[str, Any], stage: int, room: float) -> Iterator[str]:
+    held, planned = rank["memory_bytes"], planned_memory(run, stage)
+    parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in held.items() if name != "peak")
+    yield f"  memory    {with_prefix(held['peak'], 'B')} at the peak: {parts}"
+    if planned is not None:
+        states = {name: planned.parts()[name] for name in _STATES}
+        shown = states | {"activations": planned.total - sum(states.values())}
+        text = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in shown.items())
+        yield f"  planned   {with_prefix(planned.total, 'B')}: {text}"
+    if held["peak"] > room:
+        advice = "" if planned is None else f"; {smallest_change(run, stage, room)}"
+        yield f"  does not fit into {with_prefix(room, 'B')}{advice}"
+
+
+def describe_expected(expected: Expected) -> Iterator[str]:
+    """The lines about the step of the run."""
+    low, high = expected.between
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in expected.parts.items())
+    yield f"expected step {duration(expected.seconds)}, between {duration(low)} and {duration(high)}: {parts}"
+    for one in expected.uncertainties:
+        yield f"  {one.name:13} -{duration(one.low)} to +{duration(one.high)}: {one.why}"
+    yield (
+        f"{expected.tokens_per_second:,.0f} tokens/s, MFU {expected.mfu:.1%}, {expected.days:.3g} days for "
+        f"{expected.run.train.train_iters:,} iterations"
+    )
+
+
+def as_json(run: RunConfig, ranks: Sequence[Mapping[str, Any]], expected: Expected | None) -> dict[str, Any]:
+    """The same figures: bytes, seconds and counts."""
+    found: dict[str, Any] = {"world_size": run.parallel.world_size, "ranks": []}
+    for rank in ranks:
+        planned = planned_memory(run, stage_of(run, rank["rank"]))
+        bytes_planned = None if planned is None else {**planned.parts(), "total": planned.total}
+        found["ranks"].append({"stage": stage_of(run, rank["rank"]), **rank, "planned_bytes": bytes_planned})
+    if expected is not None:
+        found["expected"] = {
+            "seconds": expected.seconds,
+            "between": expected.between,
+            "parts": expected.parts,
+            "uncertainties": [one._asdict() for one in expected.uncertainties],
+            "tokens_per_second": expected.tokens_per_second,
+            "mfu": expected.mfu,
+            "days": expected.days,
+        }
+    return found

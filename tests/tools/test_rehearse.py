@@ -1,0 +1,143 @@
+"""Rehearsals of single ranks: what a rank takes, and what follows for the run."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import fork_server
+
+from megatron.cli import parse_run
+from megatron.config import RunConfig
+from megatron.tools.planning.machine import DEVICES, Machine
+from megatron.tools.rehearsal.estimate import Expected
+from megatron.tools.rehearsal.request import Rehearsal, representative_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --mock-data"
+    " --vocab-size 512 --batch-size 2 --gas 4 --train-iters 100 --num-workers 0 --lr 1e-3"
+).split()
+PIPELINE = [*MODEL, "--pipe-parallel-size", "2", "--model-parallel-size", "2", "--bf16", "--zero-stage", "1"]
+
+
+def rehearse_here(words: list[str], number: int, fake: bool, result: str) -> None:
+    """Rehearse a rank of eight in this process; its figures as JSON."""
+    from megatron.model.architectures import GPT2
+    from megatron.tools.rehearsal.rank import rehearse
+
+    os.chdir(Path(result).parent)
+    saving = ["--save", "never", "--save-interval", "1"]
+    rehearsal = Rehearsal([*words, *saving], GPT2, world_size=8, per_node=8, steps=2, fake=fake)
+    found = rehearse(rehearsal, number, ROOT / "pretrain_gpt2.py")
+    Path(result).write_text(json.dumps(found))
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The last stage's rank 5, real and fake."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    processes = []
+    for name in ("real", "fake"):
+        arguments = (PIPELINE, 5, name == "fake", str(folder / name))
+        processes.append(fork_server().Process(target=rehearse_here, args=arguments))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    assert not (folder / "never").exists(), "nothing is saved"
+    return {name: json.loads((folder / name).read_text()) for name in ("real", "fake")}
+
+
+def test_a_rank_takes_what_is_planned_and_issues_each_collective_of_its_layers(rehearsed: dict[str, Any]) -> None:
+    from megatron.tools.planning.memory import stage_memory
+
+    real = rehearsed["real"]
+    planned = stage_memory(run_of(PIPELINE))[1]
+    held = real["memory_bytes"]
+    assert {kind: held[kind] for kind in ("weights", "gradients", "optimizer")} == {
+        kind: planned.parts()[kind] for kind in ("weights", "gradients", "optimizer")
+    }
+    assert held["peak"] == pytest.approx(planned.total, rel=0.15)
+    reduced = [one for one in real["communication"] if one["kind"] == "all_reduce" and one["ranks"] == 2]
+    in_forward = sum(one["times"] for one in reduced if one["phase"] == "ForwardPass")
+    assert in_forward >= 4 * 2 * 2, "four micro-batches, two layers, after attention and MLP"
+    assert sum(one["times"] for one in real["communication"] if one["kind"] == "recv") == 4
+    assert {one["instruction"] for one in real["passes"]} >= {"ForwardPass", "BackwardPass", "OptimizerStep"}
+
+
+def test_a_fake_rank_takes_as_much_as_a_real_one(rehearsed: dict[str, Any]) -> None:
+    real, fake = rehearsed["real"], rehearsed["fake"]
+    assert "seconds" not in fake
+    for name in ("kernels", "copies", "copied_bytes", "collectives", "sent_bytes"):
+        assert fake[name] == real[name], name
+    for kind, size in real["memory_bytes"].items():
+        assert fake["memory_bytes"][kind] == pytest.approx(size, rel=0.1 if kind == "activations" else 0.03), kind
+
+
+def run_of(words: list[str]) -> RunConfig:
+    from megatron.training.preflight import check
+
+    return check(parse_run(words, {"WORLD_SIZE": "8", "DS_ACCELERATOR": "cpu"}))[0]
+
+
+def timed(number: int, **communication: Any) -> dict[str, Any]:
+    """A rank that takes 2 s forward, 4 s backward and 1 s outside of passes, of a run with 4 micro-batches."""
+    both = {
+        name: {"wall": seconds, "cpu": seconds}
+        for name, seconds in (("forward", 8.0), ("backward", 16.0), ("host", 1.0))
+    }
+    one = {
+        "kind": "all_reduce",
+        "size": 10**9,
+        "ranks": 2,
+        "span": 2,
+        "phase": "ForwardPass",
+        "is_overlapped": False,
+        "times": 4,
+    }
+    return {
+        "rank": number,
+        "seconds": {"wall": 25.0, "cpu": 25.0},
+        "rounds": [{"wall": 24.0, "cpu": 24.0}, {"wall": 25.0, "cpu": 25.0}, {"wall": 27.0, "cpu": 27.0}],
+        "phases": both,
+        "passes": [
+            {"instruction": "ForwardPass", "chunk": 0, "wall": 2.0, "cpu": 2.0},
+            {"instruction": "BackwardPass", "chunk": 0, "wall": 4.0, "cpu": 4.0},
+        ],
+        "communication": [{**one, **communication}] if communication else [],
+    }  # fmt: skip
+
+
+def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited_for() -> None:
+    run = run_of(PIPELINE)
+    machine = Machine(DEVICES["a100"]._replace(intra_bandwidth=1e9 / 0.75), 8)
+    first, last = representative_ranks(run)
+    assert (first, last) == (0, 4)
+    alone = Expected(run, machine, [timed(first), timed(last)])
+    assert alone.parts["passes"] == pytest.approx(24.0)
+    assert alone.parts["bubble"] == pytest.approx(6.0), "(p - 1) (F + B)"
+    assert alone.seconds == pytest.approx(31.0)
+    assert alone.between == pytest.approx((30.0, 33.0))
+    reduced = Expected(run, machine, [timed(first, times=4), timed(last, times=4)])
+    assert reduced.parts["communication"] == pytest.approx(5.0), "1 s in each forward pass, and in the bubble's"
+    hidden = Expected(run, machine, [timed(first, is_overlapped=True), timed(last, is_overlapped=True)])
+    assert hidden.seconds == pytest.approx(31.0)
+    assert hidden.between[1] == pytest.approx(33.0 + 4.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--world-size 8 --rank 8", "rank 8 is not in a run of --world-size 8"),
+        ("--world-size 8 --ranks middle", "--ranks middle: write numbers such as 0,9, or representative"),
+        ("--world-size 6 --model-parallel-size 4", "6 processes cannot be split into --model-parallel-size 4"),
+        ("--world-size 8 --train-iters 3", "--train-iters 3 must be more than"),
+        ("--world-size 8 --steps 0", "--steps 0 must be"),
+        ("--world-size 8 --program nowhere.py", "nowhere.py cannot be loaded"),
+    ],
+)
+def test_a_mistake_is_one_line(programs, words: str, message: str) -> None:
+    finished = programs.python("tools/rehearse.py", *MODEL, *words.split())
+    assert finished.returncode == 2 and message in finished.output and "Traceback" not in finished.output
