@@ -159,6 +159,11 @@ def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, 
     "tree, words, expected",
     [
         ({"prescale_gradients": True}, "--zero-stage 2", "prescale_gradients true does not work with reduce-scatter"),
+        (
+            {"zero_optimization": {"compute_grad_norm": False}},
+            "--zero-stage 1 --bf16 --grad-accum-dtype fp32",
+            "compute_grad_norm false does not work with fp32 sums",
+        ),
         ({"prescale_gradients": True}, "--zero-stage 3", "prescale_gradients true does not work with reduce-scatter"),
         ({"gradient_predivide_factor": 2}, "--zero-stage 2", "gradient_predivide_factor 2 does not work with reduce-s"),
         (
