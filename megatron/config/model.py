@@ -78,10 +78,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         False,
         "Compile each transformer layer (torch.compile), which takes up to a minute at the start.",
         encoder_decoder="not",
-        excludes={
-            "zero_stage=3": "ZeRO 3 gathers weights between the operations that are compiled together",
-            "tiled_mlp": "torch's compiler cannot look into a backward pass inside another",
-        },
+        excludes={"tiled_mlp": "torch's compiler cannot look into a backward pass inside another"},
     )
     tiled_mlp: bool = flag(
         False,

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,6 +22,7 @@ from megatron.engines.schedules import PipelinedEngine
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
 from megatron.model.partition import layers_per_chunk, partition_boundaries
+from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.tensor.lora import train_adapters_only
@@ -40,6 +42,9 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
     module = build_module(run, layout)
     if run.model.lora_rank:
         train_adapters_only(module)
+    if run.model.compile and run.zero.zero_stage == 3:
+        # Weights are gathered by hooks of modules, for which the compiler would end a graph: not within a layer.
+        set_z3_leaf_modules(module, [ParallelTransformerLayer], raise_if_not_found=False)
     groups = parameter_groups(module, run)
     optimizer = client_optimizer(run, module, groups, layout)
     with our_engines(run, layout):

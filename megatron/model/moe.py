@@ -8,7 +8,6 @@ a partial sum of the output. Therefore gradients inside are partial sums, too, t
 only 1/t of the gradient of an auxiliary loss, which keeps the experts equally used.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +43,8 @@ class ParallelMoE(nn.Module):
         self.group, self.fills_capacity = layout.tensor_group, config.moe_pad_expert_input_to_capacity
         self.sequence_dim = sequence_parallel_dim(config, layout)
         self.has_sequence_first = config.sequence_dim == 0
-        is_divided = layout.expert_group is not None and layout.expert_group.size() > 1
-        route = ROUTES[config.moe_token_dispatcher_type] if is_divided else Route
-        self.make_route = partial(route, group=layout.expert_group)
+        self.expert_group = layout.expert_group
+        self.route_class = ROUTES[config.moe_token_dispatcher_type] if layout.expert_group is not None else Route
         self.router = Router(config, layout, name=f"{name}.router")
         self.router.layer_number = layer_number
         self.experts = Experts(config, layout, name=f"{name}.experts")
@@ -74,12 +72,10 @@ class ParallelMoE(nn.Module):
 
     def _route(self, x: Tensor) -> Route:
         """x [b, s, h] -> how its tokens come to their experts."""
-        weights, chosen, kept = self.router(x)
-        if kept is not None:
-            chosen = chosen.masked_fill(~kept, self.num_experts)
-        weights, chosen = weights.to(x.dtype).flatten(0, 1), chosen.flatten(0, 1)
+        weights, chosen = (choices.flatten(0, 1) for choices in self.router(x))
         capacity = x.size(0) * self.router.capacity(x.size(1)) if self.fills_capacity else 0
-        return self.make_route(weights, chosen, self.num_experts, drops=kept is not None, capacity=capacity)
+        drops = self.router.capacity_factor > 0
+        return self.route_class(weights.to(x.dtype), chosen, self.num_experts, self.expert_group, drops, capacity)
 
 
 class Experts(nn.Module):
@@ -128,7 +124,7 @@ class MoEParallelTransformerLayer(ParallelTransformerLayer):
 
 
 class Router(nn.Module):
-    """x [b, s, h] -> weights [b, s, k] of the k experts chosen for each token, their numbers, and which are kept.
+    """x [b, s, h] -> weights [b, s, k] of the k experts chosen for each token, and their numbers, E if it is dropped.
 
     The gradients of the auxiliary losses are added where the weights are computed, so that nothing but hidden states
     travels between stages.
@@ -153,7 +149,7 @@ class Router(nn.Module):
         self.measured: dict[str, Tensor] = {}
         """Sums over the micro-batches since the last ``take_measured``."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.to(self.dtype), self.weight.to(self.dtype))  # [b, s, E]
         scores = logits.softmax(-1)
         if self.pre_softmax:
@@ -170,12 +166,12 @@ class Router(nn.Module):
             if loss.requires_grad and (self.aux_coeff or self.z_coeff):
                 weights = _WithLoss.apply(weights, loss, self.gradient_scale / self.group.size())
             self._measure(scores, is_chosen, balance, z)
-        kept = self._within_capacity(is_chosen, scores, chosen) if self.capacity_factor else None
-        if kept is not None:
-            weights = weights * kept
+        if self.capacity_factor:
+            kept = self._within_capacity(is_chosen, scores, chosen)
+            weights, chosen = weights * kept, chosen.masked_fill(~kept, self.experts)
             if is_measured:
                 self._add("dropped", 1 - kept.double().mean())
-        return weights, chosen, kept
+        return weights, chosen
 
     def begin_step(self, gradient_scale: float | Tensor) -> None:
         """Begin a global batch, of each of whose micro-batches the engine multiplies the loss by ``gradient_scale``."""

@@ -9,6 +9,7 @@ m rows that its experts compute
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,31 +17,46 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron.parallel.expert.table import Slots, rows_of_tokens, sum_of_choices
 from megatron.parallel.tensor.mappings import (
     all_gather,
     async_all_gather,
     async_all_to_all,
     async_reduce_scatter,
+    conjugate,
     gather_from_sequence_parallel_region,
     start_mapped,
 )
 
+Group = ProcessGroup | None
 Arriving = Callable[[], Tensor]
 """Waits for what a rank receives."""
+
+
+class Slots(NamedTuple):
+    """Where rows that are sorted by expert are in the table of tokens and choices, of T x k rows."""
+
+    numbers: Tensor
+    """[n]: the row of the table; T x k for a row that is in none, and only fills up a fixed size."""
+    tokens: int
+    k: int
+    is_permutation: bool
+    """Whether the n rows are exactly those of the table."""
+
+    @property
+    def size(self) -> int:
+        """Rows of the table."""
+        return self.tokens * self.k
 
 
 class Route:
     """For experts that this rank has all."""
 
-    def __init__(
-        self, weights: Tensor, chosen: Tensor, experts: int, group: ProcessGroup | None, *, drops: bool, capacity: int
-    ):
+    def __init__(self, weights: Tensor, chosen: Tensor, experts: int, group: Group, drops: bool, capacity: int):
         """weights [T, k]; chosen [T, k], ``experts`` where the choice is dropped, as some are if ``drops``.
 
         With a ``capacity`` each expert gets that many rows, which some rows of no token fill up.
         """
-        self.weights, self.group = weights, group
+        self.weights = weights
         by_expert, order = chosen.flatten().sort(stable=True)
         self.ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
         """[e]: the ends of the rows of each expert of this rank, on the device; rows after the last one have none."""
@@ -63,12 +79,10 @@ class Route:
 class AllToAllRoute(Route):
     """Each rank sends rows to the ranks of their experts. Without a capacity the host waits for their numbers."""
 
-    group: ProcessGroup
-
-    def __init__(
-        self, weights: Tensor, chosen: Tensor, experts: int, group: ProcessGroup, *, drops: bool, capacity: int
-    ):
-        super().__init__(weights, chosen, experts, group, drops=drops, capacity=capacity)
+    def __init__(self, weights: Tensor, chosen: Tensor, experts: int, group: Group, drops: bool, capacity: int):
+        assert group is not None
+        self.group = group
+        super().__init__(weights, chosen, experts, group, drops, capacity)
         going = self.ends.diff(prepend=self.ends.new_zeros(1)).view(group.size(), -1)  # [ranks, e]
         if capacity:
             coming, self.sent = going, [going.size(1) * capacity] * group.size()
@@ -99,16 +113,13 @@ class AllToAllRoute(Route):
 class AllGatherRoute(Route):
     """Each rank gathers the tokens of all ranks. All sizes are fixed: room for every choice of experts of this rank."""
 
-    group: ProcessGroup
-
-    def __init__(
-        self, weights: Tensor, chosen: Tensor, experts: int, group: ProcessGroup, *, drops: bool, capacity: int
-    ):
-        ranks, e = group.size(), experts // group.size()
+    def __init__(self, weights: Tensor, chosen: Tensor, experts: int, group: Group, drops: bool, capacity: int):
+        assert group is not None
+        self.group, ranks, e = group, group.size(), experts // group.size()
         own = all_gather(chosen, group, 0) - e * group.rank()
         own = own.masked_fill((own < 0) | (own > e), e)
         weights = gather_from_sequence_parallel_region(weights, group, 0)
-        super().__init__(weights, own, e, group, drops=True, capacity=ranks * capacity)
+        super().__init__(weights, own, e, group, True, ranks * capacity)
         if not capacity:
             most = own.size(0) * min(own.size(1), e)
             self.slots = self.slots._replace(numbers=self.slots.numbers[:most])
@@ -124,7 +135,7 @@ class AllGatherRoute(Route):
 
 _GATHER, _REDUCE = partial(async_all_gather, dim=0), partial(async_reduce_scatter, dim=0)
 
-ROUTES: dict[str, type[Route]] = {"alltoall": AllToAllRoute, "allgather": AllGatherRoute}
+ROUTES = {"alltoall": AllToAllRoute, "allgather": AllGatherRoute}
 """By ``--moe-token-dispatcher-type``."""
 
 
@@ -140,3 +151,35 @@ def _filled_up(numbers: Tensor, ends: Tensor, capacity: int, none: int) -> tuple
     own = numbers[places.clamp(max=len(numbers) - 1)]
     filled = own.masked_fill(places >= ends.unsqueeze(1), none)
     return filled.flatten(), torch.arange(1, len(ends) + 1, device=ends.device) * capacity
+
+
+def rows_of_tokens(x: Tensor, slots: Slots) -> Tensor:
+    """x [T, h] -> [n, h]: each row a copy of its token."""
+    return conjugate(x, slots, _copies, _sums)
+
+
+def sum_of_choices(outputs: Tensor, slots: Slots, weights: Tensor) -> Tensor:
+    """Outputs [n, h], weights [T, k] -> [T, h]: for each token the weighted sum of its rows, zero for absent ones."""
+    table = conjugate(outputs, slots, _table, _rows)
+    return (weights.unsqueeze(1) @ table.view(slots.tokens, slots.k, -1)).squeeze(1)
+
+
+def _copies(x: Tensor, slots: Slots) -> Tensor:
+    return x.index_select(0, (slots.numbers // slots.k).clamp_(max=slots.tokens - 1))
+
+
+def _sums(rows: Tensor, slots: Slots) -> Tensor:
+    """The same in every run, as the gradient of indexing would not be on GPUs."""
+    return _table(rows, slots).view(slots.tokens, slots.k, -1).sum(1)
+
+
+def _table(rows: Tensor, slots: Slots) -> Tensor:
+    """[n, h] -> [T x k, h], of one more row, which takes the rows of no token, whatever they contain."""
+    make = rows.new_empty if slots.is_permutation else rows.new_zeros
+    return make((slots.size + 1, rows.size(1))).index_copy_(0, slots.numbers, rows)[: slots.size]
+
+
+def _rows(table: Tensor, slots: Slots) -> Tensor:
+    """[T x k, h] -> [n, h], with zeros for rows of no token."""
+    rows = table.index_select(0, slots.numbers.clamp(max=slots.size - 1))
+    return rows if slots.is_permutation else rows.masked_fill_((slots.numbers == slots.size).unsqueeze(1), 0)

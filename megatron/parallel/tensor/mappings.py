@@ -10,6 +10,7 @@ b batch, s sequence, h hidden, t ranks of the group
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,20 +107,24 @@ def gather_split_1d_tensor(part: Tensor, group: ProcessGroup) -> Tensor:
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-class _Mapping(torch.autograd.Function):
+class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
-        ctx.group, ctx.conjugate = group, backward
-        return forward(x, group)
+    def forward(ctx, x: Tensor, context: Any, forward: Callable, backward: Callable) -> Tensor:
+        ctx.context, ctx.conjugate = context, backward
+        return forward(x, context)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.conjugate(grad, ctx.group), None, None, None
+        return ctx.conjugate(grad, ctx.context), None, None, None
+
+
+conjugate = _Conjugate.apply
+"""conjugate(x, context, forward, backward) -> forward(x, context), whose gradient is ``backward`` of the output's."""
 
 
 def mapped(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
     """``forward`` of ``x``, whose gradient is ``backward`` of the output's; ``x`` itself in a group of one rank."""
-    return _Mapping.apply(x, group, forward, backward) if group.size() > 1 else x
+    return conjugate(x, group, forward, backward) if group.size() > 1 else x
 
 
 AsyncCollective = Callable[[Tensor, ProcessGroup], Callable[[], Tensor]]
@@ -135,32 +140,16 @@ def start_mapped(
     beside ``backward``.
     """
     running: list[Callable[[], Tensor]] = []
-    started = _Start.apply(x, group, forward, running)
-    return lambda: _Wait.apply(started, group, backward, running)
 
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, start: AsyncCollective, running: list) -> Tensor:
-        ctx.running = running
-        running.append(start(x, group))
+    def start(collective: AsyncCollective, x: Tensor, group: ProcessGroup) -> Tensor:
+        running.append(collective(x, group))
         return x.new_empty(0)  # which leads autograd from one to the other
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.running.pop()(), None, None, None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, started: Tensor, group: ProcessGroup, backward: AsyncCollective, running: list) -> Tensor:
-        ctx.group, ctx.conjugate, ctx.running = group, backward, running
+    def wait(_: Tensor, group: ProcessGroup) -> Tensor:
         return running.pop()()
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.running.append(ctx.conjugate(grad, ctx.group))
-        return grad.new_empty(0), None, None, None
+    started = conjugate(x, group, partial(start, forward), wait)
+    return lambda: conjugate(started, group, wait, partial(start, backward))
 
 
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
