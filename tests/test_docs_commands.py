@@ -39,7 +39,6 @@ ELSEWHERE = {
     r": (bash run_tests.sh|.*pytest )": "starts these tests",
     r": torchrun .* examples/(train_small_model|show_communication).py$": "tests/test_examples.py runs them",
     r": torchrun .* examples/pretrain_my_model.py ": "tests/training/test_model_provider.py runs it",
-    r": python benchmarks/activation_memory.py$": "a measurement of minutes, without flags",
     r": (source|pip install) ": "prepares the environment in which the tests run",
     r": mkdocs ": "tests/test_docs.py builds the site",
     r": accelerate launch --config_file plan/accelerate.yaml MY_PROGRAM$": "a program of the reader's",

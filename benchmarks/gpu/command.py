@@ -10,6 +10,7 @@ stages; one that fails does not keep the others from running, and the page state
 links         bandwidth between the GPUs, and to host memory
 speed         a training step against a plain torch model, transformers and megatron-core, as installed, and in FP8
 scaling       tokens a second on several GPUs against one: DP, TP, PP, CP, with and without overlapped communication
+rehearsal     one rank of large runs, without the others (tools/rehearse.py)
 profile       torch's profile of one step
 correctness   kernels against plain torch, delayed communication, training of each model against the CPU, and
               tools/verify_layout.py on one GPU and on all, in each precision
@@ -28,6 +29,7 @@ GPU, driver too old, not enough memory or disk; 130: interrupted.
 import json
 import os
 import signal
+import subprocess
 import sys
 import tarfile
 import time
@@ -50,6 +52,7 @@ from benchmarks.gpu.stages import GROUPS, stages  # noqa: E402
 from benchmarks.tables import measured_on  # noqa: E402
 from megatron.common.errors import ConfigError, ResourceError  # noqa: E402
 from megatron.common.files import replace_file  # noqa: E402
+from megatron.common.processes import die_with_parent  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
@@ -77,6 +80,10 @@ def main() -> None:
     _make_folders(plan.folder)
     prepare_environment(os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if machine.nvidia_smi:
+        with open(plan.folder / "logs" / "clocks.txt", "w") as log:  # power and clocks, until this process ends
+            dmon = ["nvidia-smi", "dmon", "-s", "pc", "-d", "5"]
+            subprocess.Popen(dmon, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
     content = run_stages(list(stages(plan, machine)), plan, machine, earlier)
     print(f"{summary(content)}\n{archive_of(plan.folder)}")
     if any(stage["reason"] == INTERRUPTED for stage in content["stages"]):

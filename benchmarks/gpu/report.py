@@ -45,8 +45,8 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 {% endfor %}
 </table>
 {% if speeds %}
-<h2>Goals</h2>
-<p>TFLOP/s of a training step, attention counted in full, and their share of the peak of the device in bf16.</p>
+<h2>TFLOP/s of a training step</h2>
+<p>Attention is counted in full; the peak is that of the device in bf16. Goals are for an H100 or H200.</p>
 <table><tr><th>model</th><th></th><th class='number'>TFLOP/s</th><th class='number'>of the peak</th>
 <th class='number'>goal</th><th></th></tr>
 {% for row in speeds %}
@@ -126,20 +126,20 @@ tools/verify_layout.py; the last row has the largest that are accepted.</p>
 {{ checks(stage.result.layouts.layouts + [dict(stage.result.layouts.tolerances, layout="bound")],
           differences) }}
 {% endfor %}
-{% for stage in of("rows") %}
-<h2>{{ heading(stage.name) }}</h2>
-{% if stage.result.rows %}
+{% if of("rows") %}
+<h2>Speed and memory of a step</h2>
 <table><tr><th>this project</th><th>compared with</th><th class='number'>this project</th><th class='number'>other</th>
 <th class='number'>ratio (min to max)</th><th></th></tr>
+{% for stage in of("rows") %}
 {% for row in stage.result.rows %}
 <tr><td>{{ row.what }}</td><td>{{ row.peer }}</td><td class='number'>{{ row.ours }}</td>
 <td class='number'>{{ row.theirs }}</td>
 <td class='number'>{{ "%.2f" | format(row.ratio) }} ({{ row.spread }})</td>
 <td>{{ bar(row.ratio, [row.ratio, 1] | max) }}<br>{{ bar(1, [row.ratio, 1] | max, "other") }}</td></tr>
 {% endfor %}
+{% endfor %}
 </table>
 {% endif %}
-{% endfor %}
 {% for stage in of("scaling") %}
 <h2>{{ heading(stage.name) }}</h2>
 <p>{{ stage.result.shape }}, on each GPU; 4 micro-batches a step for each GPU.</p>
@@ -224,7 +224,9 @@ def summary(content: Mapping[str, Any]) -> str:
     """How many stages passed, and which failed."""
     stages = content["stages"]
     failed = [stage["name"] for stage in stages if stage["status"] == "failed"]
-    text = f"{counted(sum(stage['status'] == 'passed' for stage in stages), 'stage')} of {len(stages)} passed"
+    count = {status: sum(stage["status"] == status for stage in stages) for status in ("passed", "left out")}
+    text = f"{counted(count['passed'], 'stage')} of {len(stages)} passed"
+    text += f", {count['left out']} left out" if count["left out"] else ""
     return text + (f"; failed: {', '.join(failed)}" if failed else "")
 
 

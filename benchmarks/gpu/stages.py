@@ -17,7 +17,7 @@ from megatron.common.errors import LaunchError, ResourceError
 from megatron.tools.planning.machine import DEVICES, device_of_name
 from megatron.tools.reporting.files import read_metrics
 
-GROUPS = ("links", "speed", "scaling", "profile", "correctness", "run")
+GROUPS = ("links", "speed", "scaling", "rehearsal", "profile", "correctness", "run")
 _MESSAGES = ("1", "16", "256")
 """MiB."""
 _70B, _8B = "--model-preset llama3.1-70b", "--model-preset llama3.1-8b"
@@ -32,7 +32,9 @@ REHEARSALS = {
     "Llama 70B, TP 8 x PP 8": (64, 9, f"{_70B} {_LONG} --gas 16 {_TENSOR} --pipe-parallel-size 8"),
 }
 """Processes of a run, the rank of it that is rehearsed, and flags."""
-_SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --lr 1e-4"
+_SMALL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --batch-size 1 --lr 1e-4"
+)
 Work = Callable[[], dict[str, Any]]
 
 
@@ -49,6 +51,8 @@ def _figures(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Work]]:
         yield "speed", f"{size}: {' and '.join(pair)}", partial(compared, plan, size, pair, machine)
     if count > 1:
         yield "scaling", f"speed of 1 to {gpus(count)}", partial(scaling, plan, machine)
+    for name in REHEARSALS:
+        yield "rehearsal", f"one rank of {name}", partial(_rehearsed, plan, name, machine)
     for way, size in (*product((COMPILED,), reversed(plan.sizes)), (FP8, plan.sizes[-1]), ("suite", plan.sizes[-1])):
         yield "profile", f"profile of a step, {size}: {way}", partial(profiled, plan, size, way, machine)
 
@@ -97,17 +101,20 @@ def _rehearsed(plan: Plan, name: str, machine: Machine) -> dict[str, Any]:
 def scaled_layouts(count: int, machine: Machine) -> Iterator[tuple[str, int, int, str]]:
     """Name, processes, data-parallel ranks and flags of the runs whose speed is compared on so many GPUs."""
     fast = "--compile " * machine.compiles
+    fp8 = f"{fast} --fp8-format hybrid" if machine.fp8 and machine.compiles else None
     yield gpus(1), 1, 1, fast
     yield f"DP {count}", count, count, fast
     yield f"DP {count}, no overlap", count, count, f"{fast} --no-overlap-grad-reduce --no-overlap-param-gather"
-    if machine.fp8 and machine.compiles:
-        yield f"DP {count}, FP8", count, count, f"{fast} --fp8-format hybrid"
+    if fp8:
+        yield f"DP {count}, FP8", count, count, fp8
     yield f"DP {count}, ZeRO 2", count, count, f"{fast} --zero-stage 2"
     yield f"DP {count}, ZeRO 3", count, count, "--zero-stage 3"
     for size in (number for number in (8, 4, 2) if number <= count):
         tensor = f"--model-parallel-size {size} --sequence-parallel"
         yield f"TP {size}, sequence parallel", size, 1, f"{fast} {tensor}"
         yield f"TP {size}, sequence parallel, --tp-comm-overlap", size, 1, f"{tensor} --tp-comm-overlap"
+        if fp8:
+            yield f"TP {size}, sequence parallel, FP8", size, 1, f"{fp8} {tensor}"
         yield f"PP {size}", size, 1, f"{fast} --pipe-parallel-size {size}"
         yield f"CP {size}", size, 1, f"--context-parallel-size {size}"
     if count >= 4:

@@ -28,7 +28,7 @@ WARM_UP, LONGEST = 5, 15
 KINDS = {
     "communication": r"nccl|c10d|allreduce|all_gather|reduce_scatter",
     "attention": r"flash|fmha|attention|softmax",
-    "matrix products": r"gemm|cublas|cutlass|matmul|addmm|::mm$|::bmm$|wgmma|s16816|nvjet|linear",
+    "matmuls": r"gemm|cublas|cutlass|matmul|addmm|::mm$|::bmm$|wgmma|s16816|nvjet|linear",
     "optimizer": r"adam|multi_tensor|foreach",
     "copies": r"memcpy|memset|copy|::to$|fill|zero",
 }
