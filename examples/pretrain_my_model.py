@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.nn import functional as F
 
-from megatron import mpu
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit
 from pretrain_gpt2 import pretrain
 
 
@@ -28,11 +28,11 @@ class Block(nn.Module):
         h, group = run.model.hidden_size, layout.tensor_group
 
         def init(name):  # equal on every layout, since it follows from seed and name
-            return mpu.WeightInit(std=run.extra_args["std"], seed=run.train.seed, name=f"{number}.{name}")
+            return WeightInit(std=run.extra_args["std"], seed=run.train.seed, name=f"{number}.{name}")
 
         self.widen = nn.Parameter(init("widen").draw((1, h))) if number == 0 else None
-        self.up = mpu.ColumnParallelLinear(h, 4 * h, group=group, init=init("up"))
-        self.down = mpu.RowParallelLinear(4 * h, h, group=group, init=init("down"))
+        self.up = ColumnParallelLinear(h, 4 * h, group=group, init=init("up"))
+        self.down = RowParallelLinear(4 * h, h, group=group, init=init("down"))
 
     def forward(self, x):
         if self.widen is not None:

@@ -25,9 +25,18 @@ def main() -> None:
 
     import torch
 
-    from megatron import mpu
     from megatron.engines import silence_known_warnings
     from megatron.launch.distributed import distributed
+    from megatron.parallel.tensor.mappings import (
+        broadcast_data,
+        copy_to_model_parallel_region,
+        gather_from_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_model_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
 
     silence_known_warnings()
     size = world_size(os.environ)
@@ -36,24 +45,24 @@ def main() -> None:
 
         heading("broadcast_data: rank 0's tensors on every rank")
         data = {"text": torch.arange(4), "labels": torch.arange(1, 5)} if group.rank() == 0 else None
-        in_order(group, before=data, after=mpu.broadcast_data(["text", "labels"], data, torch.int64, group))
+        in_order(group, before=data, after=broadcast_data(["text", "labels"], data, torch.int64, group))
 
         equal = torch.arange(2.0 * size)  # the same on every rank
         own = torch.arange(2.0) + 100 * group.rank()  # another on each rank
         partial = torch.arange(2.0 * size) + 100 * group.rank()
         for title, mapping, x in (
-            ("copy_to: forward identity, backward all-reduce", mpu.copy_to_tensor_model_parallel_region, equal),
-            ("reduce_from: forward all-reduce, backward identity", mpu.reduce_from_tensor_model_parallel_region, own),
-            ("scatter_to: forward split, backward all-gather", mpu.scatter_to_tensor_model_parallel_region, equal),
-            ("gather_from: forward all-gather, backward split", mpu.gather_from_tensor_model_parallel_region, own),
+            ("copy_to: forward identity, backward all-reduce", copy_to_model_parallel_region, equal),
+            ("reduce_from: forward all-reduce, backward identity", reduce_from_model_parallel_region, own),
+            ("scatter_to: forward split, backward all-gather", scatter_to_model_parallel_region, equal),
+            ("gather_from: forward all-gather, backward split", gather_from_model_parallel_region, own),
         ):
             show(title, mapping, x, group)
         for title, mapping, x in (
-            ("scatter_to: forward split, backward all-gather", mpu.scatter_to_sequence_parallel_region, equal),
-            ("gather_from: forward all-gather, backward reduce-scatter", mpu.gather_from_sequence_parallel_region, own),
+            ("scatter_to: forward split, backward all-gather", scatter_to_sequence_parallel_region, equal),
+            ("gather_from: forward all-gather, backward reduce-scatter", gather_from_sequence_parallel_region, own),
             (
                 "reduce_scatter_to: forward reduce-scatter, backward all-gather",
-                mpu.reduce_scatter_to_sequence_parallel_region,
+                reduce_scatter_to_sequence_parallel_region,
                 partial,
             ),
         ):

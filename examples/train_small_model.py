@@ -72,12 +72,12 @@ def logits_of(model, layout, vocab_size):
     """The logits of one sample, [1, s, v], on every rank. Prints a few."""
     import torch
 
-    from megatron import mpu
+    from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
 
     tokens = torch.arange(32, device=next(model.parameters()).device).unsqueeze(0)  # [1, s]
     with torch.no_grad():
         shard = model(tokens)  # [1, s, v/t]: the columns of this rank's part of the vocabulary
-    logits = mpu.gather_from_model_parallel_region(shard, layout.tensor_group)[..., :vocab_size]
+    logits = gather_from_model_parallel_region(shard, layout.tensor_group)[..., :vocab_size]
     log(f"TP {layout.tensor_group.size()}: logits {[round(value, 5) for value in logits[0, -1, :5].tolist()]} ...")
     return logits
 

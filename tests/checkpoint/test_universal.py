@@ -131,7 +131,7 @@ def test_patterns_for_deepspeed_match_each_parameter(program: str):
 def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
     from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
     from megatron.engines.containers import sequential_model
-    from megatron.mpu import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
 
     config = ModelConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, max_position_embeddings=32,

@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import sequential_model
 from megatron.model.attention import ParallelSelfAttention
-from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops.attention import explicit_attention
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.random import model_parallel_manual_seed
 
 B, S, H, HEADS = 2, 9, 16, 4
 CONFIG = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=S)

@@ -12,7 +12,7 @@ from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import BERT, CLASSIFIER
-from megatron.mpu import ParallelLayout
+from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 

@@ -18,8 +18,9 @@ from torch.testing import assert_close
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.mpu import ParallelLayout, get_rng_tracker, model_parallel_manual_seed
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.lora import train_adapters_only
+from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
 
 S, H = 12, 16
 CONFIG = ModelConfig(

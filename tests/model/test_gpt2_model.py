@@ -18,8 +18,9 @@ from megatron.model.architectures import GPT2
 from megatron.model.loss import lm_loss
 from megatron.model.partition import partition_boundaries
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Schedule
+from megatron.parallel.tensor.random import model_parallel_manual_seed
 
 EOD = SMALL_GPT2.eod_token
 CONFIG = SMALL_GPT2

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.transformer import ParallelTransformerLayer, unpack
-from megatron.mpu import ParallelLayout
+from megatron.parallel.layout import ParallelLayout
 
 B, S = 2, 12
 CONFIG = SMALL_GPT2

@@ -13,9 +13,10 @@ from torch.testing import assert_close
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops.choices import DeviceFacts
 from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, dense_mask, document_lengths
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.random import model_parallel_manual_seed
 
 CONFIG = ModelConfig(
     num_layers=1, hidden_size=16, ffn_hidden_size=64, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0,

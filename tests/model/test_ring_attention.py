@@ -20,12 +20,13 @@ from megatron.engines.build import build_engine
 from megatron.engines.containers import sequential_model
 from megatron.engines.engine import step_status, train_batch
 from megatron.launch.distributed import distributed
-from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.ops import packed_attention
 from megatron.ops.packed_attention import dense_mask
 from megatron.ops.partial_attention import PartialAttention, merge
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import chunks_of, ring_attention, zigzag
 from megatron.parallel.sequence.ring_attention import RingAttention, attending
+from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.learning_rates import annealing_lr
 
 

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.random import model_parallel_manual_seed
 
 CONFIG = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=14)
 TOKENS = torch.randint(0, 21, (2, 12), generator=torch.Generator().manual_seed(2))

@@ -81,7 +81,7 @@ def test_parameters_are_in_the_order_of_the_layers(run_ranks, program: str) -> N
 def whole_model_names(run: RunConfig) -> list[str]:
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.engines.containers import sequential_model
-    from megatron.mpu import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
 
     model = sequential_model(run.model, ActivationConfig(), ParallelLayout.create(ParallelConfig()))
     return [name for name, _ in model.named_parameters()]
@@ -119,7 +119,8 @@ def kept_by_a_layer(run: RunConfig) -> int:
     from support.saved_tensors import saved_bytes
 
     from megatron.model.transformer import ParallelTransformerLayer
-    from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+    from megatron.parallel.layout import ParallelLayout
+    from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     layout = ParallelLayout.create(replace(run.parallel, world_size=2))
     model_parallel_manual_seed(1, layout)

@@ -12,7 +12,7 @@ from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import T5
-from megatron.mpu import ParallelLayout
+from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 from megatron.tools.inference.batches import TextToTextBatch
@@ -147,7 +147,7 @@ def test_recomputation_changes_no_gradient(run_ranks):
 
 def recomputed():
     """Kinds of activation checkpointing, with dropout: the same numbers are drawn again."""
-    from megatron.mpu import model_parallel_manual_seed
+    from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     gradients = []
     for granularity, layers in (("", 1), ("full", 1), ("full", 2), ("selective", 1)):

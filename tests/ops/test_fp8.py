@@ -15,9 +15,9 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.launch import extensions
 from megatron.launch.extensions import check_fp8
 from megatron.model.transformer import ParallelMLP
-from megatron.mpu import ParallelLayout
 from megatron.ops.choices import DeviceFacts, runs_in_fp8, why_no_fp8
 from megatron.ops.fp8 import E4M3, E5M2, Fp8LinearKernel, Quantized, quantize
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.linear import linear
 
 INPUTS, OUTPUTS, ROWS = 48, 32, 40

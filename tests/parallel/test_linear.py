@@ -13,16 +13,17 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron import mpu
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.weights import column_parallel, row_parallel
 from megatron.ops.fp8 import Fp8LinearKernel
 from megatron.ops.linear import AccumulatingLinearKernel, LinearKernel
 from megatron.parallel import layout as layouts
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.symmetric_memory import maps_memory
 from megatron.parallel.tensor.chunks import BY_RANK
 from megatron.parallel.tensor.chunks import CHUNKS as ALL_CHUNKS
 from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule, compute_weight_gradients
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit
 from megatron.parallel.tensor.linear import linear
 
 CHUNKS = (1, 2, 4)
@@ -88,8 +89,8 @@ def gradients_of_parts() -> list[torch.Tensor]:
     """Of two backward passes, deferred and not."""
     gradients = []
     for defers in (True, False):
-        init = mpu.WeightInit(std=0.3, seed=7, name="column")
-        column = mpu.ColumnParallelLinear(8, 12, group=dist.group.WORLD, init=init, parts=2)
+        init = WeightInit(std=0.3, seed=7, name="column")
+        column = ColumnParallelLinear(8, 12, group=dist.group.WORLD, init=init, parts=2)
         deferred = DeferredWeightGradients(column) if defers else None
         for seed in range(2):
             loss = column(torch.randn((4, 8), generator=torch.Generator().manual_seed(seed))).square().sum()
@@ -103,10 +104,10 @@ def gradients_of_parts() -> list[torch.Tensor]:
 
 def _column(
     sequence_dim: int | None, kernel: type[LinearKernel] = LinearKernel, chunks: int = 1
-) -> tuple[mpu.ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
+) -> tuple[ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
     """A column-parallel layer, the same layer on one process, this rank's input, and the whole of it."""
-    init = mpu.WeightInit(std=0.3, seed=7, name="column")
-    column = mpu.ColumnParallelLinear(
+    init = WeightInit(std=0.3, seed=7, name="column")
+    column = ColumnParallelLinear(
         8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim, kernel=kernel, chunks=chunks
     )
     serial = nn.Linear(8, 12)
@@ -149,10 +150,10 @@ def row_parallel_equals_serial(sequence_dim: int | None, all_chunks: tuple[int, 
 
 def _row(
     sequence_dim: int | None, kernel: type[LinearKernel] = LinearKernel, chunks: int = 1
-) -> tuple[mpu.RowParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
+) -> tuple[RowParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
     """A row-parallel layer, the same layer on one process, this rank's input, and the whole of it."""
-    init = mpu.WeightInit(std=0.3, seed=7, name="row")
-    row = mpu.RowParallelLinear(
+    init = WeightInit(std=0.3, seed=7, name="row")
+    row = RowParallelLinear(
         8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim, kernel=kernel, chunks=chunks
     )
     serial = nn.Linear(8, 12)
@@ -252,7 +253,7 @@ def choices_of_chunks():
             world_size=2, model_parallel_size=2, sequence_parallel=is_sharded, tp_comm_overlap=True
         )
         with patch.object(layouts, "maps_memory", return_value=works):
-            layout = mpu.ParallelLayout.create(parallel)
+            layout = ParallelLayout.create(parallel)
         config = ModelConfig(**sizes, **more)
         layers = [build(config, layout, "a.b", 32, 64) for build in (column_parallel, row_parallel)]
         assert all(isinstance(layer.kernel, Fp8LinearKernel) == bool(more) for layer in layers)

@@ -9,10 +9,23 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megatron import mpu
-from megatron.common.errors import ConfigError
 from megatron.ops import choices as chunks
 from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
+from megatron.parallel.sequence import all_to_all
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, WeightInit
+from megatron.parallel.tensor.mappings import (
+    broadcast_data,
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_split_1d_tensor,
+    reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+    split_tensor_into_1d_equal_chunks,
+)
 
 TENSOR_PARALLEL_SIZES = [1, 4]
 KERNELS = (CrossEntropyKernel, CompiledCrossEntropyKernel)
@@ -43,22 +56,22 @@ def tensor_parallel_mappings():
     x, scale = _input(2, 3, 8), rank + 1.0
     total = sum(r + 1.0 for r in range(n))
 
-    assert_close(mpu.copy_to_model_parallel_region(x, group), x)
-    (grad,) = torch.autograd.grad((mpu.copy_to_model_parallel_region(x, group) * scale).sum(), x)
+    assert_close(copy_to_model_parallel_region(x, group), x)
+    (grad,) = torch.autograd.grad((copy_to_model_parallel_region(x, group) * scale).sum(), x)
     assert_close(grad, torch.full_like(x, total))
 
-    assert_close(mpu.reduce_from_model_parallel_region(x * scale, group), x * total)
-    (grad,) = torch.autograd.grad((mpu.reduce_from_model_parallel_region(x, group) * 5.0).sum(), x)
+    assert_close(reduce_from_model_parallel_region(x * scale, group), x * total)
+    (grad,) = torch.autograd.grad((reduce_from_model_parallel_region(x, group) * 5.0).sum(), x)
     assert_close(grad, torch.full_like(x, 5.0))
 
-    assert_close(mpu.scatter_to_model_parallel_region(x, group), _part(x, -1))
-    (grad,) = torch.autograd.grad((mpu.scatter_to_model_parallel_region(x, group) * scale).sum(), x)
+    assert_close(scatter_to_model_parallel_region(x, group), _part(x, -1))
+    (grad,) = torch.autograd.grad((scatter_to_model_parallel_region(x, group) * scale).sum(), x)
     assert_close(grad, torch.cat([torch.full((2, 3, 8 // n), r + 1.0) for r in range(n)], -1))
 
     part = _part(x, -1).detach().requires_grad_()
     weight = _input(2, 3, 8).detach()
-    assert_close(mpu.gather_from_model_parallel_region(part, group), x)
-    (grad,) = torch.autograd.grad((mpu.gather_from_model_parallel_region(part, group) * weight).sum(), part)
+    assert_close(gather_from_model_parallel_region(part, group), x)
+    (grad,) = torch.autograd.grad((gather_from_model_parallel_region(part, group) * weight).sum(), part)
     assert_close(grad, _part(weight, -1))
 
 
@@ -73,18 +86,18 @@ def sequence_parallel_mappings(dim: int):
     x, weight, scale = _input(4, 8, 3), torch.arange(96.0).view(4, 8, 3), rank + 1.0
     total = sum(r + 1.0 for r in range(n))
 
-    y = mpu.scatter_to_sequence_parallel_region(x, group, dim)
+    y = scatter_to_sequence_parallel_region(x, group, dim)
     assert_close(y, _part(x, dim))
     (grad,) = torch.autograd.grad((y * _part(weight, dim)).sum(), x)
     assert_close(grad, weight)
 
     part = _part(x, dim).detach().requires_grad_()
-    y = mpu.gather_from_sequence_parallel_region(part, group, dim)
+    y = gather_from_sequence_parallel_region(part, group, dim)
     assert_close(y, x)
     (grad,) = torch.autograd.grad((y * weight * scale).sum(), part)
     assert_close(grad, _part(weight, dim) * total)
 
-    y = mpu.reduce_scatter_to_sequence_parallel_region(x * scale, group, dim)
+    y = reduce_scatter_to_sequence_parallel_region(x * scale, group, dim)
     assert_close(y, _part(x, dim) * total)
     (grad,) = torch.autograd.grad((y * _part(weight, dim)).sum(), x)
     assert_close(grad, weight * scale)
@@ -97,9 +110,9 @@ def test_parallel_linear_layers(run_ranks, size):
 def linears():
     """Column then row equals two nn.Linear, with every way in and out; weights begin as the whole one's slices."""
     group = dist.group.WORLD
-    first, second = (mpu.WeightInit(**INIT, name=name) for name in ("first", "second"))
-    column = mpu.ColumnParallelLinear(8, 12, group=group, init=first)
-    row = mpu.RowParallelLinear(12, 8, group=group, init=second)
+    first, second = (WeightInit(**INIT, name=name) for name in ("first", "second"))
+    column = ColumnParallelLinear(8, 12, group=group, init=first)
+    row = RowParallelLinear(12, 8, group=group, init=second)
     serial = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
     with torch.no_grad():
         serial[0].weight.copy_(first.draw((12, 8)))
@@ -118,12 +131,12 @@ def linears():
     assert_close(row.weight.grad, _part(serial[2].weight.grad, 1))
     assert_close(row.bias.grad, serial[2].bias.grad)
 
-    gathering = mpu.ColumnParallelLinear(8, 12, group=group, init=first, gather_output=True)
+    gathering = ColumnParallelLinear(8, 12, group=group, init=first, gather_output=True)
     assert_close(gathering(x), F.linear(x, serial[0].weight))
-    cutting = mpu.RowParallelLinear(12, 8, group=group, init=second, input_is_parallel=False)
+    cutting = RowParallelLinear(12, 8, group=group, init=second, input_is_parallel=False)
     z = _input(2, 5, 12)
     assert_close(cutting(z), F.linear(z, serial[2].weight))
-    fused = mpu.ColumnParallelLinear(8, 12, group=group, init=first, activation=lambda y, bias: F.gelu(y + bias))
+    fused = ColumnParallelLinear(8, 12, group=group, init=first, activation=lambda y, bias: F.gelu(y + bias))
     assert_close(fused(x), _part(F.gelu(F.linear(x, serial[0].weight)), -1))
 
 
@@ -135,9 +148,9 @@ def exchange():
     """Parts of the sequence with all heads become parts of the heads with the whole sequence, and back."""
     group, whole, weight = dist.group.WORLD, _input(2, 4, 8, 3), torch.arange(192.0).view(2, 4, 8, 3)
     part = _part(whole, 2).detach().requires_grad_()
-    heads = mpu.all_to_all(part, group, split_dim=1, concat_dim=2)
+    heads = all_to_all(part, group, split_dim=1, concat_dim=2)
     assert_close(heads, _part(whole, 1))
-    assert_close(mpu.all_to_all(heads, group, split_dim=2, concat_dim=1), part)
+    assert_close(all_to_all(heads, group, split_dim=2, concat_dim=1), part)
     (grad,) = torch.autograd.grad((heads * _part(weight, 1)).sum(), part)
     assert_close(grad, _part(weight, 2))
 
@@ -149,14 +162,14 @@ def test_linear_layers_with_sequence_parallelism(run_ranks, size, dim):
 
 def linear_layers_with_sequence_parallelism(dim: int):
     """Embedding, column, row and logits on parts of the sequence equal the same layers on the whole of it."""
-    group, inits = dist.group.WORLD, [mpu.WeightInit(**INIT, name=name) for name in ("table", "first", "second")]
+    group, inits = dist.group.WORLD, [WeightInit(**INIT, name=name) for name in ("table", "first", "second")]
 
     def build(sequence_dim: int | None) -> list[nn.Module]:
         cut = {"group": group, "sequence_dim": sequence_dim}
         return [
-            mpu.VocabParallelEmbedding(16, 8, init=inits[0], **cut),
-            mpu.ColumnParallelLinear(8, 12, init=inits[1], **cut),
-            mpu.RowParallelLinear(12, 8, init=inits[2], **cut),
+            VocabParallelEmbedding(16, 8, init=inits[0], **cut),
+            ColumnParallelLinear(8, 12, init=inits[1], **cut),
+            RowParallelLinear(12, 8, init=inits[2], **cut),
         ]
 
     def run(layers: list[nn.Module], repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,8 +198,8 @@ def test_embedding(run_ranks, size):
 def embedding():
     """Lookup and logits of a padded table equal those of nn.Embedding; the padding is zero and gets no lookup."""
     group, vocab, padded = dist.group.WORLD, 13, 16
-    init = mpu.WeightInit(**INIT, name="table")
-    parallel = mpu.VocabParallelEmbedding(vocab, 6, padded_size=padded, group=group, init=init)
+    init = WeightInit(**INIT, name="table")
+    parallel = VocabParallelEmbedding(vocab, 6, padded_size=padded, group=group, init=init)
     serial = nn.Embedding.from_pretrained(F.pad(init.draw((vocab, 6)), (0, 0, 0, padded - vocab)), freeze=False)
     tokens = torch.tensor([[0, 3, 12, 7], [5, 5, 1, 12]])
     hidden, hidden_serial = parallel(tokens), serial(tokens)
@@ -214,7 +227,7 @@ def cross_entropy(vocab: int, compiled: bool):
     labels = torch.randint(0, vocab, (2, 5), generator=torch.Generator().manual_seed(1))
     part = _part(whole, -1).detach().requires_grad_()
     with patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, kernel=KERNELS[compiled]())
+        losses = vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, kernel=KERNELS[compiled]())
     serial = F.cross_entropy(whole[..., :vocab].reshape(-1, vocab), labels.view(-1), reduction="none").view(2, 5)
     assert_close(losses, serial)
     weights = torch.linspace(0, 1, 10).view(2, 5)
@@ -240,7 +253,7 @@ def half_precision_cross_entropy(elements: int, compiled: bool):
     expected = F.cross_entropy(serial.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
     expected.sum().backward()
     with patch.dict(chunks.ELEMENTS_AT_ONCE, cpu=elements), patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, kernel=KERNELS[compiled]())
+        losses = vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, kernel=KERNELS[compiled]())
         losses.sum().backward()
     assert losses.dtype == torch.float32 and part.grad.dtype == torch.bfloat16
     assert_close(losses, expected)
@@ -260,7 +273,7 @@ def labels_outside(compiled: bool):
     labels = torch.tensor([[-1, 3, vocab, 0, 2], [1, -100, 12, 16, -1]])
     part = _part(whole, -1).detach().requires_grad_()
     with patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, kernel=KERNELS[compiled]())
+        losses = vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, kernel=KERNELS[compiled]())
     counted = whole[..., :vocab]
     inside = (labels >= 0) & (labels < vocab)
     own = counted.gather(-1, (labels * inside).unsqueeze(-1)).squeeze(-1) * inside
@@ -283,9 +296,7 @@ def cross_entropy_in_half_precision(compiled: bool):
     labels = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(1))
     part = _part(whole, -1).clone().requires_grad_()
     with patch("torch.compile", lambda function: function):
-        losses = mpu.vocab_parallel_cross_entropy(
-            part, labels, dist.group.WORLD, in_fp32=False, kernel=KERNELS[compiled]()
-        )
+        losses = vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, in_fp32=False, kernel=KERNELS[compiled]())
     expected = F.cross_entropy(whole.float().flatten(0, 1), labels.flatten(), reduction="none").view(2, 50)
     assert losses.dtype == torch.bfloat16
     assert_close(losses.float(), expected, atol=0.03, rtol=0.01)
@@ -301,7 +312,7 @@ def test_broadcast_data(run_ranks, size):
 def broadcast():
     """What the first rank holds, on every rank, shapes included."""
     data = {"tokens": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([5])} if dist.get_rank() == 0 else None
-    received = mpu.broadcast_data(["tokens", "labels"], data, torch.int64, dist.group.WORLD)
+    received = broadcast_data(["tokens", "labels"], data, torch.int64, dist.group.WORLD)
     return {key: value.tolist() for key, value in received.items()}
 
 
@@ -312,7 +323,7 @@ def test_broadcast_data_refuses_another_type(run_ranks):
 
 def broadcast_of_another_type() -> str:
     with pytest.raises(ValueError) as caught:
-        mpu.broadcast_data(["tokens"], {"tokens": torch.zeros(1)}, torch.int64, dist.group.WORLD)
+        broadcast_data(["tokens"], {"tokens": torch.zeros(1)}, torch.int64, dist.group.WORLD)
     return str(caught.value)
 
 
@@ -324,36 +335,9 @@ def chunks_and_whole():
     """The inverse of each other; chunks are consecutive elements, also of a tensor that is not contiguous."""
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     for whole in (_input(2, 3, 4).detach(), _input(4, 6).detach().t()):
-        part = mpu.split_tensor_into_1d_equal_chunks(whole, group)
+        part = split_tensor_into_1d_equal_chunks(whole, group)
         assert_close(part, whole.flatten()[24 // n * rank : 24 // n * (rank + 1)])
-        assert_close(mpu.gather_split_1d_tensor(part, group), whole.flatten())
+        assert_close(gather_split_1d_tensor(part, group), whole.flatten())
     if n > 1:
         with pytest.raises(ValueError, match=f"25 elements cannot be divided equally over {n} ranks"):
-            mpu.split_tensor_into_1d_equal_chunks(torch.zeros(5, 5), group)
-
-
-def test_the_classic_globals_answer_for_the_layout(run_ranks):
-    assert run_ranks(4, classic_globals) == [(0, 2, 0, 2, 0), (1, 2, 0, 2, 0), (0, 2, 1, 2, 2), (1, 2, 1, 2, 2)]
-
-
-def classic_globals() -> tuple[int, ...]:
-    with pytest.raises(ConfigError, match="call mpu.initialize_model_parallel"):
-        mpu.get_tensor_model_parallel_rank()
-    with pytest.raises(ConfigError, match="4 ranks cannot be divided into tensor-parallel size 3"):
-        mpu.initialize_model_parallel(3)
-    layout = mpu.initialize_model_parallel(2)
-    try:
-        assert mpu.model_parallel_is_initialized() and mpu.get_layout() is layout
-        assert mpu.get_model_parallel_group() is layout.tensor_group
-        assert (mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()) == (0, 1)
-        with pytest.raises(ConfigError, match="was called before"):
-            mpu.initialize_model_parallel(2)
-        return (
-            mpu.get_tensor_model_parallel_rank(),
-            mpu.get_tensor_model_parallel_world_size(),
-            mpu.get_data_parallel_rank(),
-            mpu.get_data_parallel_world_size(),
-            mpu.get_tensor_model_parallel_src_rank(),
-        )
-    finally:
-        mpu.destroy_model_parallel()
+            split_tensor_into_1d_equal_chunks(torch.zeros(5, 5), group)

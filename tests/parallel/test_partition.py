@@ -110,7 +110,7 @@ def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[rang
     from megatron.engines.build import build_module
     from megatron.model.embedding import WordEmbedding
     from megatron.model.transformer import ParallelTransformerLayer
-    from megatron.mpu import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
 
     run = tiny(schedule, partition, program)
     module = build_module(run, ParallelLayout.create(run.parallel))
@@ -142,7 +142,7 @@ def counted_operations(run: RunConfig) -> tuple[int, int]:
 
     from megatron.config import ActivationConfig
     from megatron.engines.containers import sequential_model
-    from megatron.mpu import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
     from megatron.parallel.tensor.lora import train_adapters_only
 
     softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees

@@ -3,8 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from megatron import mpu
 from megatron.config import ParallelConfig
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import WeightInit
+from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
 
 
 def test_random_streams_depend_on_the_rank(run_ranks):
@@ -18,21 +20,21 @@ def test_random_streams_depend_on_the_rank(run_ranks):
 
 def draw(tensor_parallel_size: int) -> tuple[float, float]:
     """One number of the shared stream and one of the tracker's; forking leaves the shared one untouched."""
-    layout = mpu.ParallelLayout.create(
+    layout = ParallelLayout.create(
         ParallelConfig(model_parallel_size=tensor_parallel_size, world_size=dist.get_world_size())
     )
-    mpu.model_parallel_manual_seed(11, layout)
+    model_parallel_manual_seed(11, layout)
     undisturbed = torch.rand(2)
-    mpu.model_parallel_manual_seed(11, layout)
+    model_parallel_manual_seed(11, layout)
     first = torch.rand(1)
-    with mpu.get_rng_tracker().fork():
+    with get_rng_tracker().fork():
         own = torch.rand(1)
     assert torch.equal(torch.cat([first, torch.rand(1)]), undisturbed)
     return first.item(), own.item()
 
 
 def test_weights_are_slices_of_one_draw():
-    init = mpu.WeightInit(std=0.5, seed=1, name="a")
+    init = WeightInit(std=0.5, seed=1, name="a")
     assert torch.equal(init.draw((6, 4)), init.draw((6, 4)))
-    assert not torch.equal(init.draw((6, 4)), mpu.WeightInit(std=0.5, seed=1, name="b").draw((6, 4)))
-    assert not torch.equal(init.draw((6, 4)), mpu.WeightInit(std=0.5, seed=2, name="a").draw((6, 4)))
+    assert not torch.equal(init.draw((6, 4)), WeightInit(std=0.5, seed=1, name="b").draw((6, 4)))
+    assert not torch.equal(init.draw((6, 4)), WeightInit(std=0.5, seed=2, name="a").draw((6, 4)))

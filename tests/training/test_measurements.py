@@ -59,7 +59,7 @@ def norm_of_checkpoint(folder: str) -> float:
     from megatron.checkpoint.tracker import newest
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.engines.containers import sequential_model
-    from megatron.mpu import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
 
     saved = newest(folder)
     model = sequential_model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
@@ -89,7 +89,7 @@ def counts_and_norms() -> None:
     import torch
 
     from megatron.config import ParallelConfig
-    from megatron.mpu import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
     from megatron.training.measurements import params_norm, zeros_in_gradient
 
     layout, module = ParallelLayout.create(ParallelConfig()), torch.nn.Linear(300, 400)

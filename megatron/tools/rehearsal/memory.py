@@ -93,13 +93,6 @@ def live_tensors() -> list[Tensor]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.device.type == "cpu"]
 
 
-def real_bytes() -> int:
-    """Bytes of tensors that are real where those of the device are fake; 0 if the device is not the CPU."""
-    if get_accelerator().device_name() != "cpu":
-        return 0
-    return sum(storages(tensor for tensor in live_tensors() if not isinstance(tensor, FakeTensor)).values())
-
-
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of each storage that tensors are in, by its address."""
     return {address(tensor): size for tensor in tensors if (size := tensor.untyped_storage().nbytes())}

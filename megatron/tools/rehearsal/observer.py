@@ -12,7 +12,7 @@ from megatron.engines.engine import Engine
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.tools.rehearsal.counts import Counts, Operations
 from megatron.tools.rehearsal.fake import FakeDevice
-from megatron.tools.rehearsal.memory import held_by_kind, is_between_micro_batches, measured_peak, real_bytes
+from megatron.tools.rehearsal.memory import held_by_kind, is_between_micro_batches, measured_peak
 from megatron.tools.rehearsal.request import COUNTED, PHASED, WARM_UP
 from megatron.training.callbacks import Callback
 
@@ -185,7 +185,7 @@ class Observer(Callback):
         if self._fake is not None:
             self._fake.highest = self._fake.level
             yield ()
-            self.peak = self._fake.highest + real_bytes()
+            self.peak = self._fake.highest
             return
         with measured_peak() as found:
             yield ()

@@ -1,0 +1,68 @@
+"""Random streams, recomputation and the division of tensors under Megatron-LM's names.
+
+The tracker is DeepSpeed's, as everywhere in this suite, whose activation checkpointing replays it. On a CPU the
+functions with ``cuda`` in their name are about the CPU's generator.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.parallel.tensor import mappings
+from megatron.parallel.tensor.random import MODEL_PARALLEL_STREAM
+
+from .initialize import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL_STREAM
+_OFFSET = 2718
+"""Between the seeds of the shared and the per-rank stream, as in Megatron-LM."""
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device's generator with ``seed`` on all tensor-parallel ranks, and the tracked one differently on each.
+
+    Data-parallel ranks and pipeline stages that are given the same seed draw the same numbers.
+    """
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    get_accelerator().manual_seed(seed)
+    tracker.add(MODEL_PARALLEL_STREAM, seed + _OFFSET + get_tensor_model_parallel_rank())
+
+
+def _set_cuda_rng_state(new_state: Tensor, device: int = -1) -> None:
+    """Set the state of the generator of ``device``, by default of the current one."""
+    if device == -1:
+        get_accelerator().set_rng_state(new_state)
+    else:
+        get_accelerator().set_rng_state(new_state, device)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, of which only the arguments are kept; it runs again, with the same random numbers, in the
+    backward pass (arXiv 1604.06174). A flag as first argument, as in Megatron-LM 3, has no effect."""
+    if args and isinstance(args[0], bool):
+        args = args[1:]
+    return checkpointing.checkpoint(function, *args)
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, new_buffer: bool = False, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's part of the elements in their order: n elements -> [n/t], a copy with ``new_buffer``.
+
+    Raises ValueError if the ranks cannot share the elements equally.
+    """
+    part = mappings.split_tensor_into_1d_equal_chunks(tensor, group or get_tensor_model_parallel_group())
+    return part.clone() if new_buffer else part
+
+
+def gather_split_1d_tensor(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The parts of all ranks: [n/t] -> [n], the inverse of ``split_tensor_into_1d_equal_chunks``. Without gradient."""
+    with torch.no_grad():
+        return mappings.gather_split_1d_tensor(tensor, group or get_tensor_model_parallel_group())
