@@ -33,7 +33,7 @@ REHEARSALS = {
 }
 """Processes of a run, the rank of it that is rehearsed, and flags."""
 _SMALL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 64 --batch-size 1 --lr 1e-4"
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 2048 --batch-size 1 --lr 1e-4"
 )
 Work = Callable[[], dict[str, Any]]
 
