@@ -59,6 +59,7 @@ def main() -> None:
         return
 
     os.environ.setdefault("DS_ACCELERATOR", expected_device(os.environ))  # otherwise DeepSpeed looks, and logs that
+    from megatron.tools.verify.bisect import Bisector, bisections
     from megatron.tools.verify.compare import Bounds
     from megatron.tools.verify.results import as_json, progress_line, table, verify_layouts
 
@@ -72,9 +73,14 @@ def main() -> None:
     print(
         f"\nLargest differences from {layouts[0].name} in {args.iterations} iterations:\n\n{table(results, bounds)}\n"
     )
+    found = []
+    if not args.no_bisect:
+        for bisection in bisections(Bisector(request, bounds, args.time_limit), results):
+            found.append(bisection)
+            print(f"{bisection}\n", flush=True)
     if args.json:
         with atomic_file(args.json, "--json") as file:
-            file.write(as_json(results, bounds=bounds, iterations=args.iterations) + "\n")
+            file.write(as_json(results, found, bounds=bounds, iterations=args.iterations) + "\n")
     agreeing = sum(result.agrees for result in results)
     print(f"{agreeing} of {len(layouts)} layouts agree within these bounds", flush=True)
     if agreeing < len(layouts):
@@ -99,6 +105,7 @@ def _parser() -> ToolParser:
         "precision 1e-3, 1e-2 and 0.1)",
     )
     add("--json", type=Path, metavar="FILE", help="write the results to this file too")
+    add("--no-bisect", action="store_true", help="do not look for what is wrong in layouts that differ")
     add("--list", action="store_true", help="print the layouts, and run nothing")
     add("--explain", action="store_true", help="explain each layout, rule by rule, and run nothing")
     add("--time-limit", type=float, default=1800, metavar="S", help="seconds that a run may take")

@@ -86,7 +86,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "all_to_all_single",
 )
-"""Functions of torch.distributed that ``collectives_timed`` observes."""
+"""Functions of torch.distributed that ``collectives_wrapped`` replaces."""
 _BACKEND_REFERENCES = {
     "all_gather_function": "all_gather_into_tensor",
     "reduce_scatter_function": "reduce_scatter_tensor",
@@ -95,12 +95,26 @@ _BACKEND_REFERENCES = {
 
 
 @contextmanager
-def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
-    """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``.
+def collectives_wrapped(wrap: Callable[[str, Callable], Callable]) -> Iterator[None]:
+    """While inside, ``torch.distributed.NAME`` is ``wrap(NAME, what it is)`` for each collective.
 
     torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced, and
     DeepSpeed's references to them, in comm/torch.py, as well. Test: tests/tools/reporting/test_trace.py.
     """
+    backend = comm.comm.cdb
+    references = {
+        name: wrap(function, getattr(backend, name))
+        for name, function in _BACKEND_REFERENCES.items()
+        if hasattr(backend, name)
+    }
+    collectives = {name: wrap(name, getattr(dist, name)) for name in COLLECTIVES}
+    with replaced(dist, **collectives), nullcontext() if backend is None else replaced(backend, **references):
+        yield
+
+
+@contextmanager
+def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
+    """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``."""
 
     def timed(name: str, function: Callable) -> Callable:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -111,12 +125,5 @@ def collectives_timed(now: Callable[[], float], record: Callable[[str, float, fl
 
         return call
 
-    backend = comm.comm.cdb
-    references = {
-        name: timed(function, getattr(backend, name))
-        for name, function in _BACKEND_REFERENCES.items()
-        if hasattr(backend, name)
-    }
-    collectives = {name: timed(name, getattr(dist, name)) for name in COLLECTIVES}
-    with replaced(dist, **collectives), nullcontext() if backend is None else replaced(backend, **references):
+    with collectives_wrapped(timed):
         yield

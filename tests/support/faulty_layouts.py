@@ -16,8 +16,6 @@ none           nothing is wrong
 FAULT is JSON: the fault of each layout, by the layout's name without its expert-parallel size.
 """
 
-import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -26,123 +24,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt2
+from benchmarks.mutations import replicas, sequences, shards
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2
 
 ARCHITECTURE = GPT2
 
 
-def missing_all_reduce():
-    from megatron.parallel.tensor import linear
-
-    linear._SumOverlap._start_sum = linear._Overlap._start_sum  # of row-parallel layers' outputs
-    linear._Overlap._start_sum = lambda self, gradient: lambda: gradient
-
-
-def untied_embedding():
-    from deepspeed.pipe import PipelineModule
-
-    PipelineModule.get_tied_weights_and_groups = lambda self: []
-
-
-def doubled_gradient():
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    backward = DeepSpeedEngine.backward
-    DeepSpeedEngine.backward = lambda self, loss, **options: backward(self, 2 * loss, **options)
-
-
-def wrong_norm():
-    from megatron.engines import gradients
-
-    gradients.is_model_parallel_parameter = lambda parameter: True
-
-
-def swapped_shards():
-    from megatron.parallel.tensor import layers
-
-    right = layers.sharded_parameter
-
-    def swapped(whole, *, dim, group):
-        return right(whole.roll(whole.size(dim) // 2, dim), dim=dim, group=group)
-
-    layers.sharded_parameter = swapped
-
-
-def ignored_accumulation():
-    from megatron.training import data_iterators
-
-    right = data_iterators.weighted
-
-    def unscaled(micro_batches, accumulated, group, **options):
-        numbers, accumulated = itertools.tee(accumulated)
-        number = next(numbers)  # the same in every iteration
-        for tokens, (labels, weights, *others) in right(micro_batches, accumulated, group, **options):
-            yield data_iterators.Batch(tokens, (labels, weights / number, *others))
-
-    data_iterators.weighted = unscaled
-
-
-def wrong_learning_rate():
-    if os.environ["RANK"] != "1":
-        return
-    from megatron.training import learning_rates
-
-    right = learning_rates.Schedule.learning_rate
-    learning_rates.Schedule.learning_rate = lambda self, *positions: right(self, *positions) / 2
-
-
-def wrong_norm_of_experts():
-    from megatron.engines import gradients, zero
-
-    right = gradients.sum_over_model
-    for module in (gradients, zero):
-        module.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
-
-
-def doubled_gradient_of_experts():
-    from megatron.model import moe
-
-    right = moe.mark_expert
-
-    def marked(parameter, layout):
-        parameter.register_hook(lambda gradient: 2 * gradient)
-        return right(parameter, layout)
-
-    moe.mark_expert = marked
-
-
-def wrong_weights_of_experts():
-    from megatron.model.moe import Router
-
-    right = Router.forward
-
-    def forward(self, x):
-        weights, chosen, kept = right(self, x)
-        return weights.flip(-1), chosen, kept
-
-    Router.forward = forward
-
-
-def swapped_experts():
-    from megatron.model import moe
-
-    right = moe.local_experts
-    moe.local_experts = lambda experts, layout: [(n + experts // 2) % experts for n in right(experts, layout)]
-
-
 FAULTS = {
-    "all-reduce": missing_all_reduce,
-    "tied": untied_embedding,
-    "gradient": doubled_gradient,
-    "norm": wrong_norm,
-    "shards": swapped_shards,
-    "accumulation": ignored_accumulation,
-    "learning rate": wrong_learning_rate,
-    "expert norm": wrong_norm_of_experts,
-    "expert twice": doubled_gradient_of_experts,
-    "weights": wrong_weights_of_experts,
-    "experts": swapped_experts,
+    "all-reduce": shards.column_not_summed,
+    "tied": replicas.untied_embedding,
+    "gradient": replicas.doubled_gradient,
+    "norm": replicas.wrong_norm,
+    "shards": shards.swapped_shards,
+    "accumulation": replicas.ignored_accumulation,
+    "learning rate": replicas.wrong_learning_rate,
+    "expert norm": sequences.wrong_norm_of_experts,
+    "expert twice": sequences.doubled_gradient_of_experts,
+    "weights": sequences.wrong_weights_of_experts,
+    "experts": sequences.swapped_experts,
     "none": lambda: None,
 }
 

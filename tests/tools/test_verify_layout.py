@@ -119,7 +119,7 @@ def found_faults(programs: Programs, faults: dict[str, tuple[str, str]], *words:
     """What the tool prints of layouts that each have a fault: its first difference is named."""
     by_layout = {layout.replace("-ep2", ""): fault for fault, (layout, _) in faults.items()}
     layouts = [layout for layout, _ in faults.values()]
-    program = ("--program", "tests/support/faulty_layouts.py", "--layouts", "tp1-pp0-dp1", *layouts)
+    program = ("--program", "tests/support/faulty_layouts.py", "--no-bisect", "--layouts", "tp1-pp0-dp1", *layouts)
     finished = verify(programs, *program, *words, FAULT=json.dumps(by_layout))
     assert finished.returncode == 1
     for layout, first in faults.values():
@@ -141,13 +141,34 @@ def test_planted_faults_of_experts_are_found_and_named(programs: Programs) -> No
 
 def test_experts_in_bf16_agree_unless_their_gradients_count_twice(programs: Programs) -> None:
     layouts = [f"tp1-pp0-{layout}" for layout in ("dp1-zero1", "dp2-ep2-zero2", "dp2-ep2-zero1")]
-    words = ["--program", "tests/support/faulty_layouts.py", *EXPERTS, "--bf16", "--layouts", *layouts]
+    program = ["--program", "tests/support/faulty_layouts.py", "--no-bisect"]
+    words = [*program, *EXPERTS, "--bf16", "--layouts", *layouts]
     faults = {"tp1-pp0-dp2-zero2": "none", "tp1-pp0-dp2-zero1": "expert twice"}
     finished = verify(programs, *words, FAULT=json.dumps(faults))
     first = "gradient of 5.mlp.experts.dense_4h_to_h.weight (2 times the reference)"
     assert f" {layouts[2]}: differs, first in {first} (" in finished.output, finished.output
     assert "2 of 3 layouts agree" in finished.output
     assert printed_bounds(finished.output) == BF16_BOUNDS
+
+
+def test_a_layout_that_differs_is_bisected(programs: Programs, tmp_path: Path) -> None:
+    """To the smallest layout that differs, and the pass that lacks an all-reduce."""
+    words = ["--program", "benchmarks/mutations/pretrain.py", "--layouts", "tp1-pp0-dp1", "tp2-pp2-dp1"]
+    finished = verify(programs, *words, "--json", tmp_path / "found.json", MUTATION="row not summed")
+    assert finished.returncode == 1
+    (text,) = json.loads((tmp_path / "found.json").read_text())["bisections"]
+    assert text in finished.output
+    assert "tp2-pp2-dp1 differs. The smallest layout that does is tp2-pp0-dp1 (2 processes), in iteration 1:" in text
+    assert "computed by   the forward pass of 2.attention.dense (RowParallelLinear)\n" in text
+    assert "their sum over the tensor-parallel ranks is right: a reduction is absent" in text
+
+
+def test_mutations_are_attributed(programs: Programs) -> None:
+    """A few of the table in docs/verified-faults.md: of sequence parallelism, data parallelism and a pipeline."""
+    names = ["norms not summed", "not averaged", "layer left out"]
+    finished = programs.warm(1, QUICK, "-m", "benchmarks.mutations.run", *names).ok()
+    for name in names:
+        assert f"{name}: attributed" in finished.output, finished.output
 
 
 def test_bert_is_verified_by_its_program(programs: Programs) -> None:

@@ -91,6 +91,10 @@ class Differences:
     """Of the other elements, in the same unit."""
     first: str | None
     """The first quantity that is out of bounds, in the order in which training computes them."""
+    kind: str = ""
+    """Of the first: initial weights, loss, gradient, norm or step."""
+    iteration: int = 0
+    """Of the first, from 1 on."""
 
     def agree(self, bounds: Bounds) -> bool:
         """Whether everything is within ``bounds``. NaN never is."""
@@ -173,39 +177,42 @@ def compare(reference: Result, other: Result, bounds: Bounds) -> Differences:
     """Compare ``other`` with ``reference``."""
     losses = _of_series(reference.losses, other.losses)
     norms = _of_series(reference.grad_norms, other.grad_norms)
-    gradients = _of_gradients(reference, other)
+    gradients = gradient_differences(reference, other)
     clear = {name: _has_clear_gradient(copies[0], bounds) for name, copies in reference.gradients.items()}
     step = reference.first_step
     first_weights = _of_weights(reference.first_weights, other.first_weights, reference.learning_rates[step], clear)
     weights = _of_weights(reference.weights, other.weights, sum(reference.learning_rates), clear)
+    first = step + 1
     beyond = [
-        *(f"initial {name}" for name, (_, rest) in first_weights.items() if not rest <= bounds.other_weights),
-        *_beyond(losses[: step + 1], bounds.loss, "loss of iteration"),
-        *(
-            f"gradient of {name}{_multiple(reference.gradients[name][0], other.gradients.get(name))}"
-            for name in reversed(gradients)
-            if not gradients[name] <= bounds.gradient
-        ),
-        *_beyond(norms[: step + 1], bounds.grad_norm, "gradient norm of iteration"),
-        *(f"{name} after the first step" for name, (clear_ones, _) in first_weights.items()
+        *(("initial weights", first, f"initial {name}") for name, (_, rest) in first_weights.items()
+          if not rest <= bounds.other_weights),
+        *_beyond("loss", losses[:first], bounds.loss, "loss of iteration"),
+        *(("gradient", first,
+           f"gradient of {name}{_multiple(reference.gradients[name][0], other.gradients.get(name))}")
+          for name in reversed(gradients) if not gradients[name] <= bounds.gradient),
+        *_beyond("norm", norms[:first], bounds.grad_norm, "gradient norm of iteration"),
+        *(("step", first, f"{name} after the first step") for name, (clear_ones, _) in first_weights.items()
           if not clear_ones <= bounds.weights),
-        *_beyond(losses, bounds.loss, "loss of iteration"),
-        *_beyond(norms, bounds.grad_norm, "gradient norm of iteration"),
-        *(f"final {name}" for name, (clear_ones, rest) in weights.items()
+        *_beyond("loss", losses, bounds.loss, "loss of iteration"),
+        *_beyond("norm", norms, bounds.grad_norm, "gradient norm of iteration"),
+        *(("step", len(losses), f"final {name}") for name, (clear_ones, rest) in weights.items()
           if not (clear_ones <= bounds.weights and rest <= bounds.other_weights)),
     ]  # fmt: skip
+    kind, iteration, text = next(iter(beyond), ("", 0, None))
     return Differences(
         loss=_largest(losses),
         grad_norm=_largest(norms),
         gradient=_largest(gradients.values()) if gradients else None,
         weights=_largest(clear_ones for clear_ones, _ in weights.values()),
         other_weights=_largest(rest for _, rest in weights.values()),
-        first=next(iter(beyond), None),
+        first=text,
+        kind=kind,
+        iteration=iteration,
     )
 
 
-def _beyond(differences: Sequence[float], bound: float, quantity: str) -> list[str]:
-    return [f"{quantity} {n}" for n, difference in enumerate(differences, 1) if not difference <= bound]
+def _beyond(kind: str, differences: Sequence[float], bound: float, quantity: str) -> list[tuple[str, int, str]]:
+    return [(kind, n, f"{quantity} {n}") for n, difference in enumerate(differences, 1) if not difference <= bound]
 
 
 def _of_series(reference: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
@@ -220,7 +227,7 @@ def _of_number(reference: float | None, other: float | None) -> float:
     return abs(other - reference) / abs(reference) if reference else abs(other)
 
 
-def _of_gradients(reference: Result, other: Result) -> dict[str, float]:
+def gradient_differences(reference: Result, other: Result) -> dict[str, float]:
     """The largest difference of an element, relative to its parameter's largest, by name."""
     sizes = {name: copies[0].abs().max().item() for name, copies in reference.gradients.items()}
     smallest = _SMALLEST_SCALE * max(sizes.values(), default=0.0)

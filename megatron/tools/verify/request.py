@@ -214,7 +214,7 @@ def make_request(
     batch = values["global_batch_size"].words if "global_batch_size" in values else []
     request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
-        first = ONE_PROCESS if _is_supported(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
+        first = ONE_PROCESS if is_supported(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
     run = request.run(first)
     if run.train.train_iters < iterations:
         raise ConfigError(f"--iterations {iterations} is more than the {run.train.train_iters} of the run: lower it")
@@ -244,11 +244,11 @@ def supported_layouts(request: Request, processes: int, sample: int | None = Non
     layouts = [layout for layout in grids(processes) if layout != request.first]
     if sample is not None:
         random.Random(seed).shuffle(layouts)
-    supported = (layout for layout in layouts if _is_supported(request, layout))
+    supported = (layout for layout in layouts if is_supported(request, layout))
     return [request.first, *itertools.islice(supported, sample)]
 
 
-def _is_supported(request: Request, layout: Layout) -> bool:
+def is_supported(request: Request, layout: Layout) -> bool:
     """Whether ``layout`` breaks no rule, and has the ZeRO stage of its name: half precision runs 0 as 1."""
     parsed = request.parsed(layout)
     return not parsed.problems and parsed.run.zero.zero_stage == layout.zero

@@ -59,7 +59,7 @@ def verify_layouts(
     request: Request, layouts: Sequence[Layout], bounds: Bounds, time_limit: float
 ) -> Iterator[LayoutResult]:
     """The result of each layout as soon as it is there. If the first fails there is nothing to compare with."""
-    trainer = _Trainer(request, request.run(layouts[0]), time_limit)
+    trainer = Trainer(request, request.run(layouts[0]), time_limit)
     reference: Result | None = None
     for layout in layouts:
         start = time.monotonic()
@@ -74,7 +74,7 @@ def verify_layouts(
             return
 
 
-class _Trainer:
+class Trainer:
     """Trains on layouts and reads what they computed."""
 
     def __init__(self, request: Request, run: RunConfig, time_limit: float) -> None:
@@ -82,20 +82,23 @@ class _Trainer:
         prepare_environment(os.environ)  # of the process that the ranks are forks of
         self._context = rank_context(run.parallel.device)
 
-    def train(self, layout: Layout) -> tuple[Result | None, str | None]:
-        """What ``layout`` computes, or why its run failed.
+    def train(
+        self, layout: Layout, iterations: int | None = None, recorded: Path | None = None
+    ) -> tuple[Result | None, str | None]:
+        """What ``layout`` computes in that many iterations, or why its run failed.
 
         The gradients of the first step are in the checkpoint after it. A run of few iterations saves after each; a
-        longer one saves at its end, and a second run ends with the first step.
+        longer one saves at its end, and a second run ends with the first step. The last iteration is ``recorded``.
         """
+        iterations = iterations or self._request.iterations
         with tempfile.TemporaryDirectory(prefix="verify_layout.", ignore_cleanup_errors=True) as root:
             run = short = Path(root) / "run"
-            saves_all = self._request.iterations <= _SAVED_ITERATIONS
+            saves_all = iterations <= _SAVED_ITERATIONS
             try:
-                if failure := self._run(layout, run, self._request.iterations, 1 if saves_all else None):
+                if failure := self._run(layout, run, iterations, 1 if saves_all else None, recorded):
                     return None, failure
                 step = first_step(run)
-                if not saves_all and step + 1 < self._request.iterations:
+                if not saves_all and step + 1 < iterations:
                     short = Path(root) / "first"
                     if failure := self._run(layout, short, step + 1):
                         return None, failure
@@ -103,11 +106,19 @@ class _Trainer:
             except CheckpointError as error:
                 return None, str(error)
 
-    def _run(self, layout: Layout, folder: Path, iterations: int, save_interval: int | None = None) -> str | None:
+    def _run(
+        self,
+        layout: Layout,
+        folder: Path,
+        iterations: int,
+        save_interval: int | None = None,
+        recorded: Path | None = None,
+    ) -> str | None:
         folder.mkdir()
         command = self._request.command(layout, folder, iterations, save_interval or iterations)
-        log = folder / "log.txt"
-        return run_ranks(self._context, layout.processes, command, self._request.environ, log, self._time_limit)
+        log, recording = folder / "log.txt", (str(recorded), iterations) if recorded else None
+        environ = self._request.environ
+        return run_ranks(self._context, layout.processes, command, environ, log, self._time_limit, recording)
 
 
 def progress_line(number: int, total: int, result: LayoutResult) -> str:
@@ -135,7 +146,7 @@ def table(results: Sequence[LayoutResult], bounds: Bounds) -> str:
     return "\n".join(lines)
 
 
-def as_json(results: Sequence[LayoutResult], *, bounds: Bounds, iterations: int) -> str:
+def as_json(results: Sequence[LayoutResult], bisections: Sequence[object], *, bounds: Bounds, iterations: int) -> str:
     """The same for programs. A difference that is infinite or NaN is null."""
     layouts = [
         {
@@ -148,7 +159,8 @@ def as_json(results: Sequence[LayoutResult], *, bounds: Bounds, iterations: int)
         }
         for result in results
     ]
-    return json.dumps({"tolerances": bounds._asdict(), "iterations": iterations, "layouts": layouts}, indent=2)
+    written = {"tolerances": bounds._asdict(), "iterations": iterations, "layouts": layouts}
+    return json.dumps(written | {"bisections": [str(one) for one in bisections]}, indent=2)
 
 
 def _finite(values: dict) -> dict:
@@ -164,6 +176,7 @@ _PRELOADED = [
     "megatron.training.setup",
     "megatron.tools.reporting.tracing",
     "megatron.training.trainer",
+    "megatron.tools.verify.recording",
 ]
 _FAILURE_SECONDS = 10.0
 """Time for the other ranks to exit after one has failed."""
@@ -193,13 +206,16 @@ def run_ranks(
     environ: Mapping[str, str],
     log: Path,
     time_limit: float,
+    recording: tuple[str, int] | None = None,
 ) -> str | None:
     """Run ``python COMMAND`` as ``processes`` ranks on this host, with their output in ``log``.
+
+    ``recording`` is a folder, and the iteration that is recorded there.
 
     Returns None if all ranks succeed within ``time_limit`` seconds, else what went wrong and the last lines of the log.
     """
     ranks = [
-        context.Process(target=_run_program, args=(list(command), of_rank, str(log)))
+        context.Process(target=_run_program, args=(list(command), of_rank, str(log), recording))
         for of_rank in _environments(processes, environ)
     ]
     try:
@@ -232,7 +248,7 @@ def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, 
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _run_program(command: list[str], environ: dict[str, str], log: str) -> None:
+def _run_program(command: list[str], environ: dict[str, str], log: str, recording: tuple[str, int] | None) -> None:
     """Become the program, on one rank."""
     die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, file_mode())
@@ -245,6 +261,11 @@ def _run_program(command: list[str], environ: dict[str, str], log: str) -> None:
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     try:
+        if recording is not None:
+            prepare_environment(os.environ)  # before torch is imported
+            from megatron.tools.verify.recording import record_run
+
+            record_run(*recording)
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit:
         raise

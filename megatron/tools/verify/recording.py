@@ -1,0 +1,273 @@
+"""Record an iteration on each rank of a run: what every module computes, its gradient, and its collectives.
+
+A tensor is known by the number of its layer in the model and the path of its module there, which are the same on every
+layout. The module of a tied layer has another number for each of its uses.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from megatron.config import RunConfig
+from megatron.engines.engine import Engine
+from megatron.engines.overrides import collectives_wrapped
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.schedule import Instruction
+from megatron.parallel.tensor.layers import ColumnParallelLinear
+from megatron.tools.verify.shards import Key, Name, Place
+from megatron.training import setup
+
+_GROUPS = ("tensor", "data", "pipe", "ring", "ulysses", "sequence", "replica", "expert", "expert_data")
+"""Of a layout. Of two that have the same ranks the first is named."""
+
+
+def record_run(folder: str, iteration: int) -> None:
+    """Let the program that this process becomes record its ``iteration``, from 1 on, in ``folder``."""
+    build = setup.build_engine
+
+    def build_recorded(run: RunConfig, layout: ParallelLayout, *arguments: Any) -> Engine:
+        engine = build(run, layout, *arguments)
+        train_batch, numbers = engine.train_batch, count(1)
+
+        def train_recorded(batches: Any) -> Tensor:
+            if next(numbers) != iteration:
+                return train_batch(batches)
+            recorder = Recorder(engine, run, layout)
+            with recorder.recording():
+                loss = train_batch(batches)
+            recorder.save(Path(folder) / f"rank{layout.rank}.pt")
+            return loss
+
+        engine.train_batch = train_recorded
+        return engine
+
+    setup.build_engine = build_recorded  # type: ignore[assignment]
+
+
+class Recorder:
+    """What one rank has computed of the iteration that runs."""
+
+    def __init__(self, engine: Engine, run: RunConfig, layout: ParallelLayout):
+        self._engine, self._run, self._layout = engine, run, layout
+        self._tensors: dict[Key, Tensor] = {}
+        self._consumers: dict[Name, list[str]] = defaultdict(list)
+        self._inputs: dict[str, list[Name]] = {}
+        self._collectives: dict[tuple[str, bool], list[str]] = defaultdict(list)
+        self._classes: dict[str, str] = {}
+        self._weights: dict[str, list[float]] = {}
+        self._parts: dict[str, int] = {}
+        self._instruction = Instruction("")
+        self._calls: Counter[str] = Counter()
+        self._running: list[str] = []
+        self._last_gradient = ""
+        self._layers = list(_layers(engine.module))
+        self._micro_batches = engine.gradient_accumulation_steps()
+        self._gradient_scale = self._micro_batches / float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record while inside."""
+        module = self._engine.module
+        self._engine.wait_for_weights()
+        with ExitStack() as stack:
+            for layer in self._layers:
+                for path, part in layer.module.named_modules():
+                    enter, leave = partial(self._enter, layer, path), partial(self._leave, layer, path)
+                    stack.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                    stack.callback(part.register_forward_hook(leave).remove)
+            if hasattr(module, "loss_fn"):
+                loss_fn = module.loss_fn
+                module.loss_fn = _RecordedLoss(loss_fn, self._loss)
+                stack.callback(setattr, module, "loss_fn", loss_fn)
+            hooks = self._engine.hooks
+            self._engine.hooks = [*hooks, self._instruct]
+            stack.callback(setattr, self._engine, "hooks", hooks)
+            stack.enter_context(collectives_wrapped(self._wrap))
+            yield
+
+    def save(self, path: Path) -> None:
+        """Write what has been recorded, as ``shards.Rank`` reads it."""
+        model, layout, data = self._run.model, self._layout, self._layout.data_group
+        senders = [layout.rank] if layout.expert_group is None else dist.get_process_group_ranks(layout.expert_group)
+        recorded = {
+            "place": tuple(_place(layout)),
+            "tensors": {(key[0], tuple(key[1]), key[2]): tensor for key, tensor in self._tensors.items()},
+            "inputs": {layer: [tuple(name) for name in names] for layer, names in self._inputs.items()},
+            "consumers": {tuple(name): users for name, users in self._consumers.items()},
+            "collectives": dict(self._collectives),
+            "classes": self._classes,
+            "weights": self._weights,
+            "parts": self._parts,
+            "vocabulary": (model.vocab_size, model.padded_vocab_size),
+            "lengths": (self._run.data.seq_length, self._run.data.decoder_seq_length or 0),
+            "experts": model.num_experts,
+            "senders": [(dist.get_group_rank(data, rank) - data.rank()) * self._micro_batches for rank in senders],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(recorded, path)
+
+    @contextmanager
+    def _instruct(self, instruction: Instruction) -> Iterator[None]:
+        enclosing, self._instruction = self._instruction, instruction
+        self._calls.clear()
+        self._last_gradient = instruction.name
+        if instruction.name == "ForwardPass":
+            for layer in self._layers:
+                layer.begin(instruction.phase)
+        yield
+        self._instruction = enclosing
+
+    @property
+    def _is_forward(self) -> bool:
+        return self._instruction.name == "ForwardPass"
+
+    @property
+    def _micro_batch(self) -> int:
+        """Of all data-parallel ranks."""
+        return self._layout.data_group.rank() * self._micro_batches + (self._instruction.micro_batch or 1) - 1
+
+    def _enter(self, layer: "_Layer", path: str, module: nn.Module, inputs: tuple, options: dict) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not path and self._is_forward:
+            layer.next_use()
+        name = layer.name(path)
+        self._running.append(name)
+        tensors = _tensors((inputs, options))
+        if not path and self._is_forward:
+            for part, tensor in enumerate(tensors):
+                if not hasattr(tensor, "recorded_as"):
+                    self._record(Name(f"{name}.input", part=part), tensor)
+            self._inputs[name] = [tensor.recorded_as for tensor in tensors]  # type: ignore[attr-defined]
+        self._note_inputs(name, tensors)
+
+    def _leave(self, layer: "_Layer", path: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        name = self._running.pop()
+        if self._is_forward and name not in self._classes:
+            self._classes[name] = type(module).__name__
+            weights = (weight.detach().double() for weight in module.parameters(recurse=False))
+            self._weights[name] = [weight.norm().item() for weight in weights]
+        if isinstance(module, ColumnParallelLinear) and module.weight.dim() == 3:
+            self._parts[name] = module.weight.size(0)
+        self._record_output(name, output)
+
+    def _note_inputs(self, module: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if hasattr(tensor, "recorded_as"):
+                self._consumers[tensor.recorded_as].append(module)
+
+    def _record_output(self, module: str, output: Any) -> None:
+        """Record what a module returns, but for what an inner module has returned or its caller has passed to it."""
+        call = self._calls[module]
+        self._calls[module] += 1
+        for part, tensor in enumerate(_tensors(output)):
+            if not hasattr(tensor, "recorded_as"):
+                self._record(Name(module, call, part), tensor)
+
+    def _record(self, name: Name, tensor: Tensor) -> None:
+        tensor.recorded_as = name  # type: ignore[attr-defined]
+        key = Key(self._micro_batch, name)
+        if self._is_forward:
+            self._tensors[key] = tensor.detach().to("cpu", copy=True)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(partial(self._on_gradient, key._replace(is_gradient=True)))
+
+    def _on_gradient(self, key: Key, gradient: Tensor) -> None:
+        self._last_gradient = key.name.module
+        self._tensors[key] = gradient.detach().to("cpu", torch.float32, copy=True) * self._gradient_scale
+
+    def _loss(self, loss_fn: Callable, outputs: Any, targets: Any) -> Tensor:
+        self._record_output("targets", targets)
+        self._note_inputs("loss", _tensors(outputs))
+        self._running.append("loss")
+        loss = loss_fn(outputs, targets)
+        self._record_output(self._running.pop(), loss)
+        return loss
+
+    def _wrap(self, name: str, function: Callable) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            group = next((one for one in (*arguments, *options.values()) if isinstance(one, ProcessGroup)), None)
+            module = self._running[-1] if self._running else self._last_gradient
+            called = f"{name} of the {self._axis(group)} group"
+            self._collectives["iteration", False].append(called)
+            if self._instruction.micro_batch in (None, 1):
+                self._collectives[module, not self._running].append(called)
+            return function(*arguments, **options)
+
+        return call
+
+    def _axis(self, group: ProcessGroup | None) -> str:
+        return next((axis for axis in _GROUPS if getattr(self._layout, f"{axis}_group") is group), "other")
+
+
+class _RecordedLoss:
+    """A loss function with its attributes, of which ``record`` makes the calls."""
+
+    def __init__(self, loss_fn: Callable, record: Callable):
+        self._loss_fn, self._record = loss_fn, record
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        return self._record(self._loss_fn, outputs, targets)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss_fn, name)
+
+
+class _Layer:
+    """A module in the list of layers, which may be at several places of it."""
+
+    def __init__(self, module: nn.Module, uses: list[tuple[int, int]]):
+        self.module, self._uses = module, uses
+        self._coming: list[int] = []
+        self._number = uses[0][1]
+
+    def begin(self, chunk: int | None) -> None:
+        """Begin a forward pass through a chunk of the stage."""
+        self._coming = [number for of_chunk, number in self._uses if of_chunk == (chunk or 0)]
+
+    def next_use(self) -> None:
+        """Go on to the next place."""
+        self._number = self._coming.pop(0) if self._coming else self._number
+
+    def name(self, path: str) -> str:
+        """Of the submodule ``path``, with the number of the layer."""
+        return f"{self._number}.{path}" if path else str(self._number)
+
+
+def _layers(module: Any) -> Iterator[_Layer]:
+    """The layers of this rank that are modules; of a model that is no list, the model as layer 0."""
+    if not hasattr(module, "forward_funcs"):
+        yield _Layer(module, [(0, 0)])
+        return
+    chunks = getattr(module, "_layers_of_chunks", [module.forward_funcs])
+    starts = [module.parts[chunk] for chunk in module.chunks] if hasattr(module, "chunks") else [0]
+    uses: dict[nn.Module, list[tuple[int, int]]] = defaultdict(list)
+    for chunk, (start, layers) in enumerate(zip(starts, chunks, strict=True)):
+        for number, layer in enumerate(layers, start):
+            used = layer.args[0] if isinstance(layer, partial) else layer
+            if isinstance(used, nn.Module):
+                uses[used].append((chunk, number))
+    for used, places in uses.items():
+        yield _Layer(used, places)
+
+
+def _place(layout: ParallelLayout) -> Place:
+    groups = (layout.tensor_group, layout.ring_group, layout.ulysses_group, layout.expert_group)
+    tensor, ring, ulysses, expert = ((0, 1) if group is None else (group.rank(), group.size()) for group in groups)
+    return Place(tensor, ring, ulysses, expert, layout.pipe_group.rank(), layout.sequence_parallel)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
