@@ -4,6 +4,7 @@ Ranks are numbered as in Megatron-LM: tensor-parallel neighbors first, then data
 Every function raises ConfigError if it needs groups and there are none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -251,39 +252,21 @@ def get_pipeline_model_parallel_split_rank() -> int | None:
     return _globals.values.get("pipeline_model_parallel_split_rank")
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """What ``get_tensor_model_parallel_rank`` returns from now on; None for the group's."""
-    _globals.values["tensor_model_parallel_rank"] = rank
+def _setter(name: str) -> Callable[[int | None], None]:
+    def set_value(value: int | None) -> None:
+        _globals.values[name] = value
+
+    set_value.__doc__ = f"What ``get_{name}`` returns from now on; None for what it returns otherwise."
+    return set_value
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """What ``get_tensor_model_parallel_world_size`` returns from now on; None for the group's."""
-    _globals.values["tensor_model_parallel_world_size"] = world_size
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """What ``get_pipeline_model_parallel_rank`` returns from now on; None for the group's."""
-    _globals.values["pipeline_model_parallel_rank"] = rank
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """What ``get_pipeline_model_parallel_world_size`` returns from now on; None for the group's."""
-    _globals.values["pipeline_model_parallel_world_size"] = world_size
-
-
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """The model chunk that is computed from now on."""
-    _globals.values["virtual_pipeline_model_parallel_rank"] = rank
-
-
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """The number of model chunks of each stage."""
-    _globals.values["virtual_pipeline_model_parallel_world_size"] = world_size
-
-
-def set_pipeline_model_parallel_split_rank(rank: int | None) -> None:
-    """The first stage of the decoder."""
-    _globals.values["pipeline_model_parallel_split_rank"] = rank
+set_tensor_model_parallel_rank = _setter("tensor_model_parallel_rank")
+set_tensor_model_parallel_world_size = _setter("tensor_model_parallel_world_size")
+set_pipeline_model_parallel_rank = _setter("pipeline_model_parallel_rank")
+set_pipeline_model_parallel_world_size = _setter("pipeline_model_parallel_world_size")
+set_virtual_pipeline_model_parallel_rank = _setter("virtual_pipeline_model_parallel_rank")
+set_virtual_pipeline_model_parallel_world_size = _setter("virtual_pipeline_model_parallel_world_size")
+set_pipeline_model_parallel_split_rank = _setter("pipeline_model_parallel_split_rank")
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
