@@ -1,5 +1,6 @@
 """Shared fixtures: ranks that run a function together, and programs started as a user starts them."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,16 @@ if hasattr(os, "sched_setscheduler"):
     # A thread that wakes up does not take the core from one that runs. Otherwise gloo's threads often take it from a
     # thread that holds the lock they want, and ask for that lock until their time is over: a tenth of the whole suite.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# What is imported and collected stays: looking through it again and again takes half of the time of collection.
+gc.disable()
 UMASK = os.umask(0o022)
 os.umask(UMASK)
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is something to collect, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
