@@ -39,10 +39,7 @@ def measure(rounds: int) -> list[Quantity]:
         words = [*SHAPE.words, *flags, *f"--gas {MICRO_BATCHES} --vocab-size {SHAPE.vocabulary}".split()]
         words += "--mock-data --train-iters 1000 --num-workers 0".split()
         rehearsed = _rehearsed(words, rounds)
-        with tempfile.NamedTemporaryFile("w") as file:
-            json.dump([rank["communication"] for rank in rehearsed], file)
-            file.flush()
-            real, communication = measured_by_ranks(2, "rehearsal_ranks", file.name, str(rounds), *words)
+        real, communication = _real(words, rounds), _communication(words, rehearsed)
         for rank, measured in zip(rehearsed, communication, strict=True):
             rank["communication"] = measured
         run, _ = check(parse_run(words, {"WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}))
@@ -71,6 +68,21 @@ def _rehearsed(words: list[str], steps: int) -> list[dict[str, Any]]:
         for process in processes:
             assert process.wait() == 0
         return [json.loads(file.read_text())["ranks"][0] for file in files]
+
+
+def _real(words: list[str], steps: int) -> list[dict[str, Any]]:
+    """The same of two ranks that train together."""
+    with tempfile.TemporaryDirectory() as folder:
+        measured_by_ranks(2, "rehearsal_ranks", folder, str(steps), *words)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
+
+
+def _communication(words: list[str], rehearsed: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What the rehearsed ranks send, with the seconds that two ranks take for it."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        json.dump([rank["communication"] for rank in rehearsed], file)
+        file.flush()
+        return measured_by_ranks(2, "rehearsal_ranks", file.name, "0", *words)
 
 
 def _cpu_seconds(rank: dict[str, Any]) -> float:

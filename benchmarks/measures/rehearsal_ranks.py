@@ -5,6 +5,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,33 @@ REPEATED = 20
 
 
 def main() -> None:
-    """Report what ``rehearse`` reports, of real ranks; and seconds of each of the operations in a file."""
+    """Leave what ``rehearse`` reports, of real ranks, in a folder; or report seconds of the operations in a file."""
     prepare_environment(os.environ)
-    file, steps, *words = sys.argv[1:]
+    place, steps, *words = sys.argv[1:]
 
     import torch.distributed as dist
 
     from benchmarks.measures.ranks import report
     from megatron.cli import parse_run
     from megatron.launch.distributed import distributed
+    from megatron.parallel.layout import new_group
+
+    if Path(place).is_dir():
+        found = _of_program(words, int(steps))
+        Path(place, os.environ["RANK"]).write_text(json.dumps(found))
+        if os.environ["RANK"] == "0":
+            report(True)
+        return
+    with distributed(parse_run(words, os.environ).parallel):
+        issued = json.loads(Path(place).read_text())
+        group = new_group(timeout=timedelta(minutes=5))  # as the groups of a layout
+        of_ranks = [[{**one, "seconds": _seconds(one, group)} for one in rank] for rank in issued]
+        if dist.get_rank() == 0:
+            report(of_ranks)
+
+
+def _of_program(words: list[str], steps: int) -> dict[str, Any]:
+    """The figures of this rank, which trains with another one."""
     from megatron.model.architectures import GPT2
     from megatron.tools.one_rank.run import run_program
     from megatron.tools.rehearsal.observer import Observer
@@ -30,21 +49,12 @@ def main() -> None:
     from megatron.tools.rehearsal.request import Rehearsal
     from megatron.tools.verify.request import PROGRAM
 
-    rehearsal = Rehearsal(words, GPT2, 2, 2, int(steps), fake=False)
+    rehearsal = Rehearsal(words, GPT2, 2, 2, steps, fake=False)
     engines: list[Any] = []
     observer = Observer(lambda: engines[0], rehearsal.timed)
-    with distributed(parse_run(words, os.environ).parallel) as layout:
-        with observed(observer, engines, rehearsal.iterations):
-            run_program(PROGRAM, words)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, described(observer))
-        group = layout.tensor_group if layout.tensor_group.size() > 1 else layout.pipe_group
-        group = group if group.size() > 1 else layout.get_sequence_data_parallel_group()
-        of_ranks = [
-            [{**one, "seconds": _seconds(one, group)} for one in rank] for rank in json.loads(Path(file).read_text())
-        ]
-        if layout.rank == 0:
-            report([found, of_ranks])
+    with observed(observer, engines, rehearsal.iterations):
+        assert run_program(PROGRAM, words) == 0
+    return described(observer)
 
 
 def _seconds(one: Mapping[str, Any], group: Any) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Run the first iterations of one rank in this process, and describe what they took."""
 
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.tools.rehearsal.fake import fake_device
 from megatron.tools.rehearsal.observer import Clocks, Observer
 from megatron.tools.rehearsal.request import Rehearsal, shortened
 from megatron.tools.reporting import callbacks
+from megatron.tools.verify.request import PROGRAM
 from megatron.training import preflight, setup
 
 
@@ -51,7 +53,8 @@ def observed(observer: Observer, engines: list[Engine], iterations: int) -> Iter
 
         return do(group, delivered, kind, *arguments)
 
-    with ExitStack() as stack:
+    with patch.dict(sys.modules), ExitStack() as stack:
+        sys.modules.pop(PROGRAM.stem, None)  # it would have the usual callbacks if another program has imported it
         for owner, name, value in (
             (preflight, "check", checked),
             (setup, "start_engine", started),

@@ -45,6 +45,7 @@ class Rehearsal:
             "LOCAL_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),  # nothing connects
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that rank 0 listens for no other host
         }
 
     def run(self, environ: Mapping[str, str]) -> RunConfig:
