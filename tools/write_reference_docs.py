@@ -24,7 +24,8 @@ from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
-from megatron.tools.reporting.pictures import draw_schedules
+from megatron.tools.reporting.pictures import draw_learning_rates, draw_schedules
+from megatron.training import learning_rates
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -159,11 +160,23 @@ def main() -> None:
         "models.md": with_table("models.md", "presets", PRESETS_COLUMNS, map(preset_row, PRESETS)),
         "parallelism.md": with_table("parallelism.md", "schedules", SCHEDULES_COLUMNS, map(schedule_row, EXAMPLES)),
         "images/schedules.svg": draw_schedules(EXAMPLES),
+        "images/learning_rates.svg": draw_learning_rates(rates()),
     }
     (args.output / "images").mkdir(exist_ok=True)
     for name, text in pages.items():
         with atomic_file(args.output / name, "--output") as file:
             file.write(text)
+
+
+def rates() -> dict[str, list[float]]:
+    """The curves of the linear, cosine and exponential decay, each followed by the classic one."""
+    values = {"start_lr": 1e-3, "min_lr": 1e-4, "warmup_iter": 10, "end_iter": 100}
+    return {
+        f"{style}{', --classic-lr-decay' if classic else ''}": [schedule.learning_rate(n) for n in range(121)]
+        for style in ("linear", "cosine", "exponential")
+        for classic in (False, True)
+        for schedule in [learning_rates.Schedule(**values, decay_style=style, classic=classic)]
+    }
 
 
 def layouts() -> str:

@@ -291,7 +291,7 @@ def schedule_of(run: RunConfig) -> dict[str, Any]:
     unit = "samples" if run.train.batches.varies else "iters"
     wsd = {"--lr-wsd-decay-style": optim.lr_wsd_decay_style, f"--lr-wsd-decay-{unit}": optim.wsd_decay_steps(run.train)}
     return {
-        **_flags(optim, "lr", "min_lr", "lr_decay_style"),
+        **_flags(optim, "lr", "min_lr", "lr_decay_style", "classic_lr_decay"),
         f"--lr-decay-{unit}": optim.decay_steps(run.train),
         f"--lr-warmup-{unit}": optim.warmup_steps(run.train),
         **(wsd if optim.lr_decay_style == "WSD" else {}),

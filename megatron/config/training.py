@@ -32,6 +32,18 @@ class OptimConfig:
         choices=("constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD"),
         needs="WSD: lr_wsd_decay_iters or lr_wsd_decay_samples",
     )
+    classic_lr_decay: bool = flag(
+        False,
+        "The learning rates of Megatron-LM v1.1.5, to continue a run that began there: the first step at 0, and a "
+        "curve that stops before its end (docs/training.md shows both).",
+        excludes={
+            "lr_decay_style=inverse-square-root|WSD": "v1.1.5 does not have it",
+            **dict.fromkeys(
+                ("lr_decay_samples", "lr_warmup_samples", "rampup_batch_size", "step_batch_size_schedule"),
+                "v1.1.5's schedule counts iterations",
+            ),
+        },
+    )
     lr_decay_iters: int | None = flag(None, "Number of iterations of the decay (default: all).", within="[1, inf)")
     lr_decay_samples: int | None = flag(
         None, "Samples of the decay, instead of iterations.", within="[1, inf)", instead_of=("lr_decay_iters",)
@@ -110,13 +122,14 @@ class OptimConfig:
             return max(self.lr_decay_samples // train.global_batch_size, 1)
         return self.lr_decay_iters or train.train_iters
 
-    def warmup_steps(self, train: "TrainConfig") -> int:
-        """Length of the warm-up, at whose end the learning rate is ``lr``."""
+    def warmup_steps(self, train: "TrainConfig") -> float:
+        """Length of the warm-up, at whose end the learning rate is ``lr``: an integer, unless it is classic."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
         if self.lr_warmup_samples is not None:
             return self.lr_warmup_samples // (1 if train.batches.varies else train.global_batch_size)
-        return int(self.lr_warmup_fraction * self.decay_steps(train))
+        steps = self.lr_warmup_fraction * self.decay_steps(train)
+        return steps if self.classic_lr_decay else int(steps)
 
     def wsd_decay_steps(self, train: "TrainConfig") -> int | None:
         """Length of WSD's decay phase; None if it is not set."""

@@ -10,6 +10,8 @@ Step n, counted from 0 by the iterations finished before it, is taken at ``learn
 
 If the batch size varies, all of this is counted in samples: the step from ``n`` to ``m`` consumed samples is taken at
 ``learning_rate(n, m)``, which in the warm-up is ``start_lr * m / w``, and at most ``start_lr``.
+
+A classic schedule has the numbers of Megatron-LM v1.1.5 instead, to the bit: see ``Schedule.classic_rate``.
 """
 
 import math
@@ -38,8 +40,8 @@ class Schedule:
 
     start_lr: float
     """Peak, at the end of the warm-up."""
-    warmup_iter: int
-    """Iterations of linear warm-up."""
+    warmup_iter: float
+    """Iterations of linear warm-up; in v1.1.5 any share of the decay, such as 12.5."""
     decay_style: str
     """A key of ``DECAYS``, or WSD: warm-up, stable, decay (arXiv 2404.06395)."""
     end_iter: int
@@ -50,6 +52,8 @@ class Schedule:
     """Iterations of the last part of WSD; the other styles ignore it."""
     wsd_decay_style: str = "exponential"
     """Curve of the last part of WSD: a key of ``WSD_DECAYS``."""
+    classic: bool = False
+    """Whether the rates are those of Megatron-LM v1.1.5's class ``AnnealingLR``."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -62,6 +66,8 @@ class Schedule:
 
     def learning_rate(self, iteration: int, following: int | None = None) -> float:
         """The rate of the step from ``iteration`` to ``following``, the next one unless samples are counted."""
+        if self.classic:
+            return self.classic_rate(iteration)
         if iteration < self.warmup_iter:
             following = iteration + 1 if following is None else following
             return self.start_lr * min(following, self.warmup_iter) / self.warmup_iter
@@ -69,6 +75,18 @@ class Schedule:
         fraction = curve(self._progress(iteration), self)
         # In this form both ends of the curve are exact.
         return self.start_lr * (1 - fraction) + self.min_lr * fraction
+
+    def classic_rate(self, iteration: int) -> float:
+        """The rate of Megatron-LM v1.1.5, in its order of operations.
+
+        The first step is taken at 0. The curve begins at the end of the warm-up, is as long as the decay with its
+        warm-up, and stops two warm-ups before its end; ``min_lr`` is a floor under it, but not under the warm-up.
+        """
+        counted = min(iteration, self.end_iter - self.warmup_iter)
+        if self.warmup_iter > 0 and iteration <= self.warmup_iter:
+            return self.start_lr * counted / self.warmup_iter
+        curve = CLASSIC_DECAYS[self.decay_style]
+        return max(curve(self.start_lr, counted - self.warmup_iter, self.end_iter), self.min_lr)
 
     def settings(self) -> dict[str, Any]:
         """The fields that matter to the style, as in a checkpoint."""
@@ -95,6 +113,10 @@ class Schedule:
                 "--lr-decay-iters"
             )
         yield from _unknown("--lr-decay-style", self.decay_style, (*DECAYS, "WSD"))
+        if self.classic and self.decay_style not in CLASSIC_DECAYS:
+            yield f"--classic-lr-decay has no --lr-decay-style {self.decay_style}: use {', '.join(CLASSIC_DECAYS)}"
+        if self.classic and self.end_iter == 0:
+            yield "--classic-lr-decay needs --lr-decay-iters of 1 or more"
         if self.is_wsd:
             length = self.end_iter - self.warmup_iter
             if self.wsd_decay_iters is None:
@@ -166,6 +188,15 @@ WSD_DECAYS: dict[str, Decay] = {
 """Curves of --lr-wsd-decay-style."""
 
 
+CLASSIC_DECAYS: dict[str, Callable[[float, float, int], float]] = {
+    "constant": lambda start, n, end: start,
+    "linear": lambda start, n, end: start * (end - n) / end,
+    "cosine": lambda start, n, end: start / 2.0 * (math.cos(math.pi * n / end) + 1),
+    "exponential": lambda start, n, end: start * math.exp(-0.693 * n / end),  # to half of the peak
+}
+"""Curves of a classic schedule: (peak, iterations after the warm-up, length of the curve) -> rate."""
+
+
 class AnnealingLR(_LRScheduler):
     """Sets every group of an optimizer to the learning rate of a ``Schedule``.
 
@@ -178,19 +209,18 @@ class AnnealingLR(_LRScheduler):
         use_checkpoint_lr_scheduler: ``load_state_dict`` takes the checkpoint's schedule.
         override_lr_scheduler: ``load_state_dict`` keeps the schedule given here. With neither, the
             two must be equal.
+        classic: the rates of Megatron-LM v1.1.5, whose states do not say so: they load, and continue with the rates
+            that this argument chooses.
 
-    The arithmetic of Megatron-LM v1.1.5-3D_parallelism is another: there the first step has rate 0,
-    the decay stops ``2 * warmup_iter / total_iters`` before the end of its curve, and ``min_lr`` is a
-    floor under all of it. Its states load, and continue with this arithmetic.
-
-    Raises ConfigError for values that make no schedule, for both ways to resume at once, and without an optimizer.
+    Raises ConfigError for values that make no schedule, for both ways to resume at once, for a classic schedule that
+    counts samples, and without an optimizer.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         start_lr: float,
-        warmup_iter: int,
+        warmup_iter: float,
         total_iters: int,
         decay_style: str,
         last_iter: int,
@@ -201,6 +231,7 @@ class AnnealingLR(_LRScheduler):
         wsd_decay_iters: int | None = None,
         wsd_decay_style: str = "exponential",
         position: Callable[[int], int] | None = None,
+        classic: bool = False,
     ) -> None:
         if use_checkpoint_lr_scheduler and override_lr_scheduler:
             raise ConfigError(
@@ -211,6 +242,8 @@ class AnnealingLR(_LRScheduler):
                 "AnnealingLR got no optimizer (None): create the optimizer first, or pass deepspeed.initialize a "
                 "function of the optimizer as lr_scheduler"
             )
+        if classic and position is not None:
+            raise ConfigError("--classic-lr-decay counts iterations: remove it, or let the schedule count iterations")
         self.schedule = Schedule(
             start_lr=start_lr,
             warmup_iter=warmup_iter,
@@ -219,6 +252,7 @@ class AnnealingLR(_LRScheduler):
             min_lr=min_lr,
             wsd_decay_iters=wsd_decay_iters,
             wsd_decay_style=wsd_decay_style,
+            classic=classic,
         )
         self.position = position or (lambda iteration: iteration)
         self.use_checkpoint_lr_scheduler = use_checkpoint_lr_scheduler
@@ -231,6 +265,13 @@ class AnnealingLR(_LRScheduler):
         """Iterations finished."""
         return self.last_epoch
 
+    def step(self, step_num: int | None = None, increment: int = 1) -> None:
+        """Go on by ``increment`` of what the schedule counts (Megatron-LM 2), or to ``step_num`` (v1.1.5)."""
+        if step_num is None and increment == 1:
+            super().step()  # which notices an optimizer that has not stepped
+        else:
+            self._move_to(self.num_iters + increment if step_num is None else step_num)
+
     def get_lr(self) -> list[float | Tensor]:
         """The rate of the next step, once for each group the optimizer has now.
 
@@ -240,7 +281,7 @@ class AnnealingLR(_LRScheduler):
         return [rate] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """``num_iters`` and the schedule, under the names of Megatron-LM v1.1.5-3D_parallelism (and WSD's)."""
+        """``num_iters`` and the schedule, under the names of Megatron-LM v1.1.5, WSD's and ``classic``."""
         return {"num_iters": self.num_iters, **self.schedule.settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -249,7 +290,7 @@ class AnnealingLR(_LRScheduler):
         Raises CheckpointError if the state lacks a key or holds no schedule, and, with neither flag,
         if its schedule is another one, with a line for each difference.
         """
-        absent = [key for key in self.state_dict() if key not in state_dict and not key.startswith("wsd_")]
+        absent = [key for key in self.state_dict() if key not in state_dict and not key.startswith(("wsd_", "classic"))]
         if absent:
             raise CheckpointError(f"the checkpoint's learning-rate schedule lacks {', '.join(absent)}")
         if not self.override_lr_scheduler:
@@ -268,6 +309,7 @@ class AnnealingLR(_LRScheduler):
 
     def _checkpoint_schedule(self, state: Mapping[str, Any]) -> Schedule:
         """The schedule of ``state``. Raises CheckpointError if its values make none, or another one than allowed."""
+        state = {"classic": self.schedule.classic, **state}
         try:
             loaded = Schedule(**{field.name: state[field.name] for field in fields(Schedule) if field.name in state})
         except ConfigError as error:
@@ -305,4 +347,5 @@ def annealing_lr(run: RunConfig) -> Callable[[Optimizer], AnnealingLR]:
         wsd_decay_iters=optim.wsd_decay_steps(train),
         wsd_decay_style=optim.lr_wsd_decay_style,
         position=train.consumed_samples if train.batches.varies else None,
+        classic=optim.classic_lr_decay,
     )

@@ -39,7 +39,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
         f" = {train.global_batch_size * run.data.seq_length:,} tokens per iteration{_batch_steps(train)}",
         "training": f"{counted(train.train_iters, 'iteration')}, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
-        f" ({run.optim.lr_decay_style}, {counted(run.optim.warmup_steps(train), f'warm-up {train.lr_unit}')}),"
+        f" ({run.optim.lr_decay_style}, {counted(int(run.optim.warmup_steps(train)), f'warm-up {train.lr_unit}')}),"
         f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
         **_attention(run, device or DeviceFacts(parallel.device)),

@@ -11,11 +11,12 @@ CLASSIC_FLAGS = ROOT / "docs" / "classic-flags.md"
 MODELS = ROOT / "docs" / "models.md"
 PARALLELISM = ROOT / "docs" / "parallelism.md"
 SCHEDULES = ROOT / "docs" / "images" / "schedules.svg"
+RATES = ROOT / "docs" / "images" / "learning_rates.svg"
 
 
 def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools" / "write_reference_docs.py", "--output", tmp_path], check=True)
-    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS, MODELS, PARALLELISM, SCHEDULES):
+    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS, MODELS, PARALLELISM, SCHEDULES, RATES):
         written = (tmp_path / page.relative_to(ROOT / "docs")).read_text()
         assert page.read_text() == written, "run python tools/write_reference_docs.py"
 

@@ -216,10 +216,10 @@ def test_a_group_may_be_removed_and_another_added():
 def test_the_state_has_the_classic_keys():
     classic = {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
     state = scheduler(optimizer(), last_iter=7).state_dict()
-    assert state.keys() == classic
+    assert state.keys() == classic | {"classic"}
     assert (state["num_iters"], state["end_iter"], state["start_lr"]) == (7, END, PEAK)
     wsd = scheduler(optimizer(), "WSD", wsd_decay_iters=30).state_dict()
-    assert wsd.keys() == classic | {"wsd_decay_iters", "wsd_decay_style"}
+    assert wsd.keys() == classic | {"classic", "wsd_decay_iters", "wsd_decay_style"}
 
 
 @pytest.mark.parametrize("style", [*DECAYS, "WSD"])
@@ -284,3 +284,61 @@ def test_a_broken_state_is_a_checkpoint_error():
 def test_both_ways_to_resume_at_once_are_refused():
     with pytest.raises(ConfigError, match="--use-checkpoint-lr-scheduler and --override-lr-scheduler"):
         scheduler(optimizer(), override_lr_scheduler=True)
+
+
+def original(style: str, peak: float, floor: float, warmup: float, end: int, n: int) -> float:
+    """The rate of the step after ``n`` in Megatron-LM v1.1.5."""
+    i = min(n, end - warmup)
+    if warmup > 0 and n <= warmup:
+        return peak * i / warmup
+    i = i - warmup
+    if style == "linear":
+        rate = peak * (end - i) / end
+    elif style == "cosine":
+        rate = peak / 2.0 * (math.cos(math.pi * i / end) + 1)
+    elif style == "exponential":
+        rate = peak * math.exp(-0.693 * i / end)
+    else:
+        rate = peak
+    return max(rate, floor)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "constant"])
+@pytest.mark.parametrize(
+    ("peak", "floor", "warmup", "end"),
+    [(0.2, 0.011, 10, 100), (1.5e-4, 1e-5, 0.01 * 1250, 1250), (1.5e-4, 1.4e-4, 0, 37), (3e-3, 0.0, 80, 100)],
+)
+def test_a_classic_schedule_has_the_originals_numbers_to_the_bit(
+    style: str, peak: float, floor: float, warmup: float, end: int
+) -> None:
+    expected = [original(style, peak, floor, warmup, end, n) for n in range(end + 30)]
+    values = {"start_lr": peak, "min_lr": floor, "warmup_iter": warmup, "total_iters": end, "classic": True}
+    optim = optimizer()
+    first = scheduler(optim, style, **values)
+    rates = train(optim, first, 30)
+    state = first.state_dict()
+    assert state.pop("classic") is True  # without it the state is the original's, and the flag decides
+    optim = optimizer()
+    resumed = scheduler(optim, style, **values, use_checkpoint_lr_scheduler=False)
+    resumed.load_state_dict(state)
+    assert rates + train(optim, resumed, end) == expected
+
+
+def test_a_classic_schedule_is_no_other() -> None:
+    state = scheduler(optimizer(), classic=True).state_dict()
+    with pytest.raises(CheckpointError, match="classic is False on the command line but True in the checkpoint"):
+        scheduler(optimizer(), use_checkpoint_lr_scheduler=False).load_state_dict(state)
+    with pytest.raises(ConfigError, match="--classic-lr-decay has no --lr-decay-style WSD"):
+        scheduler(optimizer(), "WSD", classic=True, wsd_decay_iters=1)
+    with pytest.raises(ConfigError, match="--classic-lr-decay counts iterations"):
+        scheduler(optimizer(), classic=True, position=lambda n: 8 * n)
+
+
+def test_a_step_may_be_longer() -> None:
+    optim = optimizer()
+    sched = scheduler(optim)
+    sched.step(increment=7)
+    sched.step()
+    assert (sched.num_iters, optim.param_groups[0]["lr"]) == (8, schedule("cosine").learning_rate(8))
+    sched.step(50)
+    assert (sched.num_iters, optim.param_groups[1]["lr"]) == (50, schedule("cosine").learning_rate(50))
