@@ -4,7 +4,8 @@
 
 All hosts are probed at once, over ssh and without a password; this host, if ssh does not answer there or without a
 hostfile, without ssh. Without training arguments the data, the checkpoints and what else they name are not checked.
---quick skips the all-reduce over all ranks, which comes last.
+--quick skips the all-reduce over all ranks, which comes last. Whether ranks can wait for each other forever is for
+tools/verify_communication.py to say, without any host.
 
 Exit code 0: ready; 2: the hostfile or the arguments are wrong; 6: a check failed.
 """

@@ -100,6 +100,8 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
         mode = script.stat().st_mode
         script.chmod(mode | mode >> 2 & 0o111)  # whoever may read it may run it
         print(f"\nwrote {args.emit}/: {', '.join(files(chosen))}")
+        ranks = f"--world-size {chosen.run.parallel.world_size}"
+        print(f"tools/verify_communication.py {ranks} with the flags of {SCRIPT} tells whether its ranks can hang")
 
 
 def _request(args: argparse.Namespace, words: list[str]) -> Request:

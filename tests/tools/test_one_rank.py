@@ -49,25 +49,27 @@ def run_rank(world_size: int, number: int, program: str, words: list[str], resul
 
 
 @pytest.mark.parametrize(
-    "program, flags",
+    "program, stages, flags",
     [
-        ("pretrain_gpt2.py", "--model-parallel-size 2 --sequence-parallel --bf16 --context-parallel-size 2"),
-        ("pretrain_bert.py", "--model-parallel-size 2"),
-        ("pretrain_t5.py", "--decoder-seq-length 16"),
+        ("pretrain_gpt2.py", 2, "--model-parallel-size 2 --sequence-parallel --bf16 --context-parallel-size 2"),
+        ("pretrain_bert.py", 2, "--model-parallel-size 2"),
+        ("pretrain_t5.py", 4, "--decoder-seq-length 16"),
     ],
 )
-def test_a_stage_receives_the_shapes_that_its_neighbor_sends(tmp_path: Path, program: str, flags: str) -> None:
-    words = [*MODEL, *flags.split(), "--pipe-parallel-size", "4", "--zero-stage", "1"]
+def test_a_stage_receives_the_shapes_that_its_neighbor_sends(
+    tmp_path: Path, program: str, stages: int, flags: str
+) -> None:
+    words = [*MODEL, *flags.split(), "--pipe-parallel-size", str(stages), "--zero-stage", "1"]
     found = []
     processes = []
-    for stage in range(4):
-        arguments = (16, 4 * stage + 1, program, words, str(tmp_path / str(stage)))
+    for stage in range(stages):
+        arguments = (4 * stages, 4 * stage + 1, program, words, str(tmp_path / str(stage)))
         processes.append(fork_server().Process(target=run_rank, args=arguments))
         processes[-1].start()
     for stage, process in enumerate(processes):
         process.join()
         found.append(json.loads((tmp_path / str(stage)).read_text()))
-    assert [code for code, _, _ in found] == [0] * 4
+    assert [code for code, _, _ in found] == [0] * stages
     sent = [row for _, rows, _ in found for row in rows]
     believed = [row for _, _, rows in found for row in rows]
-    assert len(sent) == 6 and sorted(sent) == sorted(believed)
+    assert len(sent) == 2 * (stages - 1) and sorted(sent) == sorted(believed)

@@ -42,7 +42,7 @@ class Observer(Protocol):
     """Is told of every operation."""
 
     def issued(self, operation: Operation) -> Any:
-        """Called before data is delivered. The result names the operation when it is waited for."""
+        """Called when its data is delivered. The result names the operation when it is waited for."""
 
     def waited(self, issued: Any) -> None:
         """Called when the work of an operation is waited for."""
@@ -75,9 +75,9 @@ class OneRankGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str):
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # with a store, Python's methods are not called
-        self.ranks, self.name = tuple(ranks), name
+        self.ranks, self.registered_name = tuple(ranks), name
 
-    group_name = pg_name = property(lambda self: self.name)
+    group_name = pg_name = property(lambda self: self.registered_name)
     """Its name in torch's registry."""
 
     @property
@@ -89,11 +89,11 @@ class OneRankGroup(dist.ProcessGroup):
         return NAME
 
     def do(self, deliver: Callable[[], Any], kind: str, *arguments: Any) -> FinishedWork:
-        """Tell the observer of the ``Operation`` with these ``arguments``, and deliver."""
-        observer = OneRankGroup.observer
-        issued = None if observer is None else observer.issued(Operation(kind, self, *arguments))
+        """Deliver, and tell the observer of the ``Operation`` with these ``arguments``."""
         with torch.no_grad():
             deliver()
+        observer = OneRankGroup.observer
+        issued = None if observer is None else observer.issued(Operation(kind, self, *arguments))
         return FinishedWork(lambda: None if observer is None else observer.waited(issued))
 
     def barrier(self, opts: Any = None) -> FinishedWork:
@@ -225,7 +225,7 @@ def _nothing() -> None: ...
 
 
 def _name(reduction: Any) -> str:
-    return str(reduction).rpartition(".")[2].removesuffix(">").partition(":")[0]
+    return str(getattr(reduction, "op", reduction)).rpartition(".")[2]
 
 
 def _of(options: Any) -> str:

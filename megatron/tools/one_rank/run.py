@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socket import socket
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from megatron.common.environment import expected_device
 from megatron.config import RunConfig
 from megatron.engines import build
 from megatron.engines.transfers import Transfers, _boundary, _row
-from megatron.launch import distributed, rank
+from megatron.launch import distributed, environment, rank
 from megatron.launch.environment import free_port
 from megatron.parallel.pipeline.simulation import Transfer
 from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
@@ -99,6 +100,7 @@ def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
         yield module, "new_group", _new_group_of(dist.distributed_c10d.new_group)
         yield module, "all_gather_object", _all_gather_object
         yield module, "broadcast_object_list", _broadcast_object_list
+    yield environment, "listen", lambda _: socket()  # nobody connects
     yield distributed, "TCPStore", lambda *_, **__: store
     for module in (collective_errors, zero_utils):
         yield module, "dist", _AsRank0(module.dist)

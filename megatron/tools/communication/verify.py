@@ -1,0 +1,160 @@
+"""Extract every start of a run, and check it: what is found, as text and as JSON."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import MANIFEST, write_manifest
+from megatron.common.units import with_prefix
+from megatron.config import RunConfig
+from megatron.tools.command_line import progress_bar
+from megatron.tools.communication.check import Counterexample, check, programs
+from megatron.tools.communication.extract import Job, Prepare, extract
+from megatron.tools.communication.request import ITERATIONS, Start, representatives
+from megatron.tools.communication.trace import Issue, Trace
+
+
+@dataclass
+class Finding:
+    """A start of the run, what its ranks communicate in each phase, and what is wrong with it."""
+
+    start: str
+    phases: dict[str, Counter[str]] = field(default_factory=dict)
+    """Operations, and bytes, of all ranks by phase."""
+    classes: int = 0
+    """Ranks that have been run, others than the sample."""
+    compared: list[int] = field(default_factory=list)
+    """Ranks of the sample, each run in full, too."""
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(
+    run: RunConfig,
+    starts: Sequence[Start],
+    program: Path,
+    folder: Path,
+    *,
+    processes: int,
+    sample: int = 0,
+    seed: int = 1,
+    prepare: Prepare | None = None,
+) -> Iterator[Finding]:
+    """Extract and check the ``starts`` one after the other. Files are kept in ``folder`` meanwhile."""
+    chosen = representatives(run)
+    stands_for = sorted(set(chosen))
+    others = sorted(set(range(run.parallel.world_size)) - set(chosen))
+    sampled = sorted(random.Random(seed).sample(others, min(sample, len(others))))
+    expected: dict[int, Trace] = {}
+    for number, start in enumerate(starts):
+        # A rank of the sample that resumed would read what ranks that are not run have saved.
+        compared = [] if start.loads or start.nothing_counts else sampled
+        ranks = chosen[-1:] if start.nothing_counts and len(stands_for) < len(chosen) else stands_for
+        job = Job(program, start.words, start.world_size, folder / str(number), prepare, start.nothing_counts)
+        job = replace(job, signal_in=2 * ITERATIONS if start.ends_by_signal else None)
+        if start.loads:
+            for rank in ranks:
+                shutil.copytree(folder / "saved", job.folder_of(rank) / "checkpoint")
+        running = extract(job, [*ranks, *compared], processes)
+        bar = progress_bar(running, total=len(ranks) + len(compared), desc=start.name, unit=" ranks")
+        traces = {trace.rank: trace for trace in bar}
+        yield (
+            _compared(start, chosen, traces, expected)
+            if expected and start.nothing_counts
+            else _checked(start, chosen, traces, compared)
+        )
+        if not expected:
+            expected = traces
+            _gather(job, stands_for, folder / "saved")
+        shutil.rmtree(job.folder)
+
+
+def _compared(start: Start, chosen: Sequence[int], traces: dict[int, Trace], expected: dict[int, Trace]) -> Finding:
+    """Whether a rank with batches of which nothing counts can run beside ranks with others."""
+    finding = Finding(start.name, classes=len(traces))
+    for rank, trace in traces.items():
+        if _difference(trace, expected[rank]) is None:
+            continue
+        mixed = [expected[one] for one in chosen]
+        mixed[rank] = trace
+        try:
+            check(programs(mixed))
+        except Counterexample as found:
+            finding.problems.append(f"if nothing in the batches of rank {rank} counts: {found}")
+    return finding
+
+
+def _checked(start: Start, chosen: Sequence[int], traces: dict[int, Trace], compared: list[int]) -> Finding:
+    finding = Finding(start.name, classes=len(set(chosen)), compared=compared)
+    for one, count in Counter(chosen).items():
+        for events in traces[one].threads.values():
+            for call in (call for event in events if isinstance(event, Issue) for call in event.calls):
+                phase = finding.phases.setdefault(call.phase, Counter())
+                phase["operations"] += count
+                phase["bytes"] += count * call.size
+    for rank in compared:
+        if difference := _difference(traces[rank], traces[chosen[rank]]):
+            finding.problems.append(difference)
+    for trace in traces.values():
+        finding.problems += [f"rank {trace.rank}: {fault}" for fault in trace.faults]
+    try:
+        check(programs([traces[one] for one in chosen]))
+    except Counterexample as found:
+        finding.problems.append(str(found))
+    return finding
+
+
+def _difference(trace: Trace, expected: Trace) -> str | None:
+    """Where a rank departs from the one that stands for it."""
+    for name in sorted(trace.threads.keys() | expected.threads.keys()):
+        own, other = trace.threads.get(name, []), expected.threads.get(name, [])
+        for one, two in zip(own, other, strict=False):
+            if one != two:
+                return f"rank {trace.rank} is not like rank {expected.rank}:\n  {_of(one)}\n  {_of(two)}"
+        if len(own) != len(other):
+            return f"rank {trace.rank} is not like rank {expected.rank}: {len(own)} events, and {len(other)}"
+    return None
+
+
+def _of(event: Any) -> str:
+    return ", ".join(map(str, event.calls)) if isinstance(event, Issue) else f"waits at {event.place}"
+
+
+def _gather(job: Job, ranks: Sequence[int], folder: Path) -> Path:
+    """The checkpoints of all ranks as one, in ``folder``."""
+    for rank in ranks:
+        shutil.copytree(job.folder_of(rank) / "checkpoint", folder, dirs_exist_ok=True)
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+        write_manifest(manifest.parent, {})
+    return folder
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Operations and bytes of all ranks, by start and phase."""
+    lines = [f"{'start':14}{'phase':14}{'operations':>14}{'bytes':>12}{'ranks run':>12}"]
+    for finding in findings:
+        for phase, counts in finding.phases.items():
+            row = f"{finding.start:14}{phase:14}{counts['operations']:>14,}{with_prefix(counts['bytes'], 'B'):>12}"
+            lines.append(f"{row}{finding.classes + len(finding.compared):>12}")
+    return "\n".join(lines)
+
+
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For ``--json``."""
+    return {
+        "no_rank_can_hang": not any(finding.problems for finding in findings),
+        "starts": [
+            {
+                "name": finding.start,
+                "phases": {phase: dict(counts) for phase, counts in finding.phases.items()},
+                "classes": finding.classes,
+                "ranks_compared": finding.compared,
+                "problems": finding.problems,
+            }
+            for finding in findings
+        ],
+    }

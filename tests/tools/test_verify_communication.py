@@ -1,0 +1,192 @@
+"""Ranks are extracted one by one; each planted fault is found, and its words name the ranks and the operation."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import fork_server
+
+from megatron.tools.communication.check import Counterexample, check, programs
+from megatron.tools.communication.trace import Call, Event, Issue, Trace, Wait
+
+PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
+    " --vocab-size 512 --batch-size 2 --gas 2 --train-iters 2 --eval-iters 0 --num-workers 0 --lr 1e-3 --zero-stage 1"
+    " --bf16 --model-parallel-size 2 --pipe-parallel-size 2"
+).split()
+
+
+def prepare_nothing(rank: int) -> None: ...
+
+
+def skip_of_empty_batches(rank: int) -> None:
+    """The loss is summed only where there is one."""
+    import torch.distributed as dist
+
+    all_reduce = dist.all_reduce
+
+    def skipped(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        return None if tensor.numel() == 64 and bool((tensor == 0).all()) else all_reduce(tensor, *arguments, **options)
+
+    dist.all_reduce = skipped
+
+
+def take_without_a_wait(rank: int) -> None:
+    """What a stage receives is used at once."""
+    from megatron.engines.transfers import Transfers
+
+    Transfers.take = lambda transfers, one: transfers._arriving.pop(one)[1]
+
+
+def use_a_bucket_again(rank: int) -> None:
+    """Gradients are set to zero while they are reduced."""
+    from megatron.engines.gradients import GradientBucket
+
+    start = GradientBucket.start
+
+    def started(bucket: GradientBucket) -> None:
+        start(bucket)
+        bucket._flat.zero_()
+
+    GradientBucket.start = started
+
+
+def extract_ranks(folder: str, ranks: Sequence[int], prepare: Callable[[int], None], nothing_counts: bool) -> None:
+    """Write their traces, as bytes, into ``folder``."""
+    import pickle
+
+    from megatron.tools.communication.extract import Job, extract
+
+    job = Job(PROGRAM, FLAGS, 8, Path(folder), prepare, nothing_counts)
+    (Path(folder) / "traces").write_bytes(pickle.dumps(list(extract(job, ranks, 2))))
+
+
+def extracted(folder: Path, ranks: Sequence[int], prepare: Any = prepare_nothing, empty: bool = False) -> list[Trace]:
+    """The traces of ``ranks`` of 8, in order."""
+    import pickle
+
+    process = fork_server().Process(target=extract_ranks, args=(str(folder), ranks, prepare, empty))
+    process.start()
+    process.join()
+    return sorted(pickle.loads((folder / "traces").read_bytes()), key=lambda trace: trace.rank)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
+    """Of all 8 ranks: the second data-parallel rank of each is the first one."""
+    own = extracted(tmp_path_factory.mktemp("traces"), [0, 1, 4, 5])
+    return [own[0], own[1], own[0], own[1], own[2], own[3], own[2], own[3]]
+
+
+def changed(traces: list[Trace], rank: int, change: Callable[[list[Event]], None]) -> str:
+    """Why ranks hang if ``change`` is made to the events of ``rank``."""
+    changed = deepcopy(traces[rank])
+    change(changed.threads["main"])
+    with pytest.raises(Counterexample) as found:
+        check(programs([*traces[:rank], changed, *traces[rank + 1 :]]))
+    return str(found.value)
+
+
+def numbers_of(events: list[Event], kind: str) -> list[int]:
+    return [n for n, event in enumerate(events) if isinstance(event, Issue) and event.calls[0].kind == kind]
+
+
+def with_call(event: Event, **changes: Any) -> Issue:
+    assert isinstance(event, Issue)
+    return event._replace(calls=(event.calls[0]._replace(**changes),))
+
+
+def test_no_rank_can_hang(traces: list[Trace]) -> None:
+    check(programs(traces))
+    assert not any(trace.faults for trace in traces)
+    kinds = {call.kind for event in traces[0].threads["main"] if isinstance(event, Issue) for call in event.calls}
+    assert kinds >= {"new_group", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send", "recv"}
+
+
+@pytest.mark.parametrize("changes", [{"elements": 7}, {"dtype": "float64"}, {"detail": "MIN"}, {"kind": "barrier"}])
+def test_another_operation_is_found(traces: list[Trace], changes: dict[str, Any]) -> None:
+    def change(events: list[Event]) -> None:
+        number = numbers_of(events, "all_reduce")[-2]
+        events[number] = with_call(events[number], **changes)
+
+    text = changed(traces, 5, change)
+    assert "different operations" in text and "rank 5" in text and text.count("all_reduce") >= 1
+
+
+def swap(events: list[Event]) -> None:
+    """Two collectives of different groups."""
+    pairs = itertools.pairwise(numbers_of(events, "all_reduce"))
+    groups = (tuple(call.group for number in pair for call in with_call(events[number]).calls) for pair in pairs)
+    pairs = itertools.pairwise(numbers_of(events, "all_reduce"))
+    one, two = next(pair for pair, (first, second) in zip(pairs, groups, strict=True) if first != second)
+    events[one], events[two] = events[two], events[one]
+
+
+def skip(events: list[Event]) -> None:
+    """The first reduction of a bucket, and the wait for it."""
+    number = numbers_of(events, "reduce_scatter")[0]
+    kept = [event for event in events if not (isinstance(event, Wait) and event.issue == number)]
+    del kept[number]
+    events[:] = [
+        event._replace(issue=event.issue - 1) if isinstance(event, Wait) and event.issue > number else event
+        for event in kept
+    ]
+
+
+def test_swapped_and_skipped_collectives_are_found(traces: list[Trace]) -> None:
+    text = changed(traces, 1, swap)
+    assert "wait for one another" in text and "rank 1 waits at megatron/" in text
+    assert "rank 4" in changed(traces, 4, skip)
+
+
+def test_groups_made_in_another_order_are_found(traces: list[Trace]) -> None:
+    def change(events: list[Event]) -> None:
+        one, two, *_ = numbers_of(events, "new_group")
+        events[one], events[two] = events[two], events[one]
+
+    text = changed(traces, 3, change)
+    assert "new_group" in text and "rank 3" in text
+
+
+def test_a_circle_of_sends_is_found() -> None:
+    def stage(rank: int) -> Trace:
+        calls = [Call(kind, 0, 8, "float32", 32, peer, "", "training", f"{kind}.py:1 {kind}")
+                 for kind, peer in (("send", 1), ("recv", 2))]  # fmt: skip
+        return Trace(rank, threads={"main": [Issue((call,), True) for call in calls]})
+
+    def batched(rank: int) -> Trace:
+        (first, second) = stage(rank).threads["main"]
+        assert isinstance(first, Issue) and isinstance(second, Issue)
+        return Trace(rank, threads={"main": [Issue((*first.calls, *second.calls), False), Wait(0, "here")]})
+
+    check(programs([batched(rank) for rank in range(3)]))
+    with pytest.raises(Counterexample, match="3 ranks wait for one another forever"):
+        check(programs([stage(rank) for rank in range(3)]))
+
+
+def test_a_collective_that_depends_on_the_data_is_found(traces: list[Trace], tmp_path: Path) -> None:
+    (empty,) = extracted(tmp_path, [5], skip_of_empty_batches, empty=True)
+    with pytest.raises(Counterexample, match=r"(?s)rank 5|rank 4"):
+        check(programs([*traces[:5], empty, *traces[6:]]))
+
+
+@pytest.mark.parametrize(
+    "prepare, text",
+    [(take_without_a_wait, "reads what recv of"), (use_a_bucket_again, "writes to what reduce_scatter")],
+)
+def test_buffers_that_are_used_too_early_are_found(tmp_path: Path, prepare: Any, text: str) -> None:
+    (trace,) = extracted(tmp_path, [5], prepare)
+    assert any(text in fault and ".py:" in fault for fault in trace.faults)
+
+
+def test_a_rank_that_is_not_like_its_class_is_named(traces: list[Trace]) -> None:
+    from megatron.tools.communication.verify import _difference
+
+    other = replace(traces[4], rank=7)
+    assert "rank 7 is not like rank 0" in (_difference(other, traces[0]) or "")
+    assert _difference(traces[0], traces[2]) is None

@@ -1,0 +1,74 @@
+"""Check, without a GPU and without the other ranks, that no rank of a run can wait for another forever.
+
+    python tools/verify_communication.py --world-size 1024 ARGUMENTS OF pretrain_gpt2.py
+    python tools/verify_communication.py --program pretrain_t5.py --world-size 8 ARGUMENTS OF pretrain_t5.py
+
+Each rank runs alone, the unmodified program with all of its settings, on a device without memory: it has the shapes of
+all tensors, and computes nothing. What it sends, receives, reduces and waits for is recorded, with the line of code: in
+a fresh start with training, an evaluation and checkpoints, and in one that resumes, saves in the background and in
+memory, and ends by a signal. Of more than 8 ranks, those are run that stand for all others of their stage, and
+--sample others, which are compared with them.
+
+Then all ranks are checked together by NCCL's rules: all ranks of a group call the same operations in the same order,
+sends and receives meet, no ranks wait for one another in a circle, no two ranks use two groups in opposite orders, and
+nothing uses a buffer before the operation on it was waited for. docs/communication.md says what this proves.
+
+Exit code 0: no rank can hang; 6: one can, and why is printed; 2: wrong usage.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import _project_root  # noqa: F401
+from _atomic_file import atomic_file
+
+from megatron.common.errors import LaunchError
+from megatron.tools.command_line import ToolParser, check_values, run_tool
+from megatron.tools.communication.request import make_starts
+
+PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt2.py"
+
+
+def main() -> None:
+    """Check the arguments before torch is imported; then extract, check, report."""
+    args, words = _parser().parse_known_args()
+    check_values(args, {"world_size": "[1, 1e6]", "sample": "[0, 1e6]", "processes": "[1, 1024]"})
+    os.environ.update(DS_ACCELERATOR="cuda", OMP_NUM_THREADS="1")
+    run, starts = make_starts(words, args.world_size, os.environ, args.program)
+
+    import json
+
+    from megatron.tools.communication.verify import as_dict, table, verify
+
+    findings = []
+    with tempfile.TemporaryDirectory(prefix="verify_communication.", ignore_cleanup_errors=True) as folder:
+        settings = {"processes": args.processes, "sample": args.sample, "seed": args.sample_seed}
+        for finding in verify(run, starts, args.program.resolve(), Path(folder), **settings):
+            findings.append(finding)
+            print(f"> {finding.start}: {len(finding.problems) or 'no'} problems", flush=True)
+    print(f"\n{table(findings)}\n")
+    if args.json:
+        with atomic_file(args.json, "--json") as file:
+            file.write(json.dumps(as_dict(findings), indent=2) + "\n")
+    if problems := [f"{finding.start}: {text}" for finding in findings for text in finding.problems]:
+        raise LaunchError(problems)
+    print(f"no rank of {args.world_size} can hang", flush=True)
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    parser.usage = "%(prog)s --world-size N [flags] ARGUMENTS OF THE PROGRAM"
+    add = parser.add_argument
+    add("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
+    add("--program", type=Path, default=PROGRAM, metavar="FILE", help="entry script that trains the model")
+    add("--sample", type=int, default=2, metavar="M", help="ranks that are run besides those that stand for all")
+    add("--sample-seed", type=int, default=1, metavar="S", help="another seed chooses other ranks")
+    cores = len(os.sched_getaffinity(0))
+    add("--processes", type=int, default=cores, metavar="P", help="ranks that are run at a time")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file too")
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)
