@@ -20,8 +20,9 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
+from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
-from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
+from megatron.tools.planning.machine import DEVICES, GB, LINKS, TERA, Machine
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.rehearsal.estimate import Expected
 from megatron.tools.rehearsal.output import as_json, describe_expected, describe_rank
@@ -75,8 +76,23 @@ def _machine(args: argparse.Namespace) -> Machine:
         "intra_bandwidth": args.intra_bandwidth and args.intra_bandwidth * GB,
         "inter_bandwidth": args.inter_bandwidth and args.inter_bandwidth * GB,
     }
+    stated |= _measured_links(args.doctor) if args.doctor else {}
     device = device._replace(**{name: value for name, value in stated.items() if value is not None})
     return Machine(device, min(args.devices_per_node or device.per_node, args.world_size))
+
+
+def _measured_links(file: Path) -> dict[str, float]:
+    """The bandwidth of the links that the doctor's all-reduce has crossed, of which collectives reach a share."""
+    try:
+        report = json.loads(file.read_text())
+        name = "inter_bandwidth" if len(report["hosts"]) > 1 else "intra_bandwidth"
+        return {name: report["all_reduce"]["bytes_per_second"] / LINKS}
+    except OSError as error:
+        raise ConfigError(f"--doctor {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"--doctor {file} has no measured all-reduce: write it with tools/doctor.py --json, without --quick"
+        ) from None
 
 
 def _parser() -> ToolParser:
@@ -99,6 +115,9 @@ def _parser() -> ToolParser:
     machine.add_argument("--peak-tflops", type=float, metavar="X", help="dense 16-bit TFLOP/s of a device, for the MFU")
     machine.add_argument("--intra-bandwidth", type=float, metavar="X", help="GB/s, one way, within a host")
     machine.add_argument("--inter-bandwidth", type=float, metavar="X", help="GB/s, one way, between hosts")
+    machine.add_argument(
+        "--doctor", type=Path, metavar="FILE", help="the output of tools/doctor.py --json, with the measured bandwidth"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser
 

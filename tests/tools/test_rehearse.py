@@ -135,6 +135,7 @@ def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited
         ("--world-size 6 --model-parallel-size 4", "6 processes cannot be split into --model-parallel-size 4"),
         ("--world-size 8 --train-iters 3", "--train-iters 3 must be more than"),
         ("--world-size 8 --steps 0", "--steps 0 must be"),
+        ("--world-size 8 --doctor README.md", "--doctor README.md has no measured all-reduce"),
         ("--world-size 8 --program nowhere.py", "nowhere.py cannot be loaded"),
     ],
 )

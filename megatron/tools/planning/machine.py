@@ -72,7 +72,7 @@ _FORMS = {"pcie", "nvl"}
 """Words of a device's name that say that it is no SXM module."""
 
 
-_LINKS = 0.75
+LINKS = 0.75
 """Share of a link's bandwidth that collectives reach."""
 
 
@@ -85,4 +85,4 @@ class Machine:
 
     def bandwidth(self, span: int) -> float:
         """Bytes a second between ranks whose numbers are less than ``span`` apart."""
-        return _LINKS * (self.device.intra_bandwidth if span <= self.per_node else self.device.inter_bandwidth)
+        return LINKS * (self.device.intra_bandwidth if span <= self.per_node else self.device.inter_bandwidth)
