@@ -54,7 +54,7 @@ def verify(
         compared = [] if start.loads or start.nothing_counts else sampled
         ranks = chosen[-1:] if start.nothing_counts and len(stands_for) < len(chosen) else stands_for
         job = Job(program, start.words, start.world_size, folder / str(number), prepare, start.nothing_counts)
-        job = replace(job, signal_in=2 * ITERATIONS if start.ends_by_signal else None)
+        job = replace(job, signal_in=2 * ITERATIONS - 1 if start.ends_by_signal else None)
         if start.loads:
             for rank in ranks:
                 shutil.copytree(folder / "saved", job.folder_of(rank) / "checkpoint")

@@ -72,6 +72,8 @@ class _Memoryless(TorchDispatchMode):
         return any(x.untyped_storage()._cdata in self._agreed for x in few)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
         result = self._dispatched(func, args, kwargs or {})
         if self._agreed and self._follows(args, kwargs or {}):
             self.agree_on(result if isinstance(result, tuple) else (result,))
