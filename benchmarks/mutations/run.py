@@ -28,11 +28,11 @@ from megatron.tools.verify.request import Request, make_request, parse_layout  #
 PAGE = ROOT / "docs" / "verified-faults.md"
 MARK = "<!-- mutations -->"
 _SIZES = (
-    "--hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --mock-data --vocab-size 92 --num-workers 0 "
+    "--hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --mock-data --num-workers 0 "
     "--make-vocab-size-divisible-by 4 --lr 1e-3 --batch-size 2 --global-batch-size 8"
 )
-_LAYERS = "--num-layers 4 --seq-length 16"
-_OF_T5 = "--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 16 --decoder-seq-length 8"
+_LAYERS = "--num-layers 4 --seq-length 16 --vocab-size 92"
+_OF_T5 = "--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 16 --decoder-seq-length 8 --vocab-size 192"
 _ITERATIONS = 2
 
 

@@ -96,14 +96,19 @@ def gradient_of_experts_not_summed() -> None:
 
 
 def outputs_of_experts_reversed() -> None:
-    patch(module("parallel.expert").Route, "combine", lambda right: lambda self, outputs: right(self, outputs.flip(0)))
+    def make(right):
+        return lambda self, outputs: right(self, outputs.flip(0))
+
+    patch(module("parallel.expert.routes").AllToAllRoute, "send_back", make)
 
 
 def rows_not_sorted() -> None:
-    def make(right):
-        return lambda self, rows: self._exchange(rows, self.sent, self.received) if self.group else rows
+    routes = module("parallel.expert.routes")
 
-    patch(module("parallel.expert").Route, "dispatch", make)
+    def send(self, x):
+        return self._exchange(routes.rows_of_tokens(x, self.slots), self.sent, self.received)
+
+    routes.AllToAllRoute.send = send
 
 
 def wrong_norm_of_experts() -> None:
@@ -132,8 +137,8 @@ def wrong_weights_of_experts() -> None:
     right = Router.forward
 
     def forward(self, x):
-        weights, chosen, kept = right(self, x)
-        return weights.flip(-1), chosen, kept
+        weights, chosen = right(self, x)
+        return weights.flip(-1), chosen
 
     Router.forward = forward
 

@@ -8,13 +8,14 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.common.errors import LaunchError
 from megatron.model.spec import ParameterSpec, architecture_of
 from megatron.tools.verify.compare import Bounds, Differences, Result, compare, gradient_differences
-from megatron.tools.verify.locate import Finding, collectives, locate, what_copies_say
+from megatron.tools.verify.locate import Finding, collectives, first_rerouted, locate, what_copies_say
 from megatron.tools.verify.request import ONE_PROCESS, ONE_PROCESS_WITH_ZERO, Layout, Request, is_supported
 from megatron.tools.verify.results import LayoutResult, Trainer
 from megatron.tools.verify.shards import Recording
@@ -63,6 +64,8 @@ class Bisector:
     time_limit: float
     references: dict[int, Trained] = field(default_factory=dict)
     """One process, by the iterations that it was trained."""
+    rounded: set[Layout] = field(default_factory=set)
+    """Layouts that agree in fp32, and differ in half precision since rounding chooses other experts for some tokens."""
 
     def __post_init__(self) -> None:
         of_one = (one for one in (ONE_PROCESS, ONE_PROCESS_WITH_ZERO) if is_supported(self.request, one))
@@ -96,16 +99,30 @@ class Bisector:
         differences = compare(reference.result, trained.result, self.bounds)
         if differences.agree(self.bounds) and not locates:
             return None
+        (of_one,) = reference.recording.ranks
         if differences.kind != "initial weights":
-            (of_one,) = reference.recording.ranks
             if finding := locate(of_one, trained.recording, self.bounds.gradient):
                 return finding
         if differences.agree(self.bounds):
             return None
+        if self._is_half and first_rerouted(of_one, trained.recording) is not None:
+            finding = self._in_fp32.finding(layout, iteration)
+            self.rounded |= {layout} if finding is None else set()
+            return finding
         config = self.request.run(layout).model
         specs = architecture_of(config).named_parameters(config)
         finding = _finding_of_step(reference.result, trained.result, differences, self.bounds, layout, specs)
         return replace(finding, collectives=collectives(trained.recording, "iteration", is_backward=False))
+
+    @property
+    def _is_half(self) -> bool:
+        return not {"--bf16", "--fp16"}.isdisjoint(self.request.words)
+
+    @cached_property
+    def _in_fp32(self) -> "Bisector":
+        words = tuple(word for word in self.request.words if word not in ("--bf16", "--fp16"))
+        request = replace(self.request, words=words)
+        return Bisector(request, Bounds.of("fp32"), self.time_limit)
 
     def _reference(self, iterations: int) -> Trained:
         assert self.base is not None
@@ -137,13 +154,17 @@ def bisections(bisector: Bisector, results: Sequence[LayoutResult]) -> Iterator[
         if known is not None:
             yield f"{layout.name} is larger than {known.smallest.name}, which differs"
             continue
-        differences = result.differences
-        if results[0].layout.processes > 1:
-            differences = bisector.differences(layout)
-        assert differences is not None
-        bisection = None if differences.agree(bisector.bounds) else bisector.bisect(layout, differences.iteration)
+        try:
+            differences = bisector.differences(layout) if results[0].layout.processes > 1 else result.differences
+            assert differences is not None
+            bisection = None if differences.agree(bisector.bounds) else bisector.bisect(layout, differences.iteration)
+        except LaunchError as error:
+            yield str(error)
+            continue
         if bisection is None:
-            yield f"{layout.name} agrees with one process"
+            is_rounded = layout in bisector.rounded
+            why = " in fp32: rounding chooses other experts for some tokens" if is_rounded else ""
+            yield f"{layout.name} agrees with one process{why}"
         else:
             found.append(bisection)
             yield bisection
@@ -198,7 +219,7 @@ def _finding_of_step(
         "step": "the optimizer step: clipping, learning rate, and the weights that ranks exchange",
     }
     if differences.kind != "gradient":
-        return Finding(first, operations[differences.kind])
+        return Finding(first, operations.get(differences.kind, ""))
     found = gradient_differences(reference, other)
     differing = [name for name in reversed(found) if not found[name] <= bounds.gradient]
     name = differing[0]

@@ -111,14 +111,18 @@ def read_result(long: Path, short: Path, optim: OptimConfig) -> Result:
     norms = [line["grad_norm"] for line in lines]
     step = first_step(long)
     states = _parameter_states(tag_at(checkpoint_folder(short) / tag_name(step + 1)))
-    moment = next((key for key in _MOMENTS if all(key in copies[0] for copies in states.values())), None)
+    moment = next((key for key in _MOMENTS if any(key in copies[0] for copies in states.values())), None)
     clipped = min(1.0, optim.clip_grad / (norms[step] + 1e-6)) if optim.clip_grad else 1.0
     scale = 1 / clipped / (1 - optim.adam_beta1 if moment == "exp_avg" else 1)
     return Result(
         losses=[line["lm_loss"] for line in lines],
         grad_norms=norms,
         learning_rates=[line["learning_rate"] for line in lines],
-        gradients={name: [copy[moment] * scale for copy in copies] for name, copies in states.items() if moment},
+        gradients={
+            name: [copy[moment] * scale for copy in copies]
+            for name, copies in states.items()
+            if moment and moment in copies[0]
+        },
         first_weights=_of_key(states, WEIGHT),
         weights=_of_key(_parameter_states(newest(checkpoint_folder(long))), WEIGHT),
         first_step=step,

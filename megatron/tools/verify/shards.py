@@ -148,18 +148,15 @@ def _cuts_of_heads(place: Place, ratios: dict[int, int], used: Iterable[str]) ->
 def _rows_of_experts(rank: Rank, key: Key, reference: Rank) -> Tensor | None:
     """The rows that an expert-parallel rank gets: those of its experts, of the micro-batches of all ranks that send."""
     index, size = rank.place.expert
-    router = f"{key.name.module.partition('.experts')[0]}.router"
+    router = Name(f"{key.name.module.partition('.experts')[0]}.router", part=1)
     by_sender = []
     for offset in rank._senders:
         sent = key._replace(micro_batch=key.micro_batch + offset)
-        rows, chosen, kept = (
-            reference.tensors.get(one)
-            for one in (sent, *(Key(sent.micro_batch, Name(router, part=part)) for part in (1, 2)))
-        )
-        if rows is None or chosen is None:
+        rows, chosen = reference.tensors.get(sent), reference.tensors.get(Key(sent.micro_batch, router))
+        counts = [] if chosen is None else chosen.flatten().bincount(minlength=rank._experts)[: rank._experts].tolist()
+        if rows is None or sum(counts) != len(rows):
             return None
-        chosen = chosen[kept] if kept is not None else chosen.flatten()
-        by_sender.append(rows.split(chosen.bincount(minlength=rank._experts).tolist()))
+        by_sender.append(rows.split(counts))
     count = rank._experts // size
     return torch.cat([rows[n] for n in range(index * count, (index + 1) * count) for rows in by_sender])
 
