@@ -49,6 +49,9 @@ class MemorylessAccelerator(CPU_Accelerator):
     def current_device_name(self) -> str:
         return DEVICE
 
+    def is_fp16_supported(self) -> bool:
+        return True
+
     def current_device(self) -> int:
         return 0
 
