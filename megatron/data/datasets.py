@@ -128,9 +128,18 @@ def build_datasets(
             if samples[name] and has_split(data, name):
                 datasets[name] = mock_samples(data, name, samples[name], seed=seed, masked_lm=masked_lm)
         return Datasets(**datasets)
+    return indexed_datasets(data, samples, vocab_size=vocab_size, seed=seed, masked_lm=masked_lm)
+
+
+def indexed_datasets(
+    data: DataConfig, samples: Mapping[str, int], *, vocab_size: int, seed: int, masked_lm: bool = False
+) -> Datasets:
+    """The same for the numbers of ``samples`` of each split, from files."""
+    datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
     kind = _kind(data, masked_lm)
+    evaluates = max(samples["valid"], samples["test"])
     sources = find_sources(
-        data, check=kind.problem, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup
+        data, check=kind.problem, train_iters=samples["train"], eval_iters=evaluates, warmup=data.mmap_warmup
     )
     for name, parts in sources.items():
         of_source = partial(kind, data, name, vocab_size=vocab_size, seed=seed)

@@ -82,7 +82,10 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
 
     if run.parallel.uses_pipeline:
         layers, loss_fn = layers_and_loss()
-        boundaries = partition_boundaries(layers_per_chunk(run), run.model)
+        is_divided = provider is not None and provider.layers_are_stages
+        boundaries = (
+            list(range(len(layers) + 1)) if is_divided else partition_boundaries(layers_per_chunk(run), run.model)
+        )
         return PipelinedModel(
             layers, loss_fn, run.activation, layout, partition_boundaries=boundaries, schedule=schedule_of(run)
         )

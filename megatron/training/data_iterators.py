@@ -28,7 +28,6 @@ from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
 from megatron.ops.packed_attention import keep_on_host
 from megatron.parallel.layout import ParallelLayout
-from megatron.training.model_provider import provided_batch
 
 
 def weighted(
@@ -210,7 +209,7 @@ class ProvidedDataIterators(DataIterators):
         return on_device(self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped))
 
     def _to_batch(self, rows: Any) -> Batch:
-        return provided_batch(rows)
+        return architecture_of(self._run.model).provider.batch(rows)
 
 
 def data_iterators(run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()) -> DataIterators:
@@ -229,5 +228,9 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         return tensor.pin_memory().to(device, non_blocking=True)
 
     return (
-        Batch(keep_on_host(copied(tokens), tokens), tuple(map(copied, targets))) for tokens, targets in micro_batches
+        Batch(
+            keep_on_host(copied(tokens), tokens) if isinstance(tokens, Tensor) else tuple(map(copied, tokens)),
+            tuple(map(copied, targets)),
+        )
+        for tokens, targets in micro_batches
     )

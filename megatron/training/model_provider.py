@@ -4,14 +4,17 @@ The functions take the frozen configuration and the layout as arguments, where M
 """
 
 import sys
+import traceback
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError, UserError
 from megatron.config import ModelConfig, RunConfig
+from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec, LayerSpec, register
 
@@ -24,6 +27,32 @@ if TYPE_CHECKING:
     from megatron.parallel.layout import ParallelLayout
 
 
+@contextmanager
+def user_function(name: str) -> Iterator[None]:
+    """Turn what a user's function raises into a ConfigError with its file and line.
+
+    Errors that have another cause stay: lost ranks, timeouts, memory.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_connection_lost(error) or is_timeout(error) or failure_of_nccl(error) or _is_memory(error):
+            raise
+        package, frames = str(Path(__file__).parents[1]), traceback.extract_tb(error.__traceback__)
+        outside = [frame for frame in frames if not frame.filename.startswith((package, sys.prefix, "<"))]
+        at = (outside or frames)[-1]
+        raise ConfigError(f"{name}: {type(error).__name__}: {error} ({at.filename}:{at.lineno})") from error
+
+
+def _is_memory(error: Exception) -> bool:
+    """See megatron/training/memory.py, which imports torch."""
+    return isinstance(error, MemoryError) or any(
+        text in f"{type(error).__name__} {error}" for text in ("OutOfMemoryError", "can't allocate memory")
+    )
+
+
 @dataclass(frozen=True)
 class ModelProvider:
     """The functions that a user of ``pretrain`` has written; see there what each of them takes and returns."""
@@ -34,12 +63,15 @@ class ModelProvider:
     add_flags: Callable[[ArgumentParser], Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of flags that the command line may change."""
+    layers_are_stages: ClassVar[bool] = False
+    """Whether each of ``layers`` is a pipeline stage."""
 
     def module(self, run: RunConfig, layout: "ParallelLayout") -> "nn.Module":
         """The full model for ``DeepSpeedEngine``. Raises ConfigError for settings that need layers."""
         from megatron.engines.containers import ProvidedModel, SequentialModel
 
-        model = self.model(run, layout)
+        with user_function("model_provider"):
+            model = self.model(run, layout)
         if isinstance(model, list | tuple):
             return SequentialModel(model, self.loss_of_outputs, run.activation)
         if run.activation.layers_together:
@@ -51,7 +83,8 @@ class ModelProvider:
 
     def layers(self, run: RunConfig, layout: "ParallelLayout") -> tuple["Layers", "LossFn"]:
         """The layers for the pipeline engine, and the loss. Raises ConfigError if the model is no list of them."""
-        layers = self.model(run, layout)
+        with user_function("model_provider"):
+            layers = self.model(run, layout)
         if not isinstance(layers, list | tuple):
             raise ConfigError(
                 f"--pipe-parallel-size {run.parallel.pipe_parallel_size} needs a list of layers, and model_provider "
@@ -66,7 +99,8 @@ class ModelProvider:
 
     def loss(self, model: "nn.Module", inputs: Any, targets: Sequence[Any]) -> "Tensor":
         """The loss of a micro-batch: what ``forward_step`` returns, or the first part of it."""
-        result = self.forward_step(iter([(inputs, *targets)]), model)
+        with user_function("forward_step"):
+            result = self.forward_step(iter([(inputs, *targets)]), model)
         return result[0] if isinstance(result, tuple) else result
 
     def loss_of_outputs(self, outputs: Any, targets: Sequence[Any]) -> "Tensor":
@@ -78,7 +112,8 @@ class ModelProvider:
 
         Raises DataError if there are no three of them, none for training, or one without a sample.
         """
-        datasets = self.datasets(run, samples)
+        with user_function("train_valid_test_datasets_provider"):
+            datasets = self.datasets(run, samples)
         if len(datasets) != 3 or datasets[0] is None:
             raise DataError(
                 "train_valid_test_datasets_provider must return three data sets, of which validation and test may be "
@@ -91,6 +126,13 @@ class ModelProvider:
             for dataset, count in zip(datasets, samples, strict=True)
         ]
 
+    def batch(self, parts: Sequence["Tensor"]) -> "Batch":
+        """The parts of a collated sample as a micro-batch: the first is the input of the model, the others targets."""
+        from megatron.data.loader import Batch
+
+        inputs, *targets = parts
+        return Batch(inputs, tuple(targets))
+
 
 class ProvidedDataset:
     """``samples`` samples of a user's data set, in its order; from its beginning again if it has fewer."""
@@ -102,20 +144,19 @@ class ProvidedDataset:
         """Samples, as many as were requested."""
         return self._samples
 
+    def first(self) -> Any:
+        """The first sample."""
+        return self._dataset[0]
+
     def take(self, indices: Sequence[int]) -> Any:
         """Some samples, collated: a list of one tensor [n, ...] for each part of a sample."""
         from torch.utils.data import default_collate
 
-        samples = [self._dataset[index % len(self._dataset)] for index in indices]
-        return default_collate([sample if isinstance(sample, tuple | list) else (sample,) for sample in samples])
-
-
-def provided_batch(parts: Sequence["Tensor"]) -> "Batch":
-    """The parts of a collated sample as a micro-batch: the first is the input of the model, the others are targets."""
-    from megatron.data.loader import Batch
-
-    inputs, *targets = parts
-    return Batch(inputs, tuple(targets))
+        with user_function("the data set"):
+            samples = [self._dataset[index % len(self._dataset)] for index in indices]
+            if isinstance(samples[0], Mapping):
+                samples = [tuple(sample.values()) for sample in samples]
+            return default_collate([sample if isinstance(sample, tuple | list) else (sample,) for sample in samples])
 
 
 def provided_architecture(provider: ModelProvider) -> ArchitectureSpec:

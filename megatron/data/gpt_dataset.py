@@ -1,0 +1,50 @@
+"""Megatron-LM's function that opens the data sets of GPT, for programs written with it."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.config import DataConfig
+from megatron.data.datasets import Samples, indexed_datasets
+
+
+class GPTDataset:
+    """Samples as Megatron-LM's programs take them: ``{"text": tokens int64 [s + 1]}``."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"text": self._samples.take([index])[0]}
+
+
+def build_train_valid_test_datasets(
+    data_prefix: str | Sequence[Any],
+    data_impl: str = "mmap",
+    splits_string: str = "969, 30, 1",
+    train_valid_test_num_samples: Sequence[int] = (0, 0, 0),
+    seq_length: int = 1024,
+    seed: int = 1234,
+    skip_warmup: bool = True,
+) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    """The data sets of the three splits; None for one without samples. Raises as ``build_datasets``.
+
+    ``data_prefix`` is a path without suffix, or a blend: weight, path, weight, path ... ``data_impl`` does not matter:
+    all formats are mapped into memory.
+    """
+    prefixes = [data_prefix] if isinstance(data_prefix, str) else data_prefix
+    data = DataConfig(
+        data_path=tuple(map(str, prefixes)), split=splits_string, seq_length=seq_length, mmap_warmup=not skip_warmup
+    )
+    counts = dict(zip(("train", "valid", "test"), train_valid_test_num_samples, strict=True))
+    opened = indexed_datasets(data, counts, vocab_size=sys.maxsize, seed=seed)
+    train, valid, test = (
+        GPTDataset(part) if part is not None and count else None
+        for part, count in zip((opened.train, opened.valid, opened.test), counts.values(), strict=True)
+    )
+    return train, valid, test

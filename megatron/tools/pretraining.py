@@ -1,0 +1,145 @@
+"""The program that pretrains a model: command line, ranks, engine, data, training; and the same for a user's model."""
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron.cli import read_run
+from megatron.common.environment import rank
+from megatron.config import RunConfig
+from megatron.launch.environment import prepare_environment
+from megatron.launch.rank import print_warning, run_rank
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
+from megatron.tools.reporting.callbacks import default_callbacks
+from megatron.training.callbacks import Callback
+from megatron.training.model_provider import ModelProvider, provided_architecture
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load import Loaded
+    from megatron.engines.engine import Engine
+    from megatron.parallel.layout import ParallelLayout
+
+ARCHITECTURE = GPT2
+
+
+def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
+    """Parse and check the command line, then train. Returns the exit code of the process.
+
+    Nothing here imports torch, so that a mistake is reported in under a second.
+    """
+    parsed = read_run(sys.argv[1:], os.environ, architecture)
+    is_main_rank = not rank(os.environ)
+    if parsed.run.parallel.elastic_layout:
+        from megatron.tools.planning.survivors import arguments_at_world_size
+
+        arguments, chosen = arguments_at_world_size(sys.argv[1:], os.environ, architecture)
+        parsed = read_run(arguments, os.environ, architecture)
+        if is_main_rank:
+            print(f"> elastic   {chosen}", flush=True)
+    if parsed.run.logging.explain:
+        from megatron.tools.planning.explain import explain
+
+        if is_main_rank:
+            explain(parsed)
+        return None
+    run = parsed.checked()
+    for warning in parsed.warnings if is_main_rank else ():
+        print_warning(warning)
+    from megatron.training.preflight import check  # not earlier: it imports numpy, which a mistake need not wait for
+
+    run, _ = check(run)
+    prepare_environment(os.environ, run.parallel)
+    if run.logging.dry_run:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for
+        from megatron.tools.planning.dry_run import dry_run
+
+        if is_main_rank:
+            dry_run(run)
+        return None
+    return train(run, default_callbacks())
+
+
+def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
+    """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
+    from megatron.checkpoint.compatibility import at_saved_sample
+    from megatron.checkpoint.huggingface import load_huggingface
+    from megatron.checkpoint.load import FRESH
+    from megatron.checkpoint.save import lock_folder
+    from megatron.checkpoint.snapshot_recovery import select_newest
+    from megatron.checkpoint.snapshots import requested_snapshots
+    from megatron.cli.settings_file import settings_text
+    from megatron.tools.reporting.tracing import requested_traces
+    from megatron.training.data_iterators import data_iterators
+    from megatron.training.measurements import requested_measurements
+    from megatron.training.metrics import MetricsLogger
+    from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
+    from megatron.training.trainer import ExitConditions, Trainer
+
+    exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way
+    with (
+        initialized_ranks(run, callbacks) as (layout, progress),
+        lock_folder(run) as lock,
+    ):
+        saved = select_newest(run, lock)
+        run = at_saved_sample(saved, run) if saved else run
+        if saved and not run.train.skip_train and is_finished(saved, run):
+            return 0
+        log = MetricsLogger(run, is_main_rank=layout.rank == 0)
+        log_configuration(run, log, callbacks)
+
+        def load_weights(engine: "Engine") -> "Loaded":
+            return load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
+
+        engine, checkpointer, loaded = start_engine(
+            run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
+        )
+        skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
+        observed = run, layout, engine.module
+        trainer = Trainer(
+            run=run,
+            layout=layout,
+            engine=engine,
+            data=data_iterators(run, layout, skipped),
+            checkpointer=checkpointer,
+            log=log,
+            exit_conditions=exit_conditions,
+            progress=progress,
+            snapshots=requested_snapshots(checkpointer, run, log.info),
+            callbacks=[*callbacks, *requested_traces(*observed), *requested_measurements(*observed)],
+        )
+        return trainer.train(finished=loaded.iteration)
+
+
+def pretrain(
+    model_provider: Callable[[RunConfig, "ParallelLayout"], Any],
+    train_valid_test_datasets_provider: Callable[[RunConfig, Sequence[int]], Sequence[Any]],
+    forward_step: Callable[[Iterator[Any], Any], Any],
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> NoReturn:
+    """Train a model of one's own as this program trains GPT-2: docs/adding-a-model.md. Ends the process.
+
+    Args:
+        model_provider: called with the configuration and the layout; returns a module, or a list of layers, such as
+            DeepSpeed's ``LayerSpec``s, which a pipeline can divide.
+        train_valid_test_datasets_provider: called with the configuration and the three numbers of samples that the run
+            needs; returns three data sets with ``len()`` and ``[index]``, or None for validation and test. A sample is
+            a tuple of tensors, arrays or numbers, the first of which is the input of the model.
+        forward_step: called with an iterator over micro-batches, which are samples with a first dimension more, on the
+            CPU or GPU of this rank, and the model; returns the mean loss of one micro-batch.
+        extra_args_provider: called with the parser, for ``parser.add_argument()``; the values are
+            ``run.extra_args[name]``.
+        args_defaults: values of flags by name, for which the command line need not give one.
+    """
+    provider = ModelProvider(
+        model_provider,
+        train_valid_test_datasets_provider,
+        forward_step,
+        extra_args_provider,
+        args_defaults or {},
+    )
+    run_rank(partial(main, provided_architecture(provider)))

@@ -1,0 +1,7 @@
+"""Pretrain GPT: pretrain_gpt2.py under the name that Megatron-LM 2 and later give it."""
+
+from megatron.launch.rank import run_rank
+from megatron.tools.pretraining import main
+
+if __name__ == "__main__":
+    run_rank(main)
