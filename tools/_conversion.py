@@ -37,6 +37,30 @@ def tokenizer_flags(parser: argparse.ArgumentParser, why: str) -> None:
     )
 
 
+def model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of properties of a model that files of another Megatron may lack."""
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens without padding, if no file is given")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="if the files lack it")
+    parser.add_argument(
+        "--openai-gelu", action="store_true", help="GELU is the tanh approximation, as with bias fusion"
+    )
+    parser.add_argument("--layernorm-epsilon", type=float, metavar="E", help="if it is not 1e-5 and the files lack it")
+    parser.add_argument(
+        "--position-embedding-type",
+        choices=("rope", "none"),
+        help="without a table of positions, if the files lack it",
+    )
+    parser.add_argument("--rotary-base", type=float, metavar="B", help="if it is not 10000 and the files lack it")
+    parser.add_argument("--max-position-embeddings", type=int, metavar="N", help="if the files lack it")
+    parser.add_argument(
+        "--checkpoint-version",
+        type=float,
+        choices=(0.0, 1.0, 2.0, 3.0),
+        help="order of query_key_value, if the files lack it or are wrong: 0 [3, heads, size], "
+        "1 [heads, size, 3], 2 and 3 [heads, 3, size]",
+    )
+
+
 def max_shard_size(parser: argparse.ArgumentParser) -> None:
     """Add --max-shard-size."""
     parser.add_argument(

@@ -22,6 +22,7 @@ from _conversion import (
     check_output,
     find_source,
     max_shard_size,
+    model_flags,
     new_output,
     paths,
     report,
@@ -147,11 +148,12 @@ def _from_hf_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _from_megatron(args: argparse.Namespace) -> None:
-    """Write a checkpoint with GPT weights that another Megatron saved, for pretrain_gpt2.py --load FOLDER --finetune.
+    """Write a checkpoint with weights that another Megatron saved, for pretrain_gpt2.py --load FOLDER --finetune.
 
-    It reads mp_rank_XX/model_optim_rng.pt (Megatron-LM), mp_rank_XX_model_states.pt and
-    layer_LL-model_XX-model_states.pt (Megatron on DeepSpeed), and merges tensor-parallel shards and pipeline stages.
-    Properties of the model that the files lack must be given as flags.
+    The model is a GPT, or one of the Llama family. It reads torch_dist folders (megatron-core),
+    mp_rank_XX/model_optim_rng.pt (Megatron-LM), mp_rank_XX_model_states.pt and layer_LL-model_XX-model_states.pt
+    (Megatron on DeepSpeed), and merges tensor-parallel shards and pipeline stages. Properties of the model that the
+    files lack must be given as flags. Nothing but the weights is taken over.
     """
     check_output(args)
 
@@ -162,7 +164,9 @@ def _from_megatron(args: argparse.Namespace) -> None:
     files = tokenizer_files(GPT2_BPE, args.vocab_file, args.merge_file, None)
     bpe = read_bpe(*files) if has_tokenizer else None
 
-    from megatron.tools.convert.from_megatron import GivenModel, read_shards, whole_model
+    from megatron.tools.convert.from_megatron import whole_model
+    from megatron.tools.convert.megatron_config import GivenModel
+    from megatron.tools.convert.megatron_files import read_shards
 
     shards = read_shards(args.path)
     given = GivenModel(
@@ -172,30 +176,22 @@ def _from_megatron(args: argparse.Namespace) -> None:
         version=args.checkpoint_version,
         openai_gelu=args.openai_gelu,
         layernorm_epsilon=args.layernorm_epsilon,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        max_position_embeddings=args.max_position_embeddings,
     )
     model = whole_model(shards, given)
     write_checkpoint(args, model, bpe)
     report(args, model)
     version = shards.version if given.version is None else given.version
     print(f"  query_key_value read as of checkpoint version {version:g}")
+    print("  not taken over: optimizer, learning rate, iteration, position in the data, random states")
 
 
 def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:
     paths(parser, "folder with a tracker file, or the folder that holds the files", "checkpoint folder to write")
     tokenizer_flags(parser, "copied to the output; decides the vocabulary's size")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens without padding, if no file is given")
-    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="if the files lack it")
-    parser.add_argument(
-        "--openai-gelu", action="store_true", help="GELU is the tanh approximation, as with bias fusion"
-    )
-    parser.add_argument("--layernorm-epsilon", type=float, metavar="E", help="if it is not 1e-5 and the files lack it")
-    parser.add_argument(
-        "--checkpoint-version",
-        type=float,
-        choices=(0.0, 1.0, 2.0, 3.0),
-        help="order of query_key_value, if the files lack it or are wrong: 0 [3, heads, size], "
-        "1 [heads, size, 3], 2 and 3 [heads, 3, size]",
-    )
+    model_flags(parser)
 
 
 def _merge_lora(args: argparse.Namespace) -> None:

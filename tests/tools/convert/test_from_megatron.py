@@ -19,8 +19,10 @@ from torch.nn import functional as F
 
 from megatron.common.errors import CheckpointError, ConfigError, UserError
 from megatron.config import ModelConfig
-from megatron.tools.convert.from_megatron import GivenModel, read_shards, whole_model
+from megatron.tools.convert.from_megatron import whole_model
 from megatron.tools.convert.load_and_save import write_checkpoint
+from megatron.tools.convert.megatron_config import GivenModel
+from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.convert.whole_model import WholeModel
 
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 16, 4, 92, 96

@@ -1,0 +1,245 @@
+"""The weights in checkpoints of other Megatrons, under one set of names.
+
+The names are word_embeddings.weight, position_embeddings.weight, layers.N. and then those of our layers,
+final_layernorm.weight and .bias, and head.weight for an output projection, or head_copy.weight if it is the embedding.
+"""
+
+import re
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.run_file import RUN_FILE
+from megatron.common.errors import CheckpointError, first_line
+from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
+
+_STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")
+"""Packages whose objects are in the files: enumerations, loss scalers, random states. None of them is needed."""
+
+
+class _Stub:
+    """Replaces an object of one of ``_STUBBED`` packages: accepts any arguments, and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of ``path``. Raises CheckpointError unless it is tensors, plain values, arguments and stubs only."""
+    try:
+        # Names in files written before torch 1.6 cannot be listed, but torch refuses them while it loads.
+        is_listed = zipfile.is_zipfile(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_listed else []
+        stubs = [(_Stub, name) for name in names if name.startswith(_STUBBED)]
+        if unknown := sorted(set(names) - {name for _, name in stubs} - {"argparse.Namespace"}):
+            raise ValueError(f"it asks for {unknown[0]}, which could run code")
+        with torch.serialization.safe_globals([Namespace, *stubs]):
+            value = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}, and should hold a dictionary")
+    except Exception as error:  # torch raises many types for a damaged file
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
+    return value
+
+
+State = dict[str, Tensor]
+
+_TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
+_LAYER_FILES = "layer_*-model_*-model_states.pt"
+_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_WRAPPER = re.compile(r"(module\.)*(language_model\.)?(embedding\.|transformer\.|encoder\.|decoder\.)?")
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
+_STACKED_NAME = re.compile(r"layers\.([a-z].*)")
+HEAD = "head.weight"
+HEAD_COPY = "head_copy.weight"
+_HEADS = {
+    "word_embeddings_for_head.weight": HEAD_COPY,
+    "output_layer.weight": HEAD,
+    "lm_head.weight": HEAD,
+}
+_OUR_MODULES = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "self_attention.linear_qkv.": "attention.query_key_value.",
+    "self_attention.linear_proj.": "attention.dense.",
+    "self_attention.": "attention.",
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "input_norm.": "input_layernorm.",
+    "post_attention_norm.": "post_attention_layernorm.",
+    "final_norm.": "final_layernorm.",
+}
+"""Modules of megatron-core and of later Megatron-LM -> ours; the first one that a name has is replaced."""
+_NO_WEIGHT = ("_extra_state", "inv_freq")
+"""How the names of tensors end that are states of the FP8 library, or follow from the rotation's base."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The weights of each tensor-parallel rank, from all pipeline stages."""
+
+    folder: Path
+    states: list[State]
+    """One for each tensor-parallel rank."""
+    args: Namespace
+    """The arguments of the run, as far as they were saved."""
+    version: float
+    """The checkpoint version, which decides the order of query_key_value; the format's default if none was saved."""
+
+
+def read_shards(path: Path) -> Shards:
+    """All weights under ``path``, a folder of checkpoints or one of them.
+
+    Raises CheckpointError if there is no known format, or a file is missing or damaged, or could run code.
+    """
+    folder, version = _folder_with_files(path), 3.0
+    if (folder / METADATA).is_file():
+        return _of_torch_dist(folder)
+    layers: dict[int, dict[int, Path]] = {}
+    for file in folder.glob("layer_*-model_states.pt"):
+        if match := _LAYER_FILE.fullmatch(file.name):
+            layers.setdefault(int(match[2]), {})[int(match[1])] = file
+    files = [_read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))[: 1 if layers else None]]
+    if layers:
+        states = [_of_layers(folder, rank, numbered) for rank, numbered in sorted(layers.items())]
+    elif files:  # DeepSpeed without a pipeline
+        states = [_of_stages(folder, [file], "module") for file in files]
+    else:
+        stages = [[_read(file) for file in of_rank] for of_rank in _rank_files(folder)]
+        states, files, version = [_of_stages(folder, of_rank, "model") for of_rank in stages], stages[0], 0.0
+    return _with_args(folder, states, files[0] if files else {}, version)
+
+
+def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
+    args, saved = file.get("args"), file.get("checkpoint_version")
+    version = float(saved) if isinstance(saved, int | float) else version
+    return Shards(folder, states, args if isinstance(args, Namespace) else Namespace(), version)
+
+
+def _of_torch_dist(folder: Path) -> Shards:
+    """The torch_dist format: full weights, those of equal layers as one tensor [l, ..]; the arguments in common.pt."""
+    state: State = {}
+    for name, tensor in _named(read_torch_dist(folder)).items():
+        if match := _STACKED_NAME.fullmatch(name):
+            layers = tensor.unbind() if tensor.dim() else ()
+            state |= {f"layers.{number}.{match[1]}": one for number, one in enumerate(layers)}
+        else:
+            state[name] = tensor
+    common = folder / "common.pt"
+    return _with_args(folder, [state], _read(common) if common.is_file() else {}, 3.0)
+
+
+def _folder_with_files(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    if any(path.glob(RUN_FILE)) or any(path.glob(f"*/{RUN_FILE}")):
+        raise CheckpointError(f"{path} is a checkpoint of this suite: --load it as it is")
+    for folder in (path, *_tracked(path)):
+        if (folder / METADATA).is_file() or any(folder.glob("mp_rank_*")) or any(folder.glob(_LAYER_FILES)):
+            return folder
+    raise CheckpointError(
+        f"{path}: no checkpoint of Megatron there: neither {METADATA} (torch_dist), nor mp_rank_* or layer_* files, "
+        "nor a tracker that names one"
+    )
+
+
+def _tracked(path: Path) -> Iterator[Path]:
+    """The folders that a tracker file may name."""
+    for tracker in _TRACKERS:
+        name = (path / tracker).read_text(errors="replace").strip() if (path / tracker).is_file() else ""
+        if re.fullmatch(r"\w[\w.-]*", name):
+            yield path / name
+        if name.isdecimal() and len(name) < 19:
+            yield path / f"iter_{int(name):07d}"
+            yield path / f"global_step{int(name)}"
+
+
+def _rank_files(folder: Path) -> list[list[Path]]:
+    """The files of each tensor-parallel rank, in the order of the stages."""
+    found: dict[int, dict[int, Path]] = {}
+    for file in folder.glob("mp_rank_*/model_*rng.pt"):
+        if match := _RANK_FOLDER.fullmatch(file.parent.name):
+            found.setdefault(int(match[1]), {})[int(match[2] or 0)] = file
+    if not found:
+        raise CheckpointError(f"{folder}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
+    for rank, stages in found.items():
+        _check_gapless([-1, *stages], f"{folder}/mp_rank_{rank:02d}_PPP")
+    return [[stages[stage] for stage in sorted(stages)] for _, stages in sorted(found.items())]
+
+
+def _of_stages(folder: Path, files: Sequence[Mapping[str, Any]], key: str) -> State:
+    """Concatenate the weights of stages, each of which numbers its layers from 0."""
+    state: State = {}
+    first = 0
+    for file in files:
+        stage = file.get(key)
+        if not isinstance(stage, Mapping):
+            more = "; it was saved with virtual pipeline stages" if f"{key}0" in file else ""
+            raise CheckpointError(f"{folder}: a file holds no weights under {key!r}{more}")
+        last = first - 1
+        for name, tensor in _named(stage).items():
+            if match := _LAYER_NAME.fullmatch(name):
+                number = first + int(match[1])
+                name, last = f"layers.{number}.{match[2]}", max(number, last)
+            state[name] = tensor
+        first = last + 1
+    return state
+
+
+def _of_layers(folder: Path, rank: int, files: Mapping[int, Path]) -> State:
+    """Read the files of layers in order. The kind of a layer follows from parameter names: numbers differ."""
+    state: State = {}
+    numbers: list[int] = []
+    for number, file in sorted(files.items()):
+        own, prefix = _named(_read(file)), ""
+        if "input_layernorm.weight" in own:
+            prefix = f"layers.{len(numbers)}."
+            numbers.append(number)
+        elif "weight" in own and own["weight"].dim() == 1:
+            prefix = "final_layernorm."
+        elif "word_embeddings.weight" in own and "word_embeddings.weight" in state:
+            own = {HEAD_COPY: own["word_embeddings.weight"]}
+        state |= {prefix + name: tensor for name, tensor in own.items()}
+    _check_gapless(numbers, f"{folder}/layer_LL-model_{rank:02d}-model_states.pt")
+    return state
+
+
+def _check_gapless(numbers: Sequence[int], files: str) -> None:
+    missing = set(range(min(numbers, default=0), max(numbers, default=0))) - set(numbers)
+    if missing:
+        raise CheckpointError(f"{files}: number {min(missing)} is missing between {min(numbers)} and {max(numbers)}")
+
+
+def _named(tree: Mapping[str, Any], prefix: str = "") -> State:
+    """The tensors of a tree under the names of this module; other values among them are no weights."""
+    state: State = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            state |= _named(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor) and not str(key).endswith(_NO_WEIGHT):
+            name = _WRAPPER.sub("", f"{prefix}{key}", count=1)
+            if theirs := next((module for module in _OUR_MODULES if module in name), None):
+                name = name.replace(theirs, _OUR_MODULES[theirs], 1)
+            state[_HEADS.get(name, name)] = value
+    return state
+
+
+def tensor_of(shards: Shards, name: str, *, rank: int = 0, dims: int | None = None) -> Tensor:
+    """The tensor ``name`` of a rank. Raises CheckpointError if it is missing, or has not ``dims`` dimensions."""
+    if name not in shards.states[rank]:
+        raise CheckpointError(f"{shards.folder} holds no {name}")
+    tensor = shards.states[rank][name]
+    if dims not in (None, tensor.dim()):
+        raise CheckpointError(f"{shards.folder}: {name} is {list(tensor.shape)}, and should have {dims} dimensions")
+    return tensor

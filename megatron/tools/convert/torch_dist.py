@@ -1,0 +1,115 @@
+"""The weights in a folder of torch.distributed.checkpoint, as megatron-core's torch_dist format writes them.
+
+A pickle, .metadata, lists the tensors and where in the .distcp files their parts are.
+"""
+
+import io
+import math
+import pickle
+import warnings
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, filesystem, metadata, planner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from megatron.common.errors import CheckpointError, first_line
+
+METADATA = ".metadata"
+_NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
+"""How the names of other states begin."""
+_MODULES: dict[str, ModuleType] = {module.__name__: module for module in (metadata, planner, filesystem)}
+_OTHERS = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): str,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the data classes and enumerations of torch's metadata, sizes and types; nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OTHERS:
+            return _OTHERS[module, name]
+        found = getattr(torch if module == "torch" else _MODULES.get(module), name, None)
+        if isinstance(found, torch.dtype):
+            return found
+        if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, Enum)):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, with metadata that have been read already."""
+
+    def __init__(self, folder: Path, content: Metadata):
+        super().__init__(folder)
+        self.content = content
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.content
+
+
+def read_torch_dist(folder: Path) -> dict[str, Tensor]:
+    """All weights in ``folder``, full.
+
+    Raises CheckpointError if a file is missing or damaged, or could run code.
+    """
+    content = _read_metadata(folder / METADATA)
+    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    try:
+        found = {
+            name: entry
+            for name, entry in content.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(_NO_WEIGHTS)
+        }
+        for name, entry in found.items():
+            _check_parts(name, entry, size)
+        for info in content.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"it names the file {info.relative_path!r}, which is not in the same folder")
+    except Exception as error:  # whatever the fields are
+        raise CheckpointError(f"{folder / METADATA} is damaged ({first_line(error)})") from error
+    weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            checkpoint.load(weights, storage_reader=_Reader(folder, content), no_dist=True)
+    except (Exception, CheckpointException) as error:  # torch raises many types for a damaged file
+        raise CheckpointError(f"{folder} cannot be read ({_reason(error)})") from error
+    return weights
+
+
+def _read_metadata(file: Path) -> Metadata:
+    try:
+        content = _Unpickler(io.BytesIO(file.read_bytes())).load()
+        if not isinstance(content, Metadata):
+            raise ValueError(f"it holds a {type(content).__name__}, and should hold metadata")
+    except Exception as error:  # a damaged pickle raises any
+        raise CheckpointError(f"{file} cannot be read ({first_line(error)})") from error
+    content.storage_meta = StorageMeta()
+    return content
+
+
+def _check_parts(name: str, entry: TensorStorageMetadata, size: int) -> None:
+    """Raises ValueError unless the parts of a tensor fill it, and ``size`` bytes of files can hold it."""
+    numel = math.prod(entry.size)
+    if not numel * entry.properties.dtype.itemsize <= size:
+        raise ValueError(f"{name} is {list(entry.size)}, which is more than the .distcp files there hold")
+    if sum(math.prod(part.sizes) for part in entry.chunks) != numel:
+        raise ValueError(f"the parts of {name} do not fill {list(entry.size)}")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, or of the error of the only process, which torch wraps."""
+    if isinstance(error, CheckpointException):
+        ((error, _),) = error.failures.values()
+    return first_line(error) if isinstance(error, Exception) else type(error).__name__
