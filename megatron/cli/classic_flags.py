@@ -46,7 +46,7 @@ _IGNORED = {
     "--scaled-upper-triang-masked-softmax-fusion requires it": (
         "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder "
         "attention-backend=flash attention-backend=fused attention-backend=auto scaled-masked-softmax-fusion "
-        "no-masked-softmax-fusion"
+        "no-masked-softmax-fusion no-scaled-masked-softmax-fusion"
     ),
     "the attention mask follows from --pre-tokens and --reset-attention-mask": (
         "no-create-attention-mask-in-dataloader"
@@ -59,7 +59,8 @@ _IGNORED = {
     "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam",
     "Muon's iterations are in bf16 with --bf16, otherwise in fp32": "muon-fp32-matmul-prec",
     "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
-        "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp "
+        "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-ddp use-contiguous-buffers-in-local-ddp "
+        "no-contiguous-buffers-in-local-ddp "
         "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective "
         "no-gradient-reduce-div-fusion no-align-grad-reduce no-align-param-gather delay-grad-reduce "
         "no-delay-grad-reduce delay-param-gather no-delay-param-gather"
@@ -121,7 +122,7 @@ _IGNORED = {
     ),
     "a --load folder without a checkpoint ends the run, unless it is the --save folder": "exit-on-missing-checkpoint",
     "weights are initialized before a checkpoint is loaded": "no-initialization init-model-with-meta-device",
-    "it is a service of NVIDIA's own cluster": "no-one-logger one-logger-* app-tag-*",
+    "it is a service of NVIDIA's own cluster": "no-one-logger enable-one-logger one-logger-* app-tag-*",
 }
 """What happens instead of what a flag asks for; a warning says so."""
 
@@ -158,6 +159,7 @@ _REFUSED = {
     "ZeRO shards the weights: use --zero-stage 3": (
         "DDP-impl use-torch-fsdp2 use-megatron-fsdp torch-fsdp2-* fsdp-* data-parallel-sharding-strategy "
         "suggested-communication-unit-size enable-full-sharding-in-hsdp keep-fp8-transpose-cache "
+        "use-custom-fsdp keep-fp8-transpose-cache-when-using-custom-fsdp "
         "num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor scattered-embeddings"
     ),
     "the optimizer is offloaded completely: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to be "
@@ -214,7 +216,15 @@ _REFUSED = {
     "data sets are named on the command line: use --data-path, or --train-data-path and its companions": (
         "data-args-path per-split-data-args-path aml-data-download-path sample-rate train-idx-path train-desc-path "
         "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path train-data-exact-num-epochs "
-        "return-data-index use-dataset-only object-storage-cache-path disable-msc"
+        "return-data-index use-dataset-only object-storage-cache-path s3-cache-path disable-msc"
+    ),
+    "the weights of a blend always count as shares of its samples: remove it": "renormalize-blend-weights",
+    "encoder and decoder have one layout: use --model-parallel-size and --pipe-parallel-size": (
+        "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"
+    ),
+    "it is for vision models: remove it": "img-dim",
+    "checkpoints are recognized; those of other programs are converted by tools/convert_checkpoint.py": (
+        "load-model-opt-format"
     ),
     "samples are shuffled for each epoch: use --dataloader-type single": "dataloader-type",
     "settings are read from the command line: tools/inspect_checkpoint.py prints the settings of a checkpoint": (

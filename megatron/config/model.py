@@ -152,14 +152,14 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
         65536,
         "Number of preceding tokens that each token attends to: a sliding window. Also as N,0, after which 0 following "
         "ones are seen.",
-        aliases=("pre-tockens", "window-size"),
+        aliases=("pre-tockens", "pre", "window-size"),
         within="[0, inf)",
         masked_lm=False,
     )
     next_tokens: int = flag(
         65536,
         "Number of following tokens that each token may attend to; has no effect on a causal model.",
-        aliases=("next-tockens",),
+        aliases=("next-tockens", "next"),
         within="[0, inf)",
         masked_lm=False,
     )

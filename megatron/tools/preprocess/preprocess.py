@@ -135,11 +135,15 @@ def _add(
     summary: Summary,
     log_skipped: Callable[[str], None] | None,
 ) -> None:
-    """Write a chunk's documents and count them. Raises DataError for a bad line, unless ``log_skipped`` is there."""
+    """Write a chunk's documents and count them. Raises DataError for a bad line, unless ``log_skipped`` is there.
+
+    A document without text is no bad line.
+    """
     for error in tokenized.errors:
-        if log_skipped is None:
+        if log_skipped is None and not error.is_empty:
             raise DataError(f"{error.message} (--on-error skip skips such lines)")
-        log_skipped(error.message)
+        if log_skipped is not None:
+            log_skipped(error.message)
         summary.empty += error.is_empty
         summary.bad_lines += not error.is_empty
     for key, builder in builders.items():

@@ -57,8 +57,9 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
         if FORMATS[job.format_of(chunk.path)].allows_blank_lines:
             blank += len(without)
         else:
-            what = f'no text under "{key}"' if job.conversations is None else "no token to train on"
-            errors |= {LineError(line, f"{chunk.path}:{line}: {what}", is_empty=True) for line in without}
+            is_text = job.conversations is None
+            what = f'no text under "{key}"' if is_text else "no token to train on"
+            errors |= {LineError(line, f"{chunk.path}:{line}: {what}", is_empty=is_text) for line in without}
         dtype = job.dtype_of(key, tokenizer.vocab_size)
         pieces = chain.from_iterable(documents)
         tokens[key] = np.concatenate([np.empty(0, dtype), *pieces], dtype=dtype, casting="unsafe")
