@@ -7,6 +7,7 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,39 @@ def test_every_format_gives_the_same_model(run_ranks, logits: Tensor, tmp_path: 
     ((found, weights),) = run_ranks(1, logits_and_weights, tmp_path / "ours")
     assert found.equal(logits) and logits.std() > 0.1
     assert weights.keys() == WEIGHTS.keys() and all(weights[name].equal(WEIGHTS[name]) for name in WEIGHTS)
+
+
+LLAMA = replace(
+    CONFIG, num_query_groups=2, swiglu=True, normalization="RMSNorm", disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=500.0,
+)  # fmt: skip
+
+
+def test_a_llama_in_classic_files_of_two_ranks(tmp_path: Path):
+    """Each rank has its groups of query_key_value, and its rows of gate, then those of up."""
+    weights = made_up_weights(LLAMA)
+    names = {"0.word_embeddings.weight": "embedding.word_embeddings.weight", "8.weight": "output_layer.weight"}
+    names |= {f"{LAYERS + 3}.weight": "encoder.final_norm.weight"}
+    for rank in range(2):
+        model: dict[str, Tensor] = {"rotary_pos_emb.inv_freq": torch.ones(2)}
+        for name, tensor in weights.items():
+            number, _, inner = name.partition(".")
+            theirs = names.get(name) or f"encoder.layers.{int(number) - 2}.{inner}".replace(
+                ".attention", ".self_attention"
+            )
+            if "dense_h_to_4h" in name:
+                tensor = torch.cat([part.chunk(2)[rank] for part in tensor])
+            elif "query_key_value" in name or tensor.size(0) == TOKENS:
+                tensor = F.pad(tensor, (0, 0, 0, -len(tensor) % 4)).chunk(2)[rank]
+            elif tensor.dim() == 2:
+                tensor = tensor.chunk(2, 1)[rank]
+            model[theirs] = tensor
+        said = {"vocab_size": TOKENS, "seq_length": 8, "use_rotary_position_embeddings": True, "rotary_base": 500}
+        file = {"model": {"language_model": model}, "args": Namespace(**vars(ARGS), **said), "checkpoint_version": 3.0}
+        save(file, tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
+    found = whole_model(read_shards(tmp_path), GivenModel())
+    assert found.config == replace(LLAMA, hidden_dropout=0.25, eod_token=TOKENS - 1)
+    assert all(found.weights[name].equal(weights[name]) for name in weights)
 
 
 def test_the_tool(programs: Programs, run_ranks, logits: Tensor, tmp_path: Path):
