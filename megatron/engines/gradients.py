@@ -146,6 +146,8 @@ class GradientBucket:
         if self._started.work is not None:
             self._started.work.wait()
         received, self._started, self._arrived = self._started.received, None, 0
+        if self._flat is None and not self._scatters:
+            received = received.clone()  # of a rank's part, so that the parts of all ranks are freed
         for parameter in self.parameters:
             parameter.grad = None
         return received

@@ -23,7 +23,7 @@ class HostCopy:
         """Whether reading does not wait, as on the CPU."""
         if tensors:
             # torch.stack takes the largest type of all, in which large integers would not fit beside fp32.
-            numbers = torch.stack([one.double() if one.dtype == torch.int64 else one for one in tensors])
+            numbers = torch.stack([one.double() if one.dtype in (torch.int32, torch.int64) else one for one in tensors])
             self._numbers = get_accelerator().pin_memory(torch.empty(numbers.shape, dtype=numbers.dtype))
             self._numbers.copy_(numbers, non_blocking=True)
             self._copied = get_accelerator().Event()

@@ -333,9 +333,9 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
 
 def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
-    """The loss scale after a step, of which ``scaler`` does not know yet."""
+    """The loss scale after a step, of which ``scaler`` does not know yet. At the smallest scale it stays there."""
     after = copy(scaler)
-    after.raise_error_at_min_scale = False
+    after.raise_error_at_min_scale = False  # the host decides when it learns whether the step did overflow
     after.update_scale(overflows)
     return after.cur_scale
 

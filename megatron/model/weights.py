@@ -76,7 +76,10 @@ def _matmul(
         return {"kernel": linear_kernel(config), "chunks": layout.forward_chunks}
     share = partial(largest_of_ranks, group=layout.tensor_group)
     kernel = partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
-    return {"kernel": kernel, "chunks": CHUNKS if layout.forward_chunks == BY_RANK else layout.forward_chunks}
+    chunks = CHUNKS if layout.forward_chunks == BY_RANK else layout.forward_chunks
+    if config.fp8_recipe == "tensorwise" and not is_column_parallel:
+        chunks = 1  # ranks share the scale of the input: the all-reduce for it would wait for the chunk before
+    return {"kernel": kernel, "chunks": chunks}
 
 
 def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> ParallelAdapter | None:

@@ -6,6 +6,8 @@ kernel of a collective takes multiprocessors from the matmuls.
 b batch, s sequence, i inputs, o outputs, t ranks of the group
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,12 +24,19 @@ def maps_memory(group: ProcessGroup, device: str) -> bool:
     """
     if device != "cuda" or group.size() == 1 or len(set(_of_ranks(pid_namespace(), group))) > 1:
         return False
-    try:
-        symm_mem.get_symm_mem_workspace(group.group_name, min_size=1)  # the call of the matmuls below
-        is_mapped = True
-    except RuntimeError:
-        is_mapped = False
+    if not all(_of_ranks(_succeeds(lambda: symm_mem.empty(1, device=torch.device("cuda"))), group)):
+        return False  # the ranks meet in the next call, where those that can would wait for one that cannot
+    # The call of the matmuls below.
+    is_mapped = _succeeds(lambda: symm_mem.get_symm_mem_workspace(group.group_name, min_size=1))
     return all(_of_ranks(is_mapped, group))
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _of_ranks(value: object, group: ProcessGroup) -> list[object]:

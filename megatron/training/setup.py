@@ -36,6 +36,7 @@ from megatron.model.spec import architecture_of
 from megatron.ops.attention import device_facts
 from megatron.ops.norm import uses_apex
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.chunks import BY_RANK, CHUNKS
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback
 from megatron.training.learning_rates import annealing_lr
@@ -138,6 +139,9 @@ def _log_start(
     log.info(_describe_model(engine.module, layout))
     norm = "apex" if uses_apex(run.model.fused_kernels) else "torch"
     log.info(f"> optimizer {optimizer_name(engine.basic_optimizer)}; layer norm of {norm}")
+    if run.parallel.tp_comm_overlap:
+        way = "through symmetric memory" if layout.forward_chunks == BY_RANK else f"in {CHUNKS} chunks"
+        log.info(f"> forward matmuls of tensor-parallel layers communicate {way}")
     for remark in loaded.remarks:
         log.info(f"> {remark}")
     if saved:

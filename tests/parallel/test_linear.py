@@ -242,7 +242,10 @@ def test_symmetric_memory_is_chosen_where_ranks_can_map_it(run_ranks):
 
 
 def choices_of_chunks():
-    """On a device that has none, of several hosts, without sequence parallelism, and in FP8: chunks as elsewhere."""
+    """On a device that has none, of several hosts, without sequence parallelism, and in FP8: chunks as elsewhere.
+
+    But no chunks of an input whose scale the ranks share.
+    """
     assert not maps_memory(dist.group.WORLD, "cpu")
     assert not maps_memory(dist.group.WORLD, "cuda"), "this torch has no CUDA"
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 8}
@@ -258,7 +261,7 @@ def choices_of_chunks():
         layers = [build(config, layout, "a.b", 32, 64) for build in (column_parallel, row_parallel)]
         assert all(isinstance(layer.kernel, Fp8LinearKernel) == bool(more) for layer in layers)
         found.append([layer.chunks for layer in layers])
-    assert found == [[BY_RANK] * 2] + [[ALL_CHUNKS] * 2] * 7
+    assert found == [[BY_RANK] * 2, *[[ALL_CHUNKS, 1], [ALL_CHUNKS] * 2] * 3, [ALL_CHUNKS, 1]]
 
 
 class _Events(TorchDispatchMode):

@@ -183,6 +183,8 @@ t5 --relative-attention-num-buckets 9
 gpu --fp16 --bf16
 --optimizer muon --zero-stage 3
     --zero-stage 2
+--compile --zero-stage 3 --reset-attention-mask
+    --zero-stage 2
 """)
 WARNED = _rows("""
 --tokenizer-type WhitespaceTokenizer

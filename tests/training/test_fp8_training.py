@@ -70,5 +70,6 @@ def _counting(words: list[str]) -> tuple[int, str]:
 
     with patch.object(Fp8LinearKernel, "__init__", made):
         code, _ = pretrain(words)
-    assert kernels and {kernel.quantizations for kernel in kernels} == {kernels[0].quantizations}
-    return code, str(kernels[0].quantizations)
+    counts = {kernel.quantizations for kernel in kernels}
+    assert counts and (len(counts) == 1 or not kernels[0].keeps_weights), "or a layer that has no chunks does it less"
+    return code, str(max(counts))

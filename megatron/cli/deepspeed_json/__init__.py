@@ -282,8 +282,9 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iter
     parallel, stage = run.parallel, run.zero.zero_stage
     prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
     divides = f"gradient_predivide_factor {factor:g}"
-    adds_up_bf16_in_fp32 = run.precision.bf16 and run.precision.grad_accum_dtype == "fp32"
-    if file.get(ZERO, {}).get("compute_grad_norm") is False and adds_up_bf16_in_fp32 and stage == 1:
+    adds_up_bf16_in_fp32 = run.precision.bf16 and run.precision.grad_accum_dtype == "fp32" and stage == 1
+    has_no_norm = file.get(ZERO, {}).get("compute_grad_norm") is False
+    if has_no_norm and adds_up_bf16_in_fp32 and run.zero.offload_optimizer == "none":
         yield "compute_grad_norm false does not work with fp32 sums of bf16 gradients at ZeRO 1: remove it"
     if stage >= 2 and run.zero.zero_reduce_scatter:
         for key, is_given in ((divides, factor != 1), ("prescale_gradients true", prescales)):

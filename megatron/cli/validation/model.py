@@ -276,3 +276,18 @@ def experts_on_each_stage(run: RunConfig) -> Messages:
                 f"--pipeline-partition {method} leaves stage {stage} without a layer with experts "
                 f"(--moe-layer-freq {model.moe_layer_freq}): divide the layers otherwise"
             )
+
+
+@rule(
+    "compiled layers at ZeRO 3 get hidden states only",
+    why="DeepSpeed reduces the gradients of a compiled layer in a hook that torch runs too early if the layer gets "
+    "several tensors, such as with segment ids.",
+    otherwise="reduces gradients before they exist",
+)
+def compiled_at_zero_3(run: RunConfig) -> Messages:
+    if not run.model.compile or run.zero.zero_stage != 3:
+        return
+    if run.model.layers_need_segment_ids:
+        yield "--compile with --zero-stage 3 excludes --reset-attention-mask: remove --compile, or use --zero-stage 2"
+    elif architecture_of(run.model).masked_lm:
+        yield "--compile with --zero-stage 3 excludes BERT: remove --compile, or use --zero-stage 2"
