@@ -69,9 +69,14 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 def test_no_script_goes_untested() -> None:
     scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")}
     assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"}
-    # Their tests: tests/test_examples.py, tests/training/test_model_provider.py.
+    # Their tests: tests/test_examples.py, tests/training/test_model_provider.py and test_classic_program.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert programs == {"pretrain_my_model.py", "show_communication.py", "train_small_model.py"}
+    assert programs == {
+        "pretrain_gpt_megatron.py",
+        "pretrain_my_model.py",
+        "show_communication.py",
+        "train_small_model.py",
+    }
     # Their tests: tests/cli/test_settings_file.py, tests/test_docs_commands.py.
     others = {path.name for path in (ROOT / "examples").iterdir()} - scripts - programs
     assert others - {"__pycache__"} == {"run.yaml", "chat_template.jinja"}
