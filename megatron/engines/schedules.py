@@ -122,6 +122,19 @@ class PipelinedEngine(Engine, PipelineEngine):
         return self.grid.stage_to_global(self.module.schedule.stage_of(self._last_chunk))
 
     @overrides(PipelineEngine, "(self)")
+    def _aggregate_total_loss(self) -> Tensor:
+        """The loss of a batch, []. Other stages receive it in zeros of the device; the host's would have to wait."""
+        if self.is_last_stage():
+            return super()._aggregate_total_loss()
+        parts = self.module.get_additional_losses()
+        losses = torch.zeros(2 + len(parts or ()), device=self.device)
+        dist.broadcast(losses, self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss = losses[0]
+        if parts is not None:
+            self.agg_additional_losses = dict(zip(parts, losses[2:].unbind(), strict=True))
+        return losses[1]
+
+    @overrides(PipelineEngine, "(self)")
     def reset_activation_shape(self) -> None:
         """Exchange the shapes of tensors between chunks again."""
         super().reset_activation_shape()

@@ -25,8 +25,6 @@ REDUCED_3 = "deepspeed/runtime/zero/stage3.py:1414 independent_gradient_partitio
 """ZeRO 3 ends the reduction of gradients after each micro-batch."""
 GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_params_coalesced"
 """ZeRO 3 gathers the small weights, which stay whole, after the step."""
-LOSS_BUFFER = "deepspeed/runtime/pipe/engine.py:628 _aggregate_total_loss"
-"""Zeros from the host, into which a stage without the loss receives it."""
 
 SENT_TO_EXPERTS = "megatron/parallel/expert/routes.py rows_of_ranks"
 """How many tokens go to which rank of expert parallelism: once in a layer and pass."""
@@ -56,9 +54,7 @@ RANKS = {
     "ZeRO 0": Rank("--pipe-parallel-size 1", 2, 1, {}),
     "ZeRO 1, documents": Rank("--zero-stage 1 --reset-attention-mask", 2, 1, {}),
     "ZeRO 1, documents by varlen, recomputed": Rank(f"{VARLEN} --checkpoint-activations", 2, 1, {}),
-    "PP 2, first stage, documents by varlen": Rank(
-        f"{VARLEN} --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1, DOCUMENTS: 2}
-    ),
+    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} --pipe-parallel-size 2", 4, 1, {DOCUMENTS: 2}),
     "ZeRO 1, documents in blocks": Rank(f"--zero-stage 1 --reset-attention-mask {LONG}", 2, 1, {}),
     "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
     "ZeRO 1": Rank("--zero-stage 1", 2, 1, {}),
@@ -74,7 +70,7 @@ RANKS = {
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
-    "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {LOSS_BUFFER: 1}),
+    "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {}),
     "ZeRO 1, fp16": Rank("--zero-stage 1 --fp16", 2, 1, {}),
     "ZeRO 1, sums in fp32": Rank("--zero-stage 1 --grad-accum-dtype fp32", 2, 1, {}),
     "PP 2, TP 2, last stage, sums in fp32": Rank(
