@@ -39,6 +39,7 @@ ELSEWHERE = {
     r": (bash run_tests.sh|.*pytest )": "starts these tests",
     r": torchrun .* examples/(train_small_model|show_communication).py$": "tests/test_examples.py runs them",
     r": torchrun .* examples/pretrain_my_model.py ": "tests/training/test_model_provider.py runs it",
+    r": torchrun .* examples/pretrain_gpt_megatron.py ": "tests/training/test_classic_program.py runs it",
     r": (source|pip install) ": "prepares the environment in which the tests run",
     r": mkdocs ": "tests/test_docs.py builds the site",
     r": accelerate launch --config_file plan/accelerate.yaml MY_PROGRAM$": "a program of the reader's",
@@ -88,7 +89,8 @@ REAL = {
 }
 """Commands that run: a pattern of page and command, and how."""
 PASSES_ON = (
-    "tools/verify_layout.py", "tools/plan.py", "tools/rehearse.py", "tools/doctor.py", "tools/audit_data.py",
+    "tools/verify_layout.py", "tools/verify_communication.py",
+    "tools/plan.py", "tools/rehearse.py", "tools/doctor.py", "tools/audit_data.py",
     "tasks/main.py",
 )  # fmt: skip
 """Tools that also take the flags of a training program."""
