@@ -24,6 +24,9 @@ TWO = {
         "--pipeline-schedule zbh1 --zero-stage 1 --checkpoint-activations --gradient-accumulation-fusion"
     ),
     "documents-zbv-zero1": f"--pipeline-schedule zbv --zero-stage 1 {DOCUMENTS}",
+    "zbh1-tp2-sequence-one-stage": (
+        "--pipe-parallel-size 1 --model-parallel-size 2 --sequence-parallel --pipeline-schedule zbh1"
+    ),
     "zbv-recompute-uneven": "--pipeline-schedule zbv --pipeline-partition 3,2,3,0 --checkpoint-activations",
 }
 FOUR = {
@@ -76,7 +79,7 @@ def runs(_rank_pools: RankPools, programs: Programs, tmp_path_factory: pytest.Te
         _rank_pools.run_once(ranks, pretrain_each, [command(name, flags) for name, flags in flags_of.items()])
 
     train(1, {"one": "", "documents": DOCUMENTS, "eleven": ELEVEN, "six": SIX})
-    commands = [command(name, f"--pipe-parallel-size 2 {flags}") for name, flags in TWO.items()]
+    commands = [command(name, _with_stages(flags)) for name, flags in TWO.items()]
     saved = None
     for name, flags in CHAIN.items():
         commands.append(command(name, f"--pipe-parallel-size 2 {SIX} --exit-interval 1 {flags}"))
@@ -85,6 +88,11 @@ def runs(_rank_pools: RankPools, programs: Programs, tmp_path_factory: pytest.Te
     _rank_pools.run_once(2, pretrain_each, commands, time_limit=60 * len(commands))
     train(4, FOUR)
     return folders
+
+
+def _with_stages(flags: str) -> str:
+    """``flags`` with two stages, unless they say how many."""
+    return flags if "--pipe-parallel-size" in flags else f"--pipe-parallel-size 2 {flags}"
 
 
 def pretrain_each(commands: list[list[str]]) -> None:
