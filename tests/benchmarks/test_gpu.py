@@ -276,7 +276,8 @@ def test_a_run_on_an_emulated_gpu_is_on_the_page(
 
 
 FAKE_STAGES = """
-import json, sys, time
+import json, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has its background jobs ignore
 sys.path.insert(0, ".")
 from benchmarks.gpu import command, machine, plan
 

@@ -72,8 +72,10 @@ def test_a_fake_rank_takes_as_much_as_a_real_one(rehearsed: dict[str, Any]) -> N
     assert "seconds" not in fake
     for name in ("kernels", "copies", "copied_bytes", "collectives", "sent_bytes"):
         assert fake[name] == real[name], name
-    for kind, size in real["memory_bytes"].items():
-        assert fake["memory_bytes"][kind] == pytest.approx(size, rel=0.1 if kind == "activations" else 0.03), kind
+    for kind, size in real["memory_bytes"].items():  # a real rank may have garbage that is not collected yet
+        assert fake["memory_bytes"][kind] == pytest.approx(
+            size, rel=0.1 if kind in ("activations", "peak") else 0.03
+        ), kind
 
 
 def run_of(words: list[str]) -> RunConfig:
