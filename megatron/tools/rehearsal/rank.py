@@ -1,7 +1,6 @@
 """Run the first iterations of one rank in this process, and describe what they took."""
 
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,13 +9,13 @@ from unittest.mock import patch
 
 from megatron.config import RunConfig
 from megatron.engines.engine import Engine
+from megatron.tools import pretraining
 from megatron.tools.one_rank.group import OneRankGroup
 from megatron.tools.one_rank.run import one_rank, run_program
 from megatron.tools.rehearsal.fake import fake_device
 from megatron.tools.rehearsal.observer import Clocks, Observer
 from megatron.tools.rehearsal.request import Rehearsal, shortened
 from megatron.tools.reporting import callbacks
-from megatron.tools.verify.request import PROGRAM
 from megatron.training import preflight, setup
 
 
@@ -53,12 +52,11 @@ def observed(observer: Observer, engines: list[Engine], iterations: int) -> Iter
 
         return do(group, delivered, kind, *arguments)
 
-    with patch.dict(sys.modules), ExitStack() as stack:
-        sys.modules.pop(PROGRAM.stem, None)  # it would have the usual callbacks if another program has imported it
+    with ExitStack() as stack:
         for owner, name, value in (
             (preflight, "check", checked),
             (setup, "start_engine", started),
-            (callbacks, "default_callbacks", lambda: [observer, callbacks.MemoryAdvice()]),
+            (pretraining, "default_callbacks", lambda: [observer, callbacks.MemoryAdvice()]),
             (OneRankGroup, "do", done),
             (OneRankGroup, "observer", observer.operations),
         ):
