@@ -245,7 +245,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
 
 def default_ffn_hidden_size(model: ModelConfig) -> int:
     """Four times the hidden size; two thirds of it, in multiples of 64, for a gated MLP, which has a third matrix."""
-    return int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.is_gated else 4 * model.hidden_size
+    return max(int(4 * model.hidden_size * 2 / 3 / 64), 1) * 64 if model.is_gated else 4 * model.hidden_size
 
 
 def padded_vocabulary(v: int, t: int, multiple: int = 128) -> int:

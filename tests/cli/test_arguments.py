@@ -248,6 +248,11 @@ def test_a_preset_gives_what_is_not_given() -> None:
         parse_run([*words, "--model-preset", "llama3-8b"], CPU)
 
 
+@pytest.mark.parametrize(("hidden", "mlp"), [(8, 64), (48, 128), (4096, 10880)])
+def test_the_default_width_of_a_gated_mlp_is_never_zero(hidden: int, mlp: int) -> None:
+    assert parse(f"--swiglu --hidden-size {hidden} --num-attention-heads 2").model.ffn_hidden_size == mlp
+
+
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.parameters])
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     preset = PRESETS[name]
