@@ -14,7 +14,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import Source, more_text, words_of
+from megatron.data.splits import Source, advice, words_of
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
 
@@ -47,9 +47,10 @@ class BertDataset(SentenceDataset):
         _, indexed, documents = source
         if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= 2).any():
             return None
+        remedy = advice(data, name, source)
         return (
             f"{words_of(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no document "
-            f"of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or {more_text(data)}"
+            f"of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or {remedy}"
         )
 
     def _sample(self, run: Run, index: int) -> np.ndarray:

@@ -34,12 +34,18 @@ def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
     return SFTDataset if data.sft else GPT2Dataset
 
 
-def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> None:
-    """Check the data sets as far as their indexes show errors; nothing is built. Raises as ``find_sources``."""
+def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> list[str]:
+    """Check the data sets as far as their indexes show errors; nothing is built. Raises as ``find_sources``.
+
+    Returns a message for each part of an empty test split, which is not evaluated.
+    """
     if data.mock_data:
         split_weights(data.split)
-        return
-    find_sources(data, check=_kind(data, masked_lm).problem, train_iters=train_iters, eval_iters=eval_iters)
+        return []
+    skipped: list[str] = []
+    check = _kind(data, masked_lm).problem
+    find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, skipped=skipped)
+    return [f"there is no evaluation on the test split: {message}" for message in skipped]
 
 
 class BlendedDataset(OrderedSamples):

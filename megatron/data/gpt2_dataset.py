@@ -27,7 +27,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import Span, unknown_token
 from megatron.data.map_cache import Arrays, Recipe, cache_folder, cached_epoch, digest
-from megatron.data.splits import Source, SourceSamples, more_text, words_of
+from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class GPT2Dataset(SourceSamples):
         which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
         return (
             f"{words_of(data, name, source)} ({which} of {indexed.num_documents}: {tokens} tokens) holds no sample of "
-            f"{data.seq_length}+1 tokens: {more_text(data, 'a smaller --seq-length')}"
+            f"{data.seq_length}+1 tokens: {advice(data, name, source, 'a smaller --seq-length')}"
         )
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:

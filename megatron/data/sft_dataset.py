@@ -15,7 +15,7 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.splits import Source, SourceSamples, words_of
+from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 """Rows of a sample."""
@@ -96,7 +96,7 @@ class SFTDataset(SourceSamples):
         starts = indexed.document_starts[documents.start : documents.stop + 1]
         positions = np.diff(starts) - 1
         if not (positions > 0).any():
-            return f"{split} has no document: use more text or another --split"
+            return f"{split} has no document: {advice(data, name, source)}"
         kept = zip(starts[:-1].tolist(), positions.clip(0, data.seq_length).tolist(), strict=True)
         if any(loss_mask.span(start + 1, size).any() for start, size in kept if size):
             return None

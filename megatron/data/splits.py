@@ -106,10 +106,16 @@ def words_of(data: DataConfig, name: str, source: Source) -> str:
     return f"the {SPLIT_NAMES[name]} split of {source.indexed.prefix}{cut}"
 
 
-def more_text(data: DataConfig, *others: str) -> str:
-    """Advice for a split without a sample."""
-    options = ["use more text", *others, *(["another --split"] if data.is_split else [])]
-    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
+def advice(data: DataConfig, name: str, source: Source, *others: str) -> str:
+    """What to do about a source without a sample of the split ``name``: flags first, the most helpful before others."""
+    total, options = source.indexed.num_documents, list(others)
+    if data.is_split:
+        share = "--split 9,1,0" if total > 10 else f"--split {total - 1},1,0"
+        has_more = name == "valid" and 1 < total and len(source.documents) < total // 10 + 1
+        options.insert(len(others) if source.documents else 0, share if has_more else "another --split")
+    if name != "train":
+        options.append("--eval-iters 0")
+    return f"use {', '.join(options)} or more text"
 
 
 def has_split(data: DataConfig, name: str) -> bool:
@@ -125,10 +131,12 @@ def find_sources(
     train_iters: int,
     eval_iters: int,
     warmup: bool = False,
+    skipped: list[str] | None = None,
 ) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that is read; with ``warmup`` all of them are read once.
 
-    ``check`` returns an error message for a source of a split that does not hold a single sample, else None.
+    ``check`` returns an error message for a source of a split that does not hold a single sample, else None. Such a
+    test split of ``--split`` is left out; ``skipped``, if given, gets the message.
 
     Raises:
         ConfigError: no data path, or a ``--split`` that cannot be read.
@@ -136,8 +144,13 @@ def find_sources(
     """
     is_read = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
     sources = {name: parts for name, parts in all_sources(data, warmup=warmup).items() if is_read[name]}
-    errors = [message for name, parts in sources.items() for part in parts if (message := check(data, name, part))]
-    if errors:
+    problems = {
+        name: [message for part in parts if (message := check(data, name, part))] for name, parts in sources.items()
+    }
+    if data.is_split and problems.get("test"):
+        del sources["test"]
+        (skipped if skipped is not None else []).extend(problems.pop("test"))
+    if errors := [message for messages in problems.values() for message in messages]:
         raise DataError(errors)
     return sources
 

@@ -19,7 +19,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, more_text, words_of
+from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, words_of
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
 FRAME = 2
@@ -47,7 +47,7 @@ class T5Dataset(SentenceDataset):
             return None
         return (
             f"{words_of(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
-            f"sentence: {more_text(data)}"
+            f"sentence: {advice(data, name, source)}"
         )
 
     def _sample(self, run: Run, index: int) -> np.ndarray:
@@ -194,7 +194,9 @@ class PairDataset(SourceSamples):
                 f"{indexed.prefix} has {indexed.num_documents} documents, and {targets.prefix} "
                 f"{targets.num_documents}: make both again, from lines that have an input and a target"
             )
-        return None if len(documents) else f"the {SPLIT_NAMES[name]} split of {indexed.prefix} holds no document"
+        if len(documents):
+            return None
+        return f"the {SPLIT_NAMES[name]} split of {indexed.prefix} holds no document: {advice(data, name, source)}"
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         return np.stack([self._sample(*divmod(index, len(self.documents))) for index in indices])

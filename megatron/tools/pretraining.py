@@ -49,9 +49,12 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     run = parsed.checked()
     for warning in parsed.warnings if is_main_rank else ():
         print_warning(warning)
-    from megatron.training.preflight import check  # not earlier: it imports numpy, which a mistake need not wait for
+    # Not earlier: it imports numpy, which a mistake need not wait for.
+    from megatron.training.preflight import check, data_warnings
 
     run, _ = check(run)
+    for warning in data_warnings(run) if is_main_rank else ():
+        print_warning(warning)
     prepare_environment(os.environ, run.parallel)
     if run.logging.dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.config import RunConfig
+from megatron.config.data import SPLITS
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.data.datasets import (
     BlendedDataset,
@@ -24,7 +25,6 @@ from megatron.data.datasets import (
 )
 from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch, sft_batch, span_batch
 from megatron.data.sft_dataset import SFTDataset
-from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
 from megatron.ops.packed_attention import keep_on_host
 from megatron.parallel.layout import ParallelLayout
@@ -75,11 +75,13 @@ class DataIterators:
         self._run, self._layout = run, layout
         self._reads = layout.is_first_stage or layout.is_last_stage
         self.skipped_samples = skipped_samples
+        self._splits: set[str] = set()
+        """Those that the data sets have, also on ranks that do not read them."""
         self._datasets = self._build()
 
     def has(self, split: str) -> bool:
         """Whether ``valid`` or ``test`` has any data."""
-        return has_split(self._run.data, split)
+        return split in self._splits
 
     def describe(self) -> list[str]:
         """A line for each data set of instruction tuning that this rank trains on: how its documents are packed."""
@@ -113,11 +115,12 @@ class DataIterators:
         builds = not self._run.parallel.local_rank if self._run.data.no_shared_disk else self._layout.rank == 0
         built: list[Datasets] = []
 
-        def build() -> None:
+        def build() -> list[str]:
             if builds:
                 built.append(self._open())
+            return [split for split in SPLITS for datasets in built if getattr(datasets, split) is not None]
 
-        on_all_ranks(build)
+        self._splits = {split for splits in on_all_ranks(build) for split in splits}
         if not self._reads:
             return None
         return built[0] if built else self._open()

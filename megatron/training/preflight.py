@@ -36,7 +36,7 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     """
     errors: list[UserError] = []
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    _attempt(errors, DataError, lambda: _check_data(run))
+    _attempt(errors, DataError, lambda: data_warnings(run))
     whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
@@ -67,13 +67,13 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
     return None
 
 
-def _check_data(run: RunConfig) -> None:
-    if architecture_of(run.model).provider is not None:
-        return
+def data_warnings(run: RunConfig) -> list[str]:
+    """What is odd about the data of ``run`` and no error. Raises as ``check_data``."""
     masked_lm = architecture_of(run.model).masked_lm
-    if masked_lm is None:
-        return  # the rows of a task, which its program has read
-    check_data(run.data, train_iters=run.train.train_iters, eval_iters=run.train.eval_iters, masked_lm=masked_lm)
+    if architecture_of(run.model).provider is not None or masked_lm is None:  # None: the rows of a task, already read
+        return []
+    train = run.train
+    return check_data(run.data, train_iters=train.train_iters, eval_iters=train.eval_iters, masked_lm=masked_lm)
 
 
 def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:

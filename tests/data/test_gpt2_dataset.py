@@ -129,7 +129,8 @@ def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfi
     long = replace(data, seq_length=tokens)
     expected = (
         f'the validation split of {data.prefixes[0]} by --split "40,10,10" (documents 40 to 49 of 60: {tokens} tokens) '
-        f"holds no sample of {tokens}+1 tokens: use more text, a smaller --seq-length or another --split"
+        f"holds no sample of {tokens}+1 tokens: use a smaller --seq-length, another --split, --eval-iters 0 "
+        "or more text"
     )
     with pytest.raises(DataError) as caught:
         check_data(long, train_iters=1, eval_iters=1)
@@ -148,6 +149,25 @@ def test_every_invalid_split_is_named(write_dataset: Callable[..., str]) -> None
     assert [message.split(" of ")[0] for message in caught.value.messages] == [
         "the training split",
         "the validation split",
-        "the test split",
     ]
     assert "(no document of 0: 0 tokens)" in caught.value.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("documents", "eval_iters", "refused"), [(250, 1, None), (9, 0, None), (9, 1, "use --split 8,1,0,")]
+)
+def test_the_default_split_of_a_small_corpus(
+    documents: int, eval_iters: int, refused: str | None, write_dataset: Callable[..., str]
+) -> None:
+    """An empty test split is a warning, an empty validation split an error that names the flag which helps first."""
+    data = DataConfig(data_path=(write_dataset([[1, 2, 3, 4, 5, 6]] * documents),), seq_length=4)
+    if refused:
+        with pytest.raises(DataError, match=refused):
+            check_data(data, train_iters=1, eval_iters=eval_iters)
+        check_data(replace(data, split="8,1,0"), train_iters=1, eval_iters=eval_iters)
+        return
+    warnings = check_data(data, train_iters=1, eval_iters=eval_iters)
+    assert len(warnings) == bool(eval_iters)
+    sizes = {**SIZES, "eval_iters": eval_iters, "vocab_size": 10}
+    built = build_datasets(data, **sizes)
+    assert built.train is not None and built.test is None and (built.valid is None) == (eval_iters == 0)
