@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.config import RunConfig
-from megatron.config.data import SPLITS
 from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.data import SPLITS
 from megatron.data.datasets import (
     BlendedDataset,
     Datasets,
