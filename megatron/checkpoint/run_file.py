@@ -15,6 +15,7 @@ from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2
+from megatron.model.huggingface import model_title
 from megatron.model.partition import layers_per_chunk
 
 RUN_FILE = "run.json"
@@ -99,7 +100,8 @@ class SavedLayout:
         return {key: getattr(self, name) for name, key in layout_keys().items() if name not in absent}
 
     def __str__(self) -> str:
-        sizes = {"TP": self.model_parallel_size, "PP": self.pipe_parallel_size, "DP": self.data_parallel_size}
+        stages = self.pipe_parallel_size or 1
+        sizes = {"TP": self.model_parallel_size, "PP": stages, "DP": self.data_parallel_size}
         if self.context_parallel_size:
             sizes["CP"] = self.context_parallel_size
         if self.ds_sequence_parallel_size > 1:
@@ -221,6 +223,7 @@ def describe(
         "consumed_tokens": samples * run.data.seq_length,
         "left_out_samples": [[span.start, span.stop] for span in skipped_samples],
         "ledger": [asdict(segment) for segment in extended(history, run, iteration)],
+        "model": model_title(run.model),
         "layout": SavedLayout.from_run(run).to_json(),
         "settings": settings_of(run),
         "schedule": schedule_of(run),

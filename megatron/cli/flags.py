@@ -23,7 +23,7 @@ from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY
 from megatron.model.architectures import GPT2
-from megatron.model.huggingface import model_words, read_config, shape_of
+from megatron.model.huggingface import model_title, model_words, read_config, shape_of
 from megatron.model.spec import ArchitectureSpec
 
 PRESET, HF_FOLDER = "model_preset", "load_hf"
@@ -164,7 +164,7 @@ def _read_huggingface(
     config = read_config(Path(folder))
     place = f"--load-hf {folder}"
     if architecture.provider is None and config.architecture != architecture.name:
-        raise ConfigError(f"{place} is a {config.architecture} model, and this is {architecture.program}")
+        raise ConfigError(f"{place} is a {model_title(config)} model, and this is {architecture.program}")
     layer = read_layer(group(model_words(config), place), parser, architecture)
     for name, value in shape_of(config).items():
         layer.problems += [

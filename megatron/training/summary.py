@@ -6,6 +6,7 @@ from megatron.common.errors import counted
 from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron.config.data import Part
 from megatron.model.architectures import architecture_of
+from megatron.model.huggingface import model_title
 from megatron.model.partition import plan
 from megatron.model.spec import active_parameters, fp8_weights, linear_weights, parameter_counts
 from megatron.ops.choices import DeviceFacts, attention_kernel
@@ -29,7 +30,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size}"
         f"{divided}, {engine}, ZeRO {run.zero.zero_stage}"
         f"{', gradients reduced once per step' if run.coalesces_grad_reduction else ''}",
-        "model": f"{model.model_preset or model.architecture}, {_layers(model)},"
+        "model": f"{model.model_preset or model_title(model)}, {_layers(model)},"
         f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
         **_experts(model),

@@ -69,11 +69,11 @@ def test_a_conversion_is_logged_once(resume, saved_on):
     place = saved_on("one") / "global_step3"
     resume("one", "one", "--zero-stage", "1")
     printed, _ = resume("one", "one", "--zero-stage", "2")
-    assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in printed
+    assert f"{place}: saved on TP 1, PP 1, DP 1, ZeRO 0, fp32, read from {place}_universal" in printed
     assert "random streams" not in printed, "the ranks are the same"
     next((place).glob("*.pt")).touch()
     printed, _ = resume("one", "tp2-zero1")
-    assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in printed
+    assert f"{place}: converted from TP 1, PP 1, DP 1, ZeRO 0, fp32, cached in {place}_universal" in printed
     assert printed.count("random streams restart from --seed and the iteration") == 1
 
 

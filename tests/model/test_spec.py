@@ -6,9 +6,11 @@ import pytest
 import torch
 from support.command_lines import parse
 
+from megatron.checkpoint.run_file import SavedLayout, describe
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
+from megatron.training.summary import describe_config
 
 LAYOUTS = [
     "",
@@ -142,3 +144,30 @@ def test_tiles_of_an_mlp_are_as_many_as_torch_makes(tokens: int, shards: int | N
 def test_unknown_architecture_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the model T6 is unknown \(known: GPT-2, BERT"):
         architecture_of(replace(settled("").model, architecture="T6"))
+
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        ("", "GPT-2"),
+        ("bert", "BERT"),
+        ("t5", "T5"),
+        (LLAMA, "Llama"),
+        (f"{LLAMA} --pre-tokens 8", "Mistral"),
+        (f"{LLAMA} --add-qkv-bias", "Qwen2"),
+        (f"{LLAMA} --num-experts 4", "Mixtral"),
+        (f"{LLAMA} --normalization LayerNorm", "Llama"),
+        ("--position-embedding-type rope", "GPT"),
+    ],
+)
+def test_a_model_is_called_what_people_call_it(words: str, title: str) -> None:
+    run = settled(words)
+    assert describe_config(run)["model"].startswith(f"{title}, ")
+    assert describe(run, 0)["model"] == title
+    assert ", PP 1, " in str(SavedLayout.from_run(run))

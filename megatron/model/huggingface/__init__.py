@@ -15,7 +15,7 @@ from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2, T5
 from megatron.model.huggingface.bert_and_t5 import BERT_CLASSES, BERT_FORMAT, T5_FORMAT, T5_SHAPE
 from megatron.model.huggingface.formats import GPT2_FORMAT, PREFIX, Format, Shapes, config_from, config_to, shapes_of
-from megatron.model.huggingface.llama import LLAMA_FORMATS
+from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
 
 HF_CONFIG = "config.json"
 FORMATS: dict[str, Format] = {"gpt2": GPT2_FORMAT, **LLAMA_FORMATS, "megatron-bert": BERT_FORMAT, "t5": T5_FORMAT}
@@ -58,6 +58,16 @@ def format_of(config: ModelConfig) -> Format:
         raise ConfigError(f"the model is {config.architecture}, and to-hf supports {names}; use merge")
     is_llama = config.has_rotary_embedding or config.swiglu or config.normalization == "RMSNorm"
     return FORMATS["llama"] if is_llama else GPT2_FORMAT
+
+
+def model_title(config: ModelConfig) -> str:
+    """What people call a model of this kind, such as Llama or Mixtral; the name of its architecture if it has none."""
+    if config.architecture != GPT2.name or not (config.has_rotary_embedding or config.swiglu):
+        return config.architecture
+    try:
+        return family_of(config).class_name.removesuffix("ForCausalLM")
+    except ConfigError:  # of no family in all its settings
+        return "GPT" if not config.swiglu else "Llama with experts" if config.has_experts else "Llama"
 
 
 _RESOLVED = {"num_query_groups": "query_groups", "kv_channels": "head_size", "moe_ffn_hidden_size": "expert_size"}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.model.architectures import GPT2, T5, architecture_of
+from megatron.model.huggingface import model_title
 from megatron.tools.command_line import progress_bar
 from megatron.tools.convert.inspection import Found, read_config, read_description
 from megatron.tools.convert.whole_model import SIZES
@@ -44,6 +45,7 @@ def facts(found: Found) -> dict[str, Any]:
         known["layout"] = description["layout"]
         known["holds"] = ["weights", *["the optimizer"] * bool(has_optimizer), *["random streams"] * bool(has_rng)]
     if config is not None:
+        known["family"] = model_title(config)
         known["model"] = {words: getattr(config, name) for name, words in SIZES.items()}
         if config.query_groups != config.num_attention_heads:
             known["model"]["query groups"] = config.query_groups
@@ -72,7 +74,8 @@ _TITLES = {
     "consumed_samples": "samples",
     "consumed_tokens": "tokens",
     "layout": "layout",
-    "model": "model",
+    "family": "model",
+    "model": "sizes",
     "kinds": "layers",
     "holds": "contains",
     "versions": "versions",
@@ -92,7 +95,9 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         # Settings that are off are not shown; compared by identity, since 0 equals False.
         entries = {
-            key: entry for key, entry in value.items() if not (entry is None or entry is False or entry == "none")
+            key: entry
+            for key, entry in value.items()
+            if not (entry is None or entry is False or entry == "none" or (key, entry) == ("--pipe-parallel-size", 0))
         }
         return ", ".join(f"{key.removeprefix('--').replace('-', ' ')} {entry}" for key, entry in entries.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
