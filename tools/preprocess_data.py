@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import _project_root  # noqa: F401
 from tqdm import tqdm
@@ -25,11 +26,13 @@ from megatron.config.tokenizer_files import (
     used_merges,
 )
 from megatron.launch.rank import print_warning
+from megatron.tools.chat.files import find_chat_template
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
-from megatron.tools.preprocess.conversations import KEYS, find_chat_template
+from megatron.tools.preprocess.conversations import KEYS
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, format_of, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
+from megatron.tools.preprocess.tokenize_chunk import tokenizer_of
 
 MOST_WORKERS = max(256, 4 * (os.cpu_count() or 1))
 """Beyond a few for each core, more workers only take memory."""
@@ -43,7 +46,8 @@ def main() -> None:
     kind = tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
     check_tokenizer_folder(kind, args.tokenizer_model)
     vocab_file, merge_file = tokenizer_files(kind, args.vocab_file, args.merge_file, args.tokenizer_model)
-    template = find_chat_template(args.chat_template, vocab_file) if args.format == "messages" else None
+    folder = Path(vocab_file or ".").parent
+    template = find_chat_template(args.chat_template, folder) if args.format == "messages" else None
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -64,6 +68,8 @@ def main() -> None:
     )
     for warning in unused_merges(kind, args.merge_file):
         print_warning(warning)
+    if getattr(tokenizer_of(job), "has_dropout", False):
+        print_warning(f"{vocab_file} asks for BPE dropout, by which a text has other tokens each time: switched off")
     with progress_of(job, args.log_interval) as report:
         summary = preprocess(job, report, log_skipped, resume=args.resume)
     print(describe(job, summary))

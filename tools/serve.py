@@ -22,7 +22,7 @@ from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, check_values
-from megatron.tools.inference.model_flags import add_model_flags, shared_source
+from megatron.tools.inference.model_flags import add_chat_template_flag, add_model_flags, shared_source
 from megatron.tools.inference.source import Source
 
 if TYPE_CHECKING:
@@ -87,16 +87,26 @@ def main() -> None:
 
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":
+    from megatron.tools.chat.files import template_of_model
+    from megatron.tools.chat.prompts import ChatPrompts
     from megatron.tools.serving.protocol import RequestLimits
     from megatron.tools.serving.server import Service
 
     context = source.config.max_position_embeddings
     path = Path(source.name).resolve()
+    chat = None
+    try:
+        chat = ChatPrompts(template_of_model(source.found, source.tokenizer, args.chat_template), source.tokenizer)
+    except ConfigError as error:
+        if args.chat_template is not None:
+            raise
+        print(f"serve.py: warning: no /v1/chat/completions: {error}", file=sys.stderr)
     return Service(
         model=args.model_name or "/".join(path.parts[-2 if source.found.saved else -1 :]),
         created=int(path.stat().st_mtime),
         tokenizer=source.tokenizer,
         limits=RequestLimits(context, min(args.max_tokens, context), args.max_choices),
+        chat=chat,
         most_body_bytes=args.max_body_bytes,
         api_key=key,
         local_only=local_only,
@@ -106,6 +116,7 @@ def _service(args: argparse.Namespace, source: Source, key: str | None, *, local
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
     add_model_flags(parser)
+    add_chat_template_flag(parser)
     who = parser.add_argument_group("access").add_argument
     who("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address of this machine")
     who("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any free one")

@@ -57,6 +57,11 @@ def loss_mask_prefix(prefix: str) -> str:
     return f"{prefix}_loss_mask"
 
 
+def chat_template_file(prefix: str) -> str:
+    """The file with the chat template that the conversations of the data set at ``prefix`` were written with."""
+    return f"{prefix}_chat_template.json"
+
+
 def target_prefix(prefix: str) -> str:
     """The prefix of the data set with the targets of the texts at ``prefix``; ``prefix`` itself if it is not named so.
 
@@ -190,6 +195,8 @@ class DataConfig:
     """Hash of the content of the data, or ``MOCK_DATA``; empty if no checkpoint is saved or loaded."""
     tokenizer_hash: str = derived("")
     """Hash of the tokenizer's files, likewise."""
+    chat_template: str = derived("")
+    """The chat template of conversations and its special tokens, a JSON object, likewise."""
 
     @property
     def extra_ids(self) -> int:

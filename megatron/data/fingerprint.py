@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.common.reading import read_bytes, regular
+from megatron.config.data import chat_template_file
 from megatron.config.tokenizer_files import PUBLISHED
 
 BLOCK = 1 << 16
@@ -50,6 +51,13 @@ def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str
         content = b"" if file is None else read_bytes(file)
         digest.update(f"\n{len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def common_chat_template(prefixes: Sequence[str]) -> str:
+    """What the chat template files of data sets hold; empty if there are none, or different ones."""
+    files = [path for prefix in prefixes if (path := Path(chat_template_file(prefix))).is_file()]
+    contents = {read_bytes(path) for path in files}
+    return contents.pop().decode() if len(contents) == 1 else ""
 
 
 def _sampled(path: Path) -> Sequence[int]:

@@ -88,6 +88,14 @@ class RustTokenizer(Tokenizer):
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """The ids of each text and the characters of each id, where the texts of special tokens become these tokens."""
+        check_texts(texts)
+        self._encoder.encode_special_tokens = False
+        encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
+        self._encoder.encode_special_tokens = True
+        return encodings
+
     def _decode(self, ids: list[int]) -> str:
         return self._encoder.decode(ids, skip_special_tokens=False)
 

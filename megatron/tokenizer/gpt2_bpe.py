@@ -82,7 +82,10 @@ class GPT2BPETokenizer(RustTokenizer):
     @cached_property
     def _encoder(self) -> tokenizers.Tokenizer:
         """Not needed to encode texts where gigatoken is installed."""
-        return byte_level_bpe(*self._model)
+        encoder = byte_level_bpe(*self._model)
+        encoder.add_special_tokens([EOD])
+        encoder.encode_special_tokens = True  # as ordinary text
+        return encoder
 
     @cached_property
     def _gigatoken(self) -> "Gigatoken | None":

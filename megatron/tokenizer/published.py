@@ -34,6 +34,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         bos: id of the bos_token that such a file names, which begins texts of some models; None without one.
         special_tokens: ids of the special tokens by their text.
         pieces: ids of all tokens by their text.
+        has_dropout: whether the file asks for BPE dropout, which is switched off.
     """
 
     tokens: int
@@ -54,6 +55,9 @@ class HuggingFaceTokenizer(RustTokenizer):
         configs = _read_configs(os.path.dirname(self.path))
         encoder = _read_encoder(self.path, configs.get("tokenizer_config.json", {}))
         encoder.encode_special_tokens = True  # as ordinary text
+        self.has_dropout = bool(getattr(encoder.model, "dropout", None))
+        if self.has_dropout:  # of merges: a text would have other tokens each time
+            encoder.model.dropout = None
         self.pieces = encoder.get_vocab(with_added_tokens=True)
         added = encoder.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}

@@ -18,7 +18,7 @@ from megatron.config.data import MOCK_DATA
 from megatron.config.model import padded_vocabulary
 from megatron.config.tokenizer_files import check_tokenizer_folder, used_merges
 from megatron.data.datasets import check_data
-from megatron.data.fingerprint import blend_hash, tokenizer_hash
+from megatron.data.fingerprint import blend_hash, common_chat_template, tokenizer_hash
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_config
@@ -99,6 +99,8 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file, eod=vocabulary.eod)
         content = MOCK_DATA if data.mock_data else "" if is_provided else data.data_hash or blend_hash(data.contents)
         data = replace(data, data_hash=content, tokenizer_hash=hash_of_tokenizer)
+        if data.sft:
+            data = replace(data, chat_template=common_chat_template(data.prefixes))
     return replace(run, model=model, data=data)
 
 

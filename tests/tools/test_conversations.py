@@ -8,7 +8,11 @@ import pytest
 from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tools.preprocess.conversations import ChatTemplate, find_chat_template
+from megatron.tokenizer import build_tokenizer
+from megatron.tools.chat import sandbox
+from megatron.tools.chat.files import chat_template, find_chat_template
+from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.tokens import tokenize_texts
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
 
@@ -35,12 +39,12 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 def test_text_and_answers_are_those_of_transformers(source: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    parts = ChatTemplate(source, SPECIAL).parts(MESSAGES)
+    text, spans = ChatTemplate(source, SPECIAL).conversation(MESSAGES)
     rendered, answers = render_jinja_template(
         [MESSAGES], chat_template=source, return_assistant_tokens_mask=source == MARKED, **SPECIAL
     )
-    assert "".join(part.text for part in parts) == rendered[0]
-    counted = [part.text for part in parts if part.counts]
+    assert text == rendered[0]
+    counted = [text[begin:end] for begin, end in spans]
     if source == MARKED:
         assert counted == [rendered[0][begin:end] for begin, end in answers[0]]
     else:
@@ -49,10 +53,95 @@ def test_text_and_answers_are_those_of_transformers(source: str) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
     with pytest.raises(DataError, match="writes message 3 in another way"):
-        ChatTemplate(LAST_ALONE, SPECIAL).parts(MESSAGES)
-    ChatTemplate("{% if messages[0].role == 'critic' %}{% endif %}", SPECIAL).parts([{"role": "critic"}])
+        ChatTemplate(LAST_ALONE, SPECIAL).conversation(MESSAGES)
+    critic = ChatTemplate("{% if messages[0].role == 'critic' %}{% endif %}", SPECIAL)
+    critic.conversation([{"role": "critic", "content": "a"}])
     with pytest.raises(DataError, match="the chat template: roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL).parts(MESSAGES)
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL).conversation(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took more than 1 s"),
+        ("{% set x = namespace(t='a') %}{% for a in range(40) %}{% set x.t = x.t + x.t %}{% endfor %}", "1024 MiB"),
+        ("{{ '%*d' % (1999999999, 1) }}", "1024 MiB"),
+        ("{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "calls itself without end"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_template_that_does_harm_ends_in_one_line(monkeypatch, source: str, message: str) -> None:
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 1.0)
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
+        ChatTemplate(source, SPECIAL).conversation(MESSAGES)
+    assert len(caught.value.messages) == 1
+
+
+def said(content: object, role: str = "user", **more: object) -> list[dict]:
+    return [{"role": role, "content": content, **more}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        (said("</s>"), "message 1 contains '</s>', which only the chat template may write"),
+        (said("a", name="</s>"), "message 1 contains '</s>'"),
+        (said("a\ufdd0b\ufdd1"), r"message 1 contains '\\ufdd0'"),
+        (said(None, "assistant"), "the content of message 1 is null"),
+        ([{"role": "user"}], "the content of message 1 is missing"),
+        (said({"text": "a"}), 'the content of message 1 is {"text": "a"}: it must be text'),
+        (said([]), r"the content of message 1 is \[\]"),
+        (said([{"type": "image_url", "image_url": "a"}]), 'the content of message 1 is "image_url"'),
+    ],
+)
+def test_content_is_text_and_no_special_token(messages: list[dict], message: str) -> None:
+    template = ChatTemplate(CHATML, SPECIAL, reserved=["</s>", "<s>"])
+    with pytest.raises(DataError, match=message):
+        template.conversation(messages)
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "é"}]
+    assert template.conversation(said(parts)) == template.conversation(said("a é"))
+    calls = said(None, "assistant", tool_calls=[{"function": {"name": "f"}}])
+    assert "None" not in template.conversation(calls).text
+
+
+def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:
+    """A tokenizer whose tokens go beyond the ends of answers, and that adds a blank in front of a text only."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+    theirs.backend_tokenizer.model.dropout = None
+    found = theirs.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
+    ours = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
+    template = chat_template(find_chat_template(None, chat_folder), ours)
+    [(ids, mask)] = tokenize_texts(ours, [template.conversation(MESSAGES)])
+    assert (ids, mask) == (found["input_ids"], found["assistant_masks"]) and 0 < sum(mask) < len(mask)
+    assert ours.has_dropout and ours.tokenize("kind kind") == ours.tokenize("kind kind")
+
+
+def test_a_template_of_another_tokenizer_is_an_error(chat_folder: Path) -> None:
+    (chat_folder / "chatml.jinja").write_text(CHATML)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
+    with pytest.raises(ConfigError, match=r"writes <\|im_start\|>, which is no token of the tokenizer"):
+        chat_template(str(chat_folder / "chatml.jinja"), tokenizer)
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    """A tokenizer of Hugging Face with merges, BPE dropout and a template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted({*"\N{LOWER ONE EIGHTH BLOCK}:\nbekindusratacysoém"})
+    merges = [("\n", "\n"), ("k", "i"), ("ki", "n"), ("kin", "d"), ("b", "\n")]
+    vocabulary = {token: id for id, token in enumerate([*letters, *("".join(merge) for merge in merges)])}
+    encoder = Tokenizer(models.BPE(vocabulary, merges, dropout=0.5))
+    encoder.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=encoder, eos_token="</s>", bos_token="<s>", chat_template=MARKED.replace("user", "us")
+    ).save_pretrained(tmp_path / "chat")
+    return tmp_path / "chat"
 
 
 WORDS = "be kind a b c user: assistant: <unk> <|endoftext|>".split()
@@ -73,7 +162,7 @@ def written(folder: Path, line: dict, kind: str, **settings) -> list[tuple[list[
         tokenizer_type="WhitespaceTokenizer",
         vocab_file=str(folder / "vocab.json"),
         conversations=kind,
-        chat_template=find_chat_template(None, str(folder / "vocab.json")) if kind == "messages" else None,
+        chat_template=find_chat_template(None, folder) if kind == "messages" else None,
         **settings,
     )
     summary = preprocess(job, lambda summary: None, lambda error: None)
@@ -116,4 +205,4 @@ def test_a_line_without_anything_to_learn_is_an_error(tmp_path: Path, line: dict
 
 def test_no_template_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --chat-template"):
-        find_chat_template(None, str(tmp_path / "vocab.json"))
+        find_chat_template(None, tmp_path)

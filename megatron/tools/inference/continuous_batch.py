@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.batches import DecodingBatch, continues, decoding_batch, new_tokens_after
-from megatron.tools.inference.decoding import NOT_FINITE, Row, Sampling, choose, sample_generator
+from megatron.tools.inference.decoding import NOT_FINITE, Logprobs, Row, Sampling, choose, logprobs, sample_generator
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 
@@ -27,6 +27,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     """In the last piece of a completion: ``stop`` (end of document or stop string), ``length`` (token limit), or
     ``error`` if its logits are not finite."""
+    logprobs: Logprobs | None = None
+    """If they were asked for, and there is a token."""
 
 
 class Joining(NamedTuple):
@@ -115,10 +117,13 @@ class Writer:
     sampling: Sampling = Sampling()
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     """Random numbers for sampling."""
+    tokens: list[int] = field(default_factory=list)
+    """Those of the completion."""
 
     def take(self, token: int, eod: int) -> Piece:
         """Append a token."""
         self.tokens_left -= 1
+        self.tokens.append(token)
         if token == eod:
             return Piece(self.prompt, self.sample, None, self.text.finish(), "stop")
         text = self.text.push(token)
@@ -221,7 +226,7 @@ class _Group:
 
     def choose(self, eod: int) -> list[tuple[Hashable, Piece]]:
         rows = [
-            Row(writer.sampling, writer.generator, sequence)
+            Row(writer.sampling, writer.generator, sequence, writer.tokens)
             for writer, sequence in zip(self.writers, self.batch.sequences, strict=True)
         ]
         self.chosen = choose(self.batch.logits, rows)
@@ -229,6 +234,10 @@ class _Group:
             (writer.request, writer.fail() if token == NOT_FINITE else writer.take(token, eod))
             for writer, token in zip(self.writers, self.chosen, strict=True)
         ]
+        for row, (writer, (request, piece)) in enumerate(zip(self.writers, pieces, strict=True)):
+            if piece.token is not None and writer.sampling.logprobs is not None:
+                found = logprobs(self.batch.logits[row], piece.token, writer.sampling.logprobs)
+                pieces[row] = request, piece._replace(logprobs=found)
         self.keep([row for row, (_, piece) in enumerate(pieces) if piece.finish_reason is None])
         return pieces
 

@@ -23,7 +23,7 @@ _LEAST_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, applied in this order: repetition penalty, temperature, top-k, top-p."""
+    """Sampling parameters, applied in this order: penalties, temperature, top-k, top-p, min-p."""
 
     greedy: bool = False
     temperature: float = 1.0
@@ -34,6 +34,13 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Above 1, tokens that the sequence has already are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int = 1234
+    min_p: float = 0.0
+    """Sample among the tokens that are at least p times as likely as the most likely one."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the completion has: once, and for each time."""
+    logprobs: int | None = None
+    """The most likely tokens to return with each token and its log-probability; None returns neither."""
 
 
 def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
@@ -49,6 +56,8 @@ class Row(NamedTuple):
     generator: np.random.Generator
     previous: Sequence[int] = ()
     """The tokens that the sequence has."""
+    generated: Sequence[int] = ()
+    """Those of the completion."""
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -59,9 +68,27 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     return [_choose_one(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
 
 
+class Logprobs(NamedTuple):
+    """Log-probabilities of a token, before temperature and penalties."""
+
+    chosen: float
+    top: Sequence[tuple[int, float]]
+    """The most likely tokens, with theirs."""
+
+
+def logprobs(logits: Tensor, token: int, most: int) -> Logprobs:
+    """The log-probability of a token, and the ``most`` likely ones, from logits [v]."""
+    scores = logits.float().log_softmax(-1)
+    best = scores.topk(min(most, len(scores)))
+    return Logprobs(float(scores[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+
 def _choose_one(logits: Tensor, row: Row) -> int:
     sampling = row.sampling
     scores = penalized(logits, row.previous, sampling.repetition_penalty)
+    if row.generated and (sampling.presence_penalty or sampling.frequency_penalty):
+        tokens, counts = torch.tensor(row.generated).unique(return_counts=True)
+        scores = scores.index_add(0, tokens, -sampling.presence_penalty - sampling.frequency_penalty * counts)
     if sampling.greedy:
         best = int(scores.argmax())  # the first NaN, if there is one
         return best if scores[best].isfinite() else NOT_FINITE
@@ -75,6 +102,8 @@ def _choose_one(logits: Tensor, row: Row) -> int:
         return NOT_FINITE
     if 0 < sampling.top_p < 1:
         probabilities = nucleus(probabilities, sampling.top_p)
+    if sampling.min_p:
+        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)
     return int(index[_draw(probabilities, row.generator)])
 
 

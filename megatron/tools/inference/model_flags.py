@@ -63,6 +63,15 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
     group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's
 
 
+def add_chat_template_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the template of conversations."""
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="template of Jinja for conversations (default: the one of fine-tuning, or in the tokenizer's folder)",
+    )
+
+
 def shared_source(
     args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
 ) -> tuple[Source, int]:

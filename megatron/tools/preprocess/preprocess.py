@@ -17,13 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron.common.errors import ConfigError, DataError, ResourceError
+from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
+from megatron.config.data import chat_template_file
 from megatron.tokenizer import Tokenizer
-from megatron.tools.preprocess.conversations import chat_template
+from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
-from megatron.tools.preprocess.job import LOSS_MASK, Job, Journal, Milestone, Summary
-from megatron.tools.preprocess.tokenize_chunk import Tokenized, tokenize_chunk, tokenizer_of
+from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Milestone, Summary
+from megatron.tools.preprocess.tokenize_chunk import Tokenized, chat_template_of, tokenize_chunk, tokenizer_of
 
 MILESTONE_CHUNKS = 32
 """Chunks between two milestones, from which an interrupted job resumes."""
@@ -75,6 +77,9 @@ def preprocess(
             _check_vocabulary(job, summary)
             for builder in builders.values():
                 builder.finish()
+            if template := chat_template_of(job):
+                with replace_file(Path(chat_template_file(job.prefixes[TOKENS])), text=True) as file:
+                    file.write(record_of(template))
         journal.remove()
     except BrokenProcessPool as error:
         cause = "a worker was killed, maybe out of memory: use fewer --workers"
@@ -93,8 +98,7 @@ def _checked_tokenizer(job: Job) -> Tokenizer:
     tokenizer = tokenizer_of(job)
     if job.prepend_bos and tokenizer.bos is None:
         raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
-    if job.chat_template is not None:
-        chat_template(job.chat_template, tokenizer)
+    chat_template_of(job)
     return tokenizer
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -11,7 +11,9 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import check_words
-from megatron.tools.preprocess.conversations import Part, chat_template, line_parts, tokenize_documents
+from megatron.tools.chat.files import chat_template
+from megatron.tools.chat.template import ChatTemplate, Text
+from megatron.tools.preprocess.conversations import line_documents, tokenize_documents
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, line_texts
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
 
@@ -71,7 +73,7 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
 
 def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int], list[Any], set[LineError]]:
     """The numbers of the lines, their texts or the parts of their conversation, and errors in other lines."""
-    template = chat_template(job.chat_template, tokenizer) if job.chat_template is not None else None
+    template = chat_template_of(job)
     numbers, contents, errors = [], [], set()
     for number, line in enumerate(chunk.lines, chunk.first_line):
         where = f"{chunk.path}:{number}"
@@ -81,7 +83,7 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
                 texts = content
             else:
                 assert isinstance(line, bytes), "a rule rejects Parquet"
-                content = line_parts(where, line, job.conversations, template)
+                content = line_documents(where, line, job.conversations, template)
                 texts = [part.text for part in content]
             _check_words(where, texts)
         except DataError as error:
@@ -120,7 +122,7 @@ def _sequences(job: Job, text: str) -> list[str]:
     return split_sentences(text, keep_newlines=job.keep_newlines) if job.split_sentences else [text]
 
 
-def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Part]]) -> Documents:
+def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Text]]) -> Documents:
     """A document with a loss mask for each line; without tokens if none of them counts."""
     documents: Documents = {TOKENS: [], LOSS_MASK: []}
     for ids, mask in tokenize_documents(tokenizer, lines, append_eod=job.append_eod):
@@ -132,6 +134,12 @@ def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[
 def tokenizer_of(job: Job) -> Tokenizer:
     """The tokenizer, built once in a process and inherited by forked workers."""
     return _build_once(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
+
+
+@lru_cache(maxsize=1)
+def chat_template_of(job: Job) -> ChatTemplate | None:
+    """The chat template of conversations; its process is started when it is first needed."""
+    return None if job.chat_template is None else chat_template(job.chat_template, tokenizer_of(job))
 
 
 @cache

@@ -1,31 +1,29 @@
-"""OpenAI's /v1/completions: requests are parsed and checked, responses are sent complete or as server-sent events.
+"""OpenAI's completions and chat completions: requests are parsed and checked, and become prompts of tokens.
 
 No torch here.
 """
 
-import json
 import secrets
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from megatron.common.errors import DataError, one_line
 from megatron.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from megatron.tools.inference.continuous_batch import Piece
+from megatron.tools.chat.prompts import ChatPrompts
 
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
-    "frequency_penalty": 0,
     "logit_bias": {},
-    "presence_penalty": 0,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "store": False,
     "suffix": "",
+    "tool_choice": "none",
+    "tools": [],
 }
 """Unsupported fields, and the values with which they have no effect and are accepted."""
 
@@ -59,6 +57,7 @@ class _StreamOptions(BaseModel):
 
 
 _TYPE_MESSAGES = {
+    "messages": "messages must be a list of objects with role and content",
     "prompt": "prompt must be text, a list of texts, or token ids",
     "stop": "stop must be a text or a list of at most 16, none of them empty",
 }
@@ -82,29 +81,51 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-class _Body(BaseModel):
-    """The fields, their types, limits and defaults."""
+class _Sampled(BaseModel):
+    """The fields of all requests, their types, limits and defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    prompt: str | Annotated[list[str], Field(min_length=1)] | _Ids | Annotated[list[_Ids], Field(min_length=1)]
-    max_tokens: int = Field(16, ge=1)
     temperature: Annotated[float, AfterValidator(_is_temperature)] = Field(1.0, ge=0, le=2)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     n: int = Field(1, ge=1)
     stop: Annotated[tuple[_Stop, ...], Field(max_length=16), BeforeValidator(_as_tuple)] = ()
     seed: int = Field(default_factory=lambda: secrets.randbits(31), ge=-(2**63), lt=2**63)
-    echo: bool = False
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     user: str = ""
 
 
-class CompletionRequest(_Body):
-    """A valid request, with its prompts."""
+class _CompletionBody(_Sampled):
+    prompt: str | Annotated[list[str], Field(min_length=1)] | _Ids | Annotated[list[_Ids], Field(min_length=1)]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
 
+
+class _ChatBody(_Sampled):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+
+_Fields = TypeVar("_Fields", bound=_Sampled)
+
+
+class CompletionRequest(_Sampled):
+    """A valid request of either kind, with its prompts."""
+
+    max_tokens: int
+    logprobs: int | None = None
+    """The most likely tokens to return with each token; None without log-probabilities."""
+    echo: bool = False
     prompts: tuple[tuple[int, ...], ...]
     """Tokens."""
     texts: tuple[str, ...]
@@ -113,21 +134,40 @@ class CompletionRequest(_Body):
 
 def read_completion(body: bytes, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> CompletionRequest:
     """Parse the body of a request to the model named ``model``. Raises RequestError if it is invalid."""
-    fields = _fields(body)
-    if fields.model not in (None, model):
-        raise RequestError(
-            f"no model {fields.model!r} here; the one served is {model!r}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+    fields = _fields(body, model, _CompletionBody)
+    if fields.echo and fields.logprobs is not None:
+        raise RequestError("logprobs: there are none of the prompt; leave out echo", param="logprobs")
     prompts, texts = _prompts(fields.prompt, tokenizer)
-    _check_sizes(fields, prompts, limits)
-    values = {name: value for name, value in fields if name not in ("model", "prompt", "user")}
-    return CompletionRequest.model_construct(**values, prompts=prompts, texts=texts)
+    return _request(fields, fields.max_tokens, limits, logprobs=fields.logprobs, prompts=prompts, texts=texts)
 
 
-def _fields(body: bytes) -> _Body:
+def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: RequestLimits) -> CompletionRequest:
+    """Parse the body of a chat with the model, whose prompts ``chat`` makes. Raises RequestError if it is invalid."""
+    fields = _fields(body, model, _ChatBody)
+    if chat is None:
+        raise RequestError("this model has no chat template: start the server with --chat-template, or use completions")
+    if not all(isinstance(message.get("role"), str) for message in fields.messages):
+        raise RequestError("messages: each needs a role and a content", param="messages")
+    if fields.top_logprobs and not fields.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    try:
+        prompt = tuple(chat.tokens(fields.messages))
+    except DataError as error:
+        raise RequestError(f"messages: {error}", param="messages") from error
+    room = max(min(limits.max_tokens, limits.context - len(prompt)), 1)
+    asked = fields.max_completion_tokens or fields.max_tokens or room
+    top = fields.top_logprobs if fields.logprobs else None
+    stop = (*fields.stop, *chat.stop)
+    return _request(fields, asked, limits, logprobs=top, prompts=(prompt,), texts=("",), stop=stop)
+
+
+def _request(fields: _Sampled, max_tokens: int, limits: RequestLimits, **values: Any) -> CompletionRequest:
+    _check_sizes(max_tokens, fields.n, values["prompts"], limits)
+    known = {name: value for name, value in fields if name in CompletionRequest.model_fields}
+    return CompletionRequest.model_construct(**{**known, "max_tokens": max_tokens, **values})
+
+
+def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -137,18 +177,26 @@ def _fields(body: bytes) -> _Body:
     # In OpenAI's API, null is the same as an absent field.
     given = {name: value for name, value in given.items() if value is not None and value != _NEUTRAL.get(name)}
     try:
-        return _Body.model_validate(given)
+        fields = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            text = f"{one_line(name)} is not a field of this server's completions"
-            raise RequestError(text, param=name) from error
+            api = "completions" if kind is _CompletionBody else "chat completions"
+            raise RequestError(f"{one_line(name)} is not a field of this server's {api}", param=name) from error
         if first["type"] == "missing":
             raise RequestError(f"{name} is missing", param=name) from error
         raise RequestError(
             _TYPE_MESSAGES.get(name, f"{name}: {first['msg'].lower().removeprefix('value error, ')}"), param=name
         ) from error
+    if fields.model not in (None, model):
+        raise RequestError(
+            f"no model {fields.model!r} here; the one served is {model!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    return fields
 
 
 def _prompts(
@@ -168,21 +216,21 @@ def _prompts(
     return tuple(map(tuple, tokens)), tuple(texts)
 
 
-def _check_sizes(fields: _Body, prompts: tuple[tuple[int, ...], ...], limits: RequestLimits) -> None:
-    if fields.max_tokens > limits.max_tokens:
+def _check_sizes(max_tokens: int, n: int, prompts: tuple[tuple[int, ...], ...], limits: RequestLimits) -> None:
+    if max_tokens > limits.max_tokens:
         raise RequestError(
-            f"max_tokens: {fields.max_tokens} is more than this server's {limits.max_tokens}", param="max_tokens"
+            f"max_tokens: {max_tokens} is more than this server's {limits.max_tokens}", param="max_tokens"
         )
-    if len(prompts) * fields.n > limits.max_choices:
+    if len(prompts) * n > limits.max_choices:
         raise RequestError(
-            f"n: {len(prompts)} prompts of {fields.n} completions are more than this server's {limits.max_choices} "
+            f"n: {len(prompts)} prompts of {n} completions are more than this server's {limits.max_choices} "
             "in one request",
             param="n",
         )
     longest = max(map(len, prompts))
-    if longest + fields.max_tokens > limits.context:
+    if longest + max_tokens > limits.context:
         raise RequestError(
-            f"the model takes {limits.context} tokens, and {longest} of the prompt and {fields.max_tokens} of the "
+            f"the model takes {limits.context} tokens, and {longest} of the prompt and {max_tokens} of the "
             "completion were asked for; shorten the prompt or lower max_tokens",
             param="prompt",
             code="context_length_exceeded",
@@ -196,69 +244,3 @@ def error_body(error: RequestError) -> dict[str, Any]:
     """An error in the format of OpenAI's API."""
     kind = _KINDS.get(error.status, "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-
-
-class CompletionResponse:
-    """The response to one request, as one body or as server-sent events. The choices of the first prompt come first."""
-
-    def __init__(self, request: CompletionRequest, model: str) -> None:
-        self._request = request
-        self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        echoed = request.texts if request.echo else [""] * len(request.prompts)
-        self._beginnings = [text for text in echoed for _ in range(request.n)]
-        self._tokens = 0
-
-    async def complete(self, pieces: AsyncIterator["Piece"]) -> dict[str, Any]:
-        """The complete response."""
-        choices = [_choice(index, text) for index, text in enumerate(self._beginnings)]
-        async for piece in pieces:
-            choice = choices[self._count(piece)]
-            choice["text"] += piece.text
-            choice["finish_reason"] = piece.finish_reason
-        return {**self._head, "choices": choices, "usage": self._usage()}
-
-    async def events(self, pieces: AsyncIterator["Piece"]) -> AsyncIterator[str]:
-        """A server-sent event for each piece that is not empty. An error is the last event."""
-        for index, text in enumerate(self._beginnings):
-            if text:
-                yield self._event([_choice(index, text)])
-        try:
-            async for piece in pieces:
-                index = self._count(piece)
-                if piece.text or piece.finish_reason:
-                    yield self._event([_choice(index, piece.text, piece.finish_reason)])
-        except RequestError as error:
-            yield _line(error_body(error))
-            return
-        if self._request.stream_options.include_usage:
-            yield self._event([], usage=self._usage())
-        yield "data: [DONE]\n\n"
-
-    def _count(self, piece: "Piece") -> int:
-        """Counts the token of a piece. Returns the index of its choice."""
-        self._tokens += piece.token is not None
-        return piece.prompt * self._request.n + piece.sample
-
-    def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._request.prompts))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._tokens,
-            "total_tokens": prompt + self._tokens,
-        }
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return _line({**self._head, "choices": choices, **more})
-
-
-def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _line(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

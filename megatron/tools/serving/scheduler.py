@@ -152,6 +152,10 @@ class RequestBatch(ContinuousBatch):
             top_p=request.top_p,
             repetition_penalty=request.repetition_penalty,
             seed=request.seed,
+            min_p=request.min_p,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logprobs=request.logprobs,
         )
         context = self._config.max_position_embeddings
         limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)

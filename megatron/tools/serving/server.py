@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,18 @@ from starlette.requests import ClientDisconnect
 
 from megatron.common.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
+from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.access import check_host, check_key
 from megatron.tools.serving.protocol import (
-    CompletionResponse,
+    CompletionRequest,
     RequestError,
     RequestLimits,
     error_body,
+    read_chat,
     read_completion,
 )
+from megatron.tools.serving.responses import ChatResponse, CompletionResponse
 from megatron.tools.serving.scheduler import Driver, RankBroadcast, RequestBatch, RequestQueue, run_worker
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -37,6 +40,15 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_ADDRESSES = (
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "GET /v1/models/NAME",
+    "GET /health",
+    "GET /metrics",
+    "GET /",
+)
 _BODY_SECONDS = 20.0
 """Time limit for receiving the body of a request, unless the limit of the entire request is shorter."""
 _T = TypeVar("_T")
@@ -52,6 +64,8 @@ class Service:
     """When it was saved, in seconds since 1970."""
     tokenizer: Tokenizer
     limits: RequestLimits
+    chat: ChatPrompts | None
+    """None of a model without a chat template."""
     most_body_bytes: int
     api_key: str | None
     local_only: bool
@@ -79,7 +93,8 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         """No such address, no such method."""
-        return await rejected(request, RequestError(str(error.detail), status=error.status_code))
+        message = f"{error.detail}: this server has {', '.join(_ADDRESSES)}"
+        return await rejected(request, RequestError(message, status=error.status_code))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
@@ -130,11 +145,26 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
+        def read(body: bytes) -> CompletionRequest:
+            return read_completion(body, service.model, service.tokenizer, service.limits)
+
+        return await answer(request, read, CompletionResponse)
+
+    @router.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        def read(body: bytes) -> CompletionRequest:
+            return read_chat(body, service.model, service.chat, service.limits)
+
+        return await answer(request, read, ChatResponse)
+
+    async def answer(
+        request: Request, read: Callable[[bytes], CompletionRequest], kind: type[CompletionResponse]
+    ) -> Response:
         started = time.monotonic()
         body = await _read_body(request, service.most_body_bytes, min(_BODY_SECONDS, queue.seconds))
-        asked = read_completion(body, service.model, service.tokenizer, service.limits)
+        asked = read(body)
         job = queue.submit(asked, spent=time.monotonic() - started)
-        response, pieces = CompletionResponse(asked, service.model), job.pieces()
+        response, pieces = kind(asked, service.model, service.tokenizer), job.pieces()
         if not asked.stream:
             return JSONResponse(await _unless_disconnected(request, response.complete(pieces)))
         # An error before the first piece still has its own HTTP status.

@@ -1,0 +1,147 @@
+"""The process that runs a chat template: a line of JSON is a request, a line of JSON the answer.
+
+Templates come from strangers. This process has no files and no network to offer them, ``MOST_SECONDS`` of CPU time for
+a request, and ``MOST_BYTES`` of memory; the kernel ends it where they exceed the time. It imports nothing of the suite.
+"""
+
+import json
+import re
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_SECONDS = 5.0
+MOST_BYTES = 1 << 30
+MOST_LETTERS = 1 << 27
+"""In an answer."""
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around what an assistant generates: code points that are no characters. Messages with them are rejected before."""
+_MARK = re.compile(r"<\|[^\s|<>]+\|>")
+
+Text = tuple[str, list[tuple[int, int]]]
+"""A text, and the ranges of its characters that count in the loss."""
+
+
+class Template:
+    """A template of Jinja as transformers reads it, but without the date."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        self._tree = environment.parse(source)
+        self._template = environment.from_string(source)
+        self._special = dict(special)
+        self._marks_answers = bool(re.search(r"\{%-?\s*generation\b", source))
+
+    def marks(self) -> list[str]:
+        """What the template writes in the form of special tokens, such as ``<|im_start|>``, and the special tokens that
+        it uses by name."""
+        literals = [node.data for node in self._tree.find_all(nodes.TemplateData)]
+        literals += [str(node.value) for node in self._tree.find_all(nodes.Const)]
+        used = meta.find_undeclared_variables(self._tree) & self._special.keys()
+        return sorted({*_MARK.findall("\0".join(literals)), *(self._special[name] for name in used)} - {""})
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
+        """The conversation, of which the assistant's turns count.
+
+        A turn is what ``{% generation %}`` surrounds, or else what the template adds to the conversation before it
+        that ends with the generation prompt.
+        """
+        text = self._render(messages, tools)
+        if self._marks_answers:
+            pieces = re.split(f"({BEGIN}|{END})", text)
+            if pieces[1::2] != [BEGIN, END] * (len(pieces) // 4):
+                raise ValueError("{% generation %} blocks are nested, or cut by the template")
+            ends = [0]
+            for piece in pieces[::2]:
+                ends.append(ends[-1] + len(piece))
+            return "".join(pieces[::2]), list(zip(ends[1::2], ends[2::2], strict=False))
+        counted = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.prompt(messages[:number], tools)
+            answered = self._render(messages[: number + 1], tools)
+            if not (answered.startswith(prompt) and text.startswith(answered)):
+                raise ValueError(
+                    f"writes message {number + 1} in another way when others follow, or without the prompt for it: put "
+                    "{% generation %} and {% endgeneration %} around answers in the template"
+                )
+            counted.append((len(prompt), len(answered)))
+        return text, counted
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """The conversation up to the answer that is to be generated."""
+        return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, tools, add_generation_prompt=True))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
+        return self._template.render(
+            self._special, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``, which is around what an assistant generates."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def main(seconds: float) -> None:
+    """Answer requests, which are the name of a method and its arguments; the first makes the template."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MOST_BYTES if hard == resource.RLIM_INFINITY else min(hard, MOST_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the other process handles it
+    template = None
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            name, *arguments = json.loads(line)
+            if name == "template":
+                template = Template(*arguments)
+                result: Any = template.marks()
+            else:
+                result = getattr(template, name)(*arguments)
+            answer = json.dumps({"result": result})
+            if len(answer) > MOST_LETTERS:
+                raise MemoryError
+        except MemoryError:
+            answer = json.dumps({"error": f"needs more than {MOST_BYTES >> 20} MiB of memory"})
+        except RecursionError:
+            answer = json.dumps({"error": "is nested too deep, or calls itself without end"})
+        except Exception as error:  # anything that an expression of a template may do
+            answer = json.dumps({"error": f"{str(error)[:1000] or type(error).__name__}"})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

@@ -1,0 +1,174 @@
+"""Chat templates as this process uses them: the messages are checked here, the template runs in another process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.common.errors import ConfigError, DataError, did_you_mean, one_line
+from megatron.tools.chat import sandbox
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of messages. Others must be named in the chat template."""
+
+
+class Text(NamedTuple):
+    """A text that is tokenized as one."""
+
+    text: str
+    counted: Sequence[tuple[int, int]] = ()
+    """The ranges of its characters that count in the loss."""
+
+
+class ChatTemplate:
+    """A template of Jinja that writes a conversation as text, as the tokenizers of Hugging Face models have it.
+
+    Args:
+        source: the template.
+        special: the texts of special tokens by the names that the template uses, such as ``eos_token``.
+        reserved: texts of special tokens, which only the template may write. Messages with one are rejected.
+
+    Raises ConfigError if it cannot be parsed.
+
+    Attributes:
+        marks: what the template writes in the form of special tokens, and the special tokens that it names.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], reserved: Iterable[str] = ()) -> None:
+        self.source, self.special = source, dict(special)
+        self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
+        names = sorted(filter(None, reserved), key=len, reverse=True)
+        self._reserved = re.compile("|".join([*map(re.escape, names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = os.getpid()
+        try:
+            self.marks: list[str] = self._start()
+        except DataError as error:
+            raise ConfigError(
+                f"the chat template cannot be used: {str(error).removeprefix('the chat template').lstrip(': ')}"
+            ) from None
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
+        """The conversation, of which the assistant's turns count.
+
+        Raises DataError if the messages are wrong (see ``_checked``), the template rejects the conversation, changes
+        earlier turns afterwards, or exceeds the limits of its process.
+        """
+        return Text(*self._ask("conversation", self._checked(messages, tools), tools))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation up to the answer that is to be generated. Raises DataError as ``conversation``.
+
+        The system's instructions have the role ``developer`` in newer APIs; few templates know it.
+        """
+        known = "developer" in self._own_roles
+        named = [
+            {**message, "role": "system"} if message.get("role") == "developer" and not known else message
+            for message in messages
+        ]
+        return self._ask("prompt", self._checked(named, None))
+
+    def turn_end(self) -> str:
+        """What the template writes after an answer, without white space around it."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\N{SNOWMAN}"}]
+        return self._ask("conversation", turns, None)[0].rpartition("\N{SNOWMAN}")[2].strip()
+
+    def _checked(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """The messages with their content as text. Raises DataError for an unknown role, a content that is neither text
+        nor parts of text, and the text of a special token, which would begin or end turns."""
+        checked = []
+        for number, message in enumerate(messages, start=1):
+            role = message["role"]
+            if role not in self._own_roles.union(ROLES):
+                known = f"use {', '.join(ROLES)}, or one that the chat template names"
+                advice = did_you_mean(role, ROLES, otherwise=known)
+                raise DataError(f"the role {one_line(role)[:40]!r} of message {number} is unknown: {advice}")
+            checked.append({**message, "content": _content(number, message)})
+            self._check_strings(f"message {number}", message)
+        self._check_strings("tools", tools)
+        return checked
+
+    def _check_strings(self, where: str, value: Any) -> None:
+        for text in _strings(value):
+            if found := self._reserved.search(text):
+                token = ascii(found.group()) if found.group() in sandbox.BEGIN + sandbox.END else repr(found.group())
+                raise DataError(f"{where} contains {token}, which only the chat template may write: remove it")
+
+    def _start(self) -> Any:
+        """Start the process. Returns ``marks``."""
+        words = [sys.executable, sandbox.__file__, str(sandbox.MOST_SECONDS)]
+        self._owner, self._process = (
+            os.getpid(),
+            subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="ascii"
+            ),
+        )
+        weakref.finalize(self, _end, self._process, self._owner)
+        return self._ask("template", self.source, self.special)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        if self._owner != os.getpid() or self._process is None:  # a fork has its own
+            self._start()
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([method, *arguments]) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and there is no answer
+        except RecursionError:
+            raise DataError("the messages are nested too deep") from None
+        if not (line := process.stdout.readline()):
+            self._process = None
+            reason = f"took more than {sandbox.MOST_SECONDS:g} s" if process.wait() == -signal.SIGPROF else "crashed"
+            raise DataError(f"the chat template {reason}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise DataError(f"the chat template: {one_line(answer['error'])}")
+        return answer["result"]
+
+
+def _end(process: "subprocess.Popen[str]", owner: int) -> None:
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _content(number: int, message: Mapping[str, Any]) -> str:
+    """The text of a message: its content, the text of the content's parts, or nothing in a call of tools."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("tool_calls"):
+        return ""
+    parts: list[Any] = content if isinstance(content, list) and content else [content]
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type", part) if isinstance(part, dict) else part
+            found = "missing" if "content" not in message else f"{one_line(json.dumps(kind))[:40]}"
+            raise DataError(
+                f'the content of message {number} is {found}: it must be text, or a list of {{"type": "text", '
+                '"text": "..."}'
+            )
+    return "".join(part["text"] for part in parts)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a value of JSON, also those that are keys."""
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            rest += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            rest += one

@@ -1,0 +1,145 @@
+"""Responses in OpenAI's formats, as one body or as server-sent events. No torch here."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron.tokenizer import Tokenizer
+from megatron.tools.serving.protocol import CompletionRequest, RequestError, error_body
+
+if TYPE_CHECKING:
+    from megatron.tools.inference.continuous_batch import Piece
+    from megatron.tools.inference.decoding import Logprobs
+
+_Entry = tuple[int, "Logprobs", int]
+"""A token, its log-probabilities, and how many characters of the text are before it."""
+
+
+class CompletionResponse:
+    """The response to one request for completions. The choices of the first prompt come first."""
+
+    prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        echoed = request.texts if request.echo else [""] * len(request.prompts)
+        self._beginnings = [text for text in echoed for _ in range(request.n)]
+        self._lengths = [len(text) for text in self._beginnings]
+        self._tokens = 0
+
+    async def complete(self, pieces: AsyncIterator["Piece"]) -> dict[str, Any]:
+        """The complete response."""
+        texts = list(self._beginnings)
+        reasons: list[str | None] = [None] * len(texts)
+        entries: list[list[_Entry]] = [[] for _ in texts]
+        async for piece in pieces:
+            index, found = self._count(piece)
+            texts[index] += piece.text
+            reasons[index] = piece.finish_reason
+            entries[index] += found
+        choices = [
+            self._choice(index, text, reason, self._logprobs(found))
+            for index, (text, reason, found) in enumerate(zip(texts, reasons, entries, strict=True))
+        ]
+        return {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
+
+    async def events(self, pieces: AsyncIterator["Piece"]) -> AsyncIterator[str]:
+        """A server-sent event for each piece that is not empty. An error is the last event."""
+        for index, text in enumerate(self._beginnings):
+            for first in self._first(index, text):
+                yield self._event([first])
+        try:
+            async for piece in pieces:
+                index, found = self._count(piece)
+                if piece.text or piece.finish_reason or found:
+                    yield self._event([self._part(index, piece.text, piece.finish_reason, self._logprobs(found))])
+        except RequestError as error:
+            yield _line(error_body(error))
+            return
+        if self._request.stream_options.include_usage:
+            yield self._event([], usage=self._usage())
+        yield "data: [DONE]\n\n"
+
+    def _choice(self, index: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    _part = _choice
+
+    def _first(self, index: int, text: str) -> list[dict[str, Any]]:
+        """What is sent before the first piece."""
+        return [self._part(index, text, None, None)] if text else []
+
+    def _logprobs(self, entries: Sequence[_Entry]) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        return {
+            "tokens": [self._text(token) for token, _, _ in entries],
+            "token_logprobs": [found.chosen for _, found, _ in entries],
+            "top_logprobs": [{self._text(token): value for token, value in found.top} for _, found, _ in entries],
+            "text_offset": [offset for _, _, offset in entries],
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.detokenize([token])
+
+    def _count(self, piece: "Piece") -> tuple[int, list[_Entry]]:
+        """Counts the token of a piece. Returns the index of its choice, and log-probabilities, if there are any."""
+        self._tokens += piece.token is not None
+        index = piece.prompt * self._request.n + piece.sample
+        before = self._lengths[index]
+        self._lengths[index] += len(piece.text)
+        if piece.token is None or piece.logprobs is None:
+            return index, []
+        return index, [(piece.token, piece.logprobs, before)]
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._request.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": prompt + self._tokens,
+        }
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return _line({"object": self.part_kind, **self._head, "choices": choices, **more})
+
+
+class ChatResponse(CompletionResponse):
+    """The response to one request for chat completions."""
+
+    prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, index: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _part(self, index: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        delta = {"content": text} if text else {}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _first(self, index: int, text: str) -> list[dict[str, Any]]:
+        return [{**self._part(index, "", None, None), "delta": {"role": "assistant", "content": ""}}]
+
+    def _logprobs(self, entries: Sequence[_Entry]) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        content = [
+            {
+                **self._one(token, found.chosen),
+                "top_logprobs": [self._one(other, value) for other, value in found.top],
+            }
+            for token, found, _ in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, value: float) -> dict[str, Any]:
+        text = self._text(token)
+        is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_whole else None}
+
+
+def _line(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
