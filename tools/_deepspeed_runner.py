@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import _project_root  # noqa: F401
+import psutil
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE
 from megatron.launch.rank import EXIT_CODE_FOLDER
@@ -39,6 +40,8 @@ class _Remembered(subprocess.Popen):
     """A child process that is known by ``all`` when the runner has forgotten it."""
 
     all: list[subprocess.Popen] = []
+    ended: list[subprocess.Popen] = []
+    """Those that a first signal has ended."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*[with_log_level(words) for words in args], **kwargs)
@@ -55,8 +58,8 @@ def handle_signals() -> None:
 def end_launchers(number: int, frame: FrameType | None) -> None:
     """Do what DeepSpeed's runner does after SIGTERM, if it started launchers on several hosts.
 
-    Otherwise send SIGTERM to the launcher of this host, which ends the ranks; the runner waits for it. Before there is
-    one the signal has its default effect.
+    Otherwise send SIGTERM to the launcher of this host, which ends the ranks one after the other; the runner waits for
+    it. A second signal kills the ranks. Before there is a launcher the signal has its default effect.
     """
     handler = signal.getsignal(signal.SIGTERM)
     running = [child for child in _Remembered.all if child.args[2:4] == ["-m", _MODULE] and child.poll() is None]
@@ -64,7 +67,12 @@ def end_launchers(number: int, frame: FrameType | None) -> None:
         handler(number, frame)
     elif running:
         for launcher in running:
-            launcher.terminate()
+            if launcher in _Remembered.ended:
+                for rank in psutil.Process(launcher.pid).children():
+                    rank.kill()
+            else:
+                _Remembered.ended.append(launcher)
+                launcher.terminate()
     else:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import select
 import signal
 import socket
@@ -24,8 +25,10 @@ _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK", "PMI_
 _DEEPSPEED_RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "_deepspeed_runner.py")
 """Names of the deepspeed command; the last is that of ``tools/launch.py``."""
 
-EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they take the machine away."""
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""What schedulers send before they take the machine away, and Ctrl-C."""
+_CTRL_C = {signal.SIGINT, signal.SIGTERM}
+"""What a rank receives after one Ctrl-C: from the terminal, and from a launcher that received it, too."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -44,11 +47,15 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
 
     A launcher that is killed would otherwise leave its ranks training, with nothing to stop them.
     """
-    if not any(name in environ for name in _LAUNCHERS):
+    if not _has_launcher(environ):
         return
     die_with_parent()
     if "CROSS_RANK" in environ and (runner := _deepspeed_runner()) is not None:
         threading.Thread(target=_exit_after, args=(runner,), name="launcher", daemon=True).start()
+
+
+def _has_launcher(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in _LAUNCHERS)
 
 
 def _deepspeed_runner() -> "psutil.Process | None":
@@ -63,10 +70,27 @@ def _deepspeed_runner() -> "psutil.Process | None":
 
 
 def _exit_after(process: "psutil.Process") -> None:
-    """Wait until ``process`` has ended, then end this one. psutil's own wait lasts until it has also been reaped."""
+    """Wait until ``process`` has ended, then end this one, unless a signal such as Ctrl-C has asked both to end.
+
+    psutil's own wait lasts until it has also been reaped.
+    """
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(process.pid)], [], [])
-    os._exit(LaunchError.exit_code)
+    if not any(has_received(signal.getsignal(number)) for number in EXIT_SIGNALS):
+        os._exit(LaunchError.exit_code)
+
+
+def _end_interrupted_runner() -> None:
+    """End the deepspeed command before it prints a traceback: Ctrl-C interrupts it a quarter of a second later.
+
+    Not if it handles signals itself, as it does for several hosts.
+    """
+    runner = _deepspeed_runner()
+    if runner is not None:
+        with suppress(OSError):
+            handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{runner.pid}/status").read_text())
+            if handled and not int(handled[1], 16) >> (signal.SIGTERM - 1) & 1:
+                runner.terminate()
 
 
 class ExitSignal:
@@ -82,7 +106,8 @@ class ExitSignal:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in EXIT_SIGNALS:
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell's background processes ignore SIGINT
+                signal.signal(number, self._receive)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="exit signals", daemon=True).start()
 
@@ -91,20 +116,23 @@ class ExitSignal:
         self._exit_at_start = None
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        if self.number:
-            os._exit(128 + number)
-        self.number = number
+        self.number = self.number or number
 
     def _watch(self, reader: int) -> None:
-        received = 0
+        received: set[int] = set()
         while number := os.read(reader, 1)[0]:
             if number not in EXIT_SIGNALS or signal.getsignal(number) != self._receive:
                 continue
-            received += 1
+            is_passed_on = number not in received and {number, *received} == _CTRL_C and _has_launcher(os.environ)
+            is_second = bool(received) and not is_passed_on
+            received.add(number)
+            self.number = self.number or number  # the main thread may be inside of a library
             if exit_at_start := self._exit_at_start:
                 exit_at_start(number)
-            if received > 1:
+            if is_second:
                 os._exit(128 + number)
+            if is_passed_on:
+                _end_interrupted_runner()
 
 
 def has_received(handler: object) -> bool:

@@ -146,11 +146,13 @@ def test_any_signal_to_the_runner_ends_the_launchers(monkeypatch) -> None:
     ssh, launcher = (
         SimpleNamespace(args=["x", "-u", "-m", name], poll=lambda: None) for name in ("ssh", runner._MODULE)
     )
-    launcher.terminate = lambda: done.append("ended")
+    launcher.terminate, launcher.pid = lambda: done.append("ended"), 5
+    rank = SimpleNamespace(kill=lambda: done.append("killed"))
+    monkeypatch.setattr(runner.psutil, "Process", lambda pid: SimpleNamespace(children=lambda: [rank]))
     monkeypatch.setattr(runner._Remembered, "all", [ssh, launcher])
     for number in handlers:
         handlers[number](number, None)
-    assert done == ["ended"] * 3
+    assert done == ["ended", "killed", "killed"]
     runner._Remembered.all.pop()
     handlers[signal.SIGUSR1](signal.SIGUSR1, None)
     assert handlers[signal.SIGUSR1] == signal.SIG_DFL and done.pop() == (os.getpid(), signal.SIGUSR1)

@@ -53,14 +53,48 @@ def test_a_signal_before_the_first_iteration_ends_the_run_at_once(programs, tmp_
     assert left.returncode == code and not list(tmp_path.glob("ck/global_step*"))
 
 
-def test_a_launcher_passes_its_signal_on(programs, tmp_path) -> None:
-    launcher = ["deepspeed", "--log_level", "warning", "--num_gpus", "2", "--master_port", str(free_port())]
+def test_ctrl_c_under_deepspeed(programs, tmp_path) -> None:
+    """All of its processes receive SIGINT; the launcher sends SIGTERM besides, and the command above it ends first."""
+    # A shell's background processes ignore SIGINT, and so would all that the tests start there.
+    launcher = "env --default-signal=INT deepspeed --log_level critical --num_gpus 2 --master_port".split()
     words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "500", "--save", tmp_path / "ck")
-    left = programs.run(*launcher, "tests/support/faulty_pretrain.py", *words, FAULT="launcher 1 2 SIGTERM")
-    assert left.returncode != 0
-    assert "received SIGTERM" in left.output
+    fault = {"FAULT": "terminal 1 2 SIGINT"}
+    left = programs.run(*launcher, str(free_port()), "tests/support/faulty_pretrain.py", *words, **fault)
+    assert left.returncode != 0 and "Traceback" not in left.output
+    assert "received SIGINT" in left.output
     (tag,) = (tmp_path / "ck").glob("global_step*")
     assert (tag / "manifest.json").exists() and (tmp_path / "ck" / "latest").read_text() == tag.name
+
+
+RECEIVER = """
+import os, signal, sys, time
+from megatron.common.processes import ExitSignal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+received = ExitSignal()
+for name in sys.argv[1:]:
+    os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(0.1)
+sys.exit(received.number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "signals", "code"),
+    [
+        ("", "SIGINT", 2),
+        ("", "SIGINT SIGINT", 130),
+        ("", "SIGINT SIGTERM", 143),
+        ("RANK", "SIGINT SIGTERM", 2),
+        ("RANK", "SIGTERM SIGINT", 15),
+        ("RANK", "SIGINT SIGTERM SIGINT", 130),
+        ("RANK", "SIGUSR1 SIGTERM", 143),
+    ],
+)
+def test_a_second_signal_ends_at_once_unless_a_launcher_passes_the_first_on(
+    programs, launcher: str, signals: str, code: int
+) -> None:
+    environ = {"PYTHONPATH": str(programs.root)} | ({f"CROSS_{launcher}": "0"} if launcher else {})
+    assert programs.python("-c", RECEIVER, *signals.split(), **environ).returncode == code
 
 
 def test_the_time_limit_ends_a_run_after_an_iteration(programs, tmp_path) -> None:

@@ -69,7 +69,7 @@ def supervise(
 
     The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, the
     exit code is the rank's: 6 for a rank that was killed. If all ranks of this host have saved after a signal, it is
-    75.
+    75; after a second signal, n, which ends the run at once, it is 128 + n.
     Raises FileNotFoundError or PermissionError if there is no such launcher.
     """
     _inherit_orphans()
@@ -99,6 +99,8 @@ def supervise(
         codes = read_exit_codes(folder)
     if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # with which DeepSpeed's launchers do not end
         code = PREEMPTED
+    elif len(forwarded) > 1:
+        code = 128 + forwarded[-1]
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
     return LauncherExit(code, bool(forwarded), was_stopped)
 
