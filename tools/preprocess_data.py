@@ -106,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
         help="with --split-sentences, keep the line breaks between sentences; in full documents they are always kept",
     )
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
-    add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
+    add("--dataset-impl", default="mmap", choices=("mmap", "lazy", "cached"), help="the format written is always mmap")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
     add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress")
     group = parser.add_argument_group("flags of Megatron-LM without effect, accepted with a warning")
@@ -116,6 +116,8 @@ def parse_arguments() -> argparse.Namespace:
     if errors := [message for broken, message in _rules(args) if broken]:
         raise ConfigError(errors)
     check_inputs(args.input)
+    if args.dataset_impl != "mmap":
+        print_warning(f"--dataset-impl {args.dataset_impl} has no effect: the data set is written to be memory-mapped")
     for name, reason in _WITHOUT_EFFECT.items():
         if (value := getattr(args, name.removeprefix("--").replace("-", "_"))) is not None:
             print_warning(f"{name} {value} has no effect: {reason}")
@@ -184,10 +186,6 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (
             args.eod_token is not None and kind not in PUBLISHED,
             f"--eod-token {args.eod_token} has no effect with {kind}: remove it",
-        ),
-        (
-            args.dataset_impl != "mmap",
-            f"--dataset-impl {args.dataset_impl} is not supported: older formats cannot be read; use mmap",
         ),
         (not 1 <= args.workers <= MOST_WORKERS, f"--workers {args.workers} must be from 1 to {MOST_WORKERS}"),
         (args.log_interval < 1, f"--log-interval {args.log_interval} must be 1 or more"),

@@ -17,8 +17,8 @@ import numpy as np
 import tokenizers
 
 from benchmarks.comparing import Comparison, alternate
+from megatron.data.indexed_dataset_builder import best_dtype
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.preprocess.indexed_dataset_builder import best_dtype
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, BATCH = 8192, 64

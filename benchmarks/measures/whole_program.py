@@ -19,7 +19,7 @@ from benchmarks.comparing import Comparison, Seconds, alternate
 from benchmarks.measures.ranks import ROOT, reported
 from benchmarks.measures.shapes import SHAPES, Shape
 from megatron.common.errors import LaunchError
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 ITERATIONS, WARM_UP, LOG_INTERVAL = 5, 3, 5
 """Of a round; before the first round."""

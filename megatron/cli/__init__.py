@@ -59,7 +59,8 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
         except ConfigError as error:
             raise ConfigError([*problems, *error.messages]) from None
         problems += file_problems
-    provided, contradictions = _merge(flags, read_settings(tree, str(config_file)))
+    provided, contradictions, yielding = _merge(flags, read_settings(tree, str(config_file)))
+    ignored += yielding
     problems += contradictions + value_problems(provided, architecture)
     if oversized(provided):
         raise ConfigError(problems)
@@ -80,12 +81,23 @@ def _settings(values: Mapping[str, Any], extra_args: Mapping[str, Any]) -> dict[
     return {**given, **{name: value for name, value in extra_args.items() if value not in (None, False)}}
 
 
-def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:
-    """The values of both sources, and a message for each field on which they differ."""
+_BUCKETS = ("zero_reduce_bucket_size", "zero_allgather_bucket_size")
+
+
+def _merge(
+    flags: Mapping[str, Provided], file: Mapping[str, Provided]
+) -> tuple[dict[str, Provided], list[str], list[str]]:
+    """The values of both sources, a message for each contradiction, and a warning for each flag that yields.
+
+    Sizes of buckets and --zero-stage 0 yield to the file, as in DeepSpeed's 3D example, where they had no effect.
+    """
+    differing = [name for name in flags if name in file and flags[name].value != file[name].value]
+    yielding = [name for name in differing if name in _BUCKETS or (name, flags[name].value) == ("zero_stage", 0)]
+    warned = [f"{flags[name].source} has no effect: {file[name].source} counts" for name in yielding]
     contradictions = [
         f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].words[0]} from the "
         "file to use the flag, or delete the flag"
-        for name in flags
-        if name in file and flags[name].value != file[name].value
+        for name in differing
+        if name not in yielding
     ]
-    return {**file, **flags}, contradictions
+    return {**file, **flags, **{name: file[name] for name in yielding}}, contradictions, warned

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.cli.provided import Provided
+from megatron.cli.provided import Provided, Source
 from megatron.common.errors import ConfigError, nearest_multiples
 from megatron.config.batch_schedule import Steps
 
@@ -21,6 +21,9 @@ class Batch(NamedTuple):
 
 def solve_batch(provided: Mapping[str, Provided], data_parallel_size: int) -> Batch:
     """The three batch sizes from those that are provided. Without an accumulation or a global size, it is 1 step.
+
+    Where a JSON has ``train_batch_size`` and ``gradient_accumulation_steps``, and a flag the micro size, the first of
+    them yields, as in DeepSpeed's 3D example: its data loader has read only the flag.
 
     Raises:
         ConfigError: neither a micro nor a global size is provided, or the sizes contradict each other.
@@ -52,6 +55,8 @@ def _consistent(provided: Mapping[str, Provided], data_parallel_size: int) -> Ba
     product = batch.micro_size * batch.accumulation * data_parallel_size
     if batch.global_size == product:
         return batch
+    if [isinstance(provided[name].source, Source) for name in (GLOBAL, MICRO, ACCUMULATION)] == [False, True, False]:
+        return batch._replace(global_size=product)
     remedy = f"set a global batch of {product}"
     if batch.global_size % (batch.micro_size * data_parallel_size) == 0:
         remedy += f" or an accumulation of {batch.global_size // (batch.micro_size * data_parallel_size)}"

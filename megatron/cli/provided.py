@@ -75,13 +75,6 @@ def value_type(field: Field) -> Any:
     return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
 
 
-REFUSED_VALUES: dict[tuple[str, str], str] = {
-    ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
-    ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
-}
-"""Field and value to the reason why that value of an accepted flag is refused."""
-
-
 def read_value(field: Field | None, text: str | list[str]) -> Any:
     """The value of ``text`` for ``field``, or for a flag that is no field. Raises ValueError if it cannot be parsed."""
     if field is None:
@@ -89,8 +82,6 @@ def read_value(field: Field | None, text: str | list[str]) -> Any:
     if isinstance(text, list):
         return tuple(map(_READERS[value_type(field)], text))
     choices = tuple(PRESETS) if field.name == "model_preset" else field.metadata["flag"]["choices"]
-    if (field.name, text) in REFUSED_VALUES:
-        raise ValueError(REFUSED_VALUES[field.name, text])
     if choices and text not in choices:
         raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
     reader = _layer_freq if field.name == "moe_layer_freq" else _READERS[value_type(field)]

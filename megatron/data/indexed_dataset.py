@@ -13,6 +13,20 @@ little-endian and packed, with S sequences and D - 1 documents:
     34 + 4S    i64[S]     pointers: byte offset of each sequence in PREFIX.bin
     34 + 12S   i64[D]     doc_idx: 0, then for each document the number of sequences up to its end
     ...        i8[S]      modes; only multimodal data sets have them, and they are not read
+
+The index of the older lazy and cached data sets (TNTIDX), whose ``PREFIX.bin`` is the same, is read, too:
+
+    offset     type       content
+    0          8 bytes    magic "TNTIDX", two zero bytes
+    8          u64        version, 1
+    16         u64        dtype code of the tokens
+    24         u64        bytes of a token
+    32         u64[2]     S, twice
+    48         u64        D
+    56         i64[S+1]   numbers of the sequences, from 0
+    64 + 8S    i64[S+1]   offset of each sequence in tokens, and the end
+    72 + 16S   i64[S]     sizes
+    72 + 24S   i64[D]     doc_idx
 """
 
 import glob
@@ -22,17 +36,21 @@ import shutil
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.reading import regular
 
+if TYPE_CHECKING:
+    from megatron.data.indexed_dataset_builder import SequenceBuilder
+
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+LEGACY_HEADER = struct.Struct("<8s6Q")
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -66,12 +84,10 @@ class IndexedDataset:
         self._bin_stat, self._idx_stat = _stat_files(self.prefix, self.bin_path, self.idx_path)
         try:
             with open(self.idx_path, "rb", opener=regular) as file:
-                self._header = file.read(HEADER.size)
-            self.dtype, sequences, documents = _read_header(self.idx_path, self._header, self._idx_stat.st_size)
-            self._index = np.memmap(self.idx_path, np.uint8, "r")
-            self.sizes = np.frombuffer(self._index, "<i4", sequences, HEADER.size)
-            self.pointers = np.frombuffer(self._index, "<i8", sequences, HEADER.size + 4 * sequences)
-            self.doc_idx = np.frombuffer(self._index, "<i8", documents, HEADER.size + 12 * sequences)
+                header = file.read(LEGACY_HEADER.size)
+            self._header = header[: HEADER.size]
+            read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
+            self.dtype, self.sizes, self.pointers, self.doc_idx = read(self.idx_path, header, self._idx_stat.st_size)
             _check_index(self.idx_path, self.dtype, self.sizes, self.pointers, self.doc_idx)
             self.num_tokens = int(self.sizes.sum(dtype=np.int64))
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
@@ -119,6 +135,13 @@ class IndexedDataset:
         """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""
         stats = [(stat.st_size, stat.st_mtime_ns) for stat in (self._bin_stat, self._idx_stat)]
         return hashlib.sha256(repr((stats, self._header)).encode()).hexdigest()
+
+
+def make_builder(out_file: str, impl: str = "mmap", vocab_size: int | None = None) -> "SequenceBuilder":
+    """Megatron-LM's function for preprocessing scripts. Of any ``impl`` the data set is read by memory map."""
+    from megatron.data.indexed_dataset_builder import SequenceBuilder  # which imports this module
+
+    return SequenceBuilder(out_file, vocab_size)
 
 
 def unknown_token(indexed: IndexedDataset, token: int, place: str, vocab_size: int) -> DataError:
@@ -178,13 +201,34 @@ def _where_else(prefix: str) -> str:
     return "tools/preprocess_data.py makes one"
 
 
+_Index = tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]
+"""Token type, sizes, pointers and ``doc_idx``."""
+
+
+def _read_index(path: Path, header: bytes, file_size: int) -> _Index:
+    """The index, mapped. Raises DataError as ``_read_header``."""
+    dtype, sequences, documents = _read_header(path, header[: HEADER.size], file_size)
+    index = np.memmap(path, np.uint8, "r")
+    sizes = np.frombuffer(index, "<i4", sequences, HEADER.size)
+    pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
+    return dtype, sizes, pointers, np.frombuffer(index, "<i8", documents, HEADER.size + 12 * sequences)
+
+
+def _read_legacy_index(path: Path, header: bytes, file_size: int) -> _Index:
+    """The index of a lazy or cached data set, in memory. Raises DataError unless it is complete."""
+    if len(header) == LEGACY_HEADER.size:
+        _, version, code, itemsize, sequences, sizes, documents = LEGACY_HEADER.unpack(header)
+        promised = LEGACY_HEADER.size + 8 * (3 * sequences + 2 + documents)
+        is_complete = (version, sizes, file_size) == (1, sequences, promised)
+        if is_complete and code in DTYPES and DTYPES[code].itemsize == itemsize:
+            numbers = np.fromfile(path, "<i8", offset=LEGACY_HEADER.size)
+            _, starts, lengths, ends = np.split(numbers, np.cumsum([sequences + 1, sequences + 1, sequences]))
+            return DTYPES[code], lengths.astype("<i4"), starts[:-1] * itemsize, ends
+    raise DataError(f"{path}, of the older lazy or cached format (TNTIDX), is truncated or damaged: copy it again")
+
+
 def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, int, int]:
     """Token type, S and D; DataError unless the header is whole and fits the size of the file."""
-    if header.startswith(LEGACY_MAGIC):
-        raise DataError(
-            f"{path} is in the older lazy/cached format (magic TNTIDX): make the data set again from its text "
-            "with tools/preprocess_data.py"
-        )
     if not MAGIC.startswith(header[: len(MAGIC)]):
         raise DataError(f"{path} is not an index: offset 0 holds {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
     if len(header) < HEADER.size:

@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back. No torch here."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,7 +8,15 @@ import numpy as np
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
-from megatron.config.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, SENTENCEPIECE
+from megatron.config.tokenizer_files import (
+    HUGGINGFACE,
+    NULL_TOKENIZER,
+    PUBLISHED,
+    SENTENCEPIECE,
+    tokenizer_files,
+    tokenizer_kind,
+    used_merges,
+)
 from megatron.tokenizer.base import Tokenizer as Tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.published import GPTSentencePieceTokenizer, HuggingFaceTokenizer
@@ -32,9 +41,9 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 
 
 def build_tokenizer(
-    kind: str,
-    vocab_file: str | None,
-    merge_file: str | None,
+    kind: str | Namespace,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
     vocab_size: int | None = None,
     eod_token: str | None = None,
     extra_ids: int = 0,
@@ -43,10 +52,13 @@ def build_tokenizer(
 
     With a kind of ``PUBLISHED``, ``vocab_size`` may be more than its tokens, for a model that has more rows, and
     ``eod_token`` ends documents instead of the token that the files name. A WordPiece has ``extra_ids`` sentinels more.
+    Instead of all that, ``build_tokenizer(args)`` takes the arguments of a preprocessing script, as Megatron-LM's does.
 
     Raises ConfigError for an unknown kind, and DataError for a file that is missing (or None), superfluous, broken,
     or inconsistent with the other.
     """
+    if isinstance(kind, Namespace):
+        return _of_arguments(kind)
     if kind == NULL_TOKENIZER and vocab_size is not None:
         return NullTokenizer(vocab_size)
     if kind not in TOKENIZERS:
@@ -56,6 +68,21 @@ def build_tokenizer(
     if extra_ids:
         return TOKENIZERS[kind](vocab_file, merge_file, extra_ids=extra_ids)
     return TOKENIZERS[kind](vocab_file, merge_file)
+
+
+def _of_arguments(args: Namespace) -> Tokenizer:
+    """The tokenizer that a script's arguments name, which get its padded size as ``padded_vocab_size``."""
+    given = vars(args)
+    model = given.get("tokenizer_model")
+    kind = tokenizer_kind(given.get("tokenizer_type"), model)
+    vocab_file, merge_file = tokenizer_files(kind, given.get("vocab_file"), given.get("merge_file"), model)
+    extra_ids = given.get("vocab_extra_ids") or 0 if kind.startswith("BertWordPiece") else 0
+    vocab_size = given.get("vocab_size") if kind in (NULL_TOKENIZER, *PUBLISHED) else None
+    tokenizer = build_tokenizer(kind, vocab_file, used_merges(kind, merge_file), vocab_size, extra_ids=extra_ids)
+    size = given.get("tensor_model_parallel_size") or given.get("model_parallel_size") or 1
+    multiple = size * given.get("make_vocab_size_divisible_by", 128)
+    args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    return tokenizer
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:

@@ -176,8 +176,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         ("--num-layers 4.5", "--num-layers 4.5: must be a whole number"),
         ("--lr nan", "--lr nan: must be a finite number"),
         ("--lr-decay-style cosin", "--lr-decay-style cosin: did you mean cosine?"),
-        ("--data-impl zip", "--data-impl zip: choose from mmap, infer"),
-        ("--data-impl lazy", "--data-impl lazy: convert the data with tools/preprocess_data.py"),
+        ("--data-impl zip", "--data-impl zip: choose from mmap, infer, lazy, cached"),
         ("--num-unique_layers 3", "--num-unique-layers: weight sharing between layers is not supported: remove it"),
         ("--mask-prob 0.1", "--mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for pretrain_bert.py"),
         (

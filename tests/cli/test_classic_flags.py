@@ -93,6 +93,7 @@ def test_classic_names_mean_the_same(words: str, same: str) -> None:
         ("--use-flash-attn", "--use-flash-attn has no effect: attention is torch's fused kernel"),
         ("--empty_unused_memory_level=2", "--empty-unused-memory-level 2 has no effect: the allocator keeps"),
         ("--dataloader-type cyclic", "--dataloader-type cyclic has no effect: samples are shuffled for each"),
+        ("--data-impl lazy", "--data-impl lazy has no effect: data sets are read by memory map"),
         ("--DDP-impl local", "--DDP-impl local has no effect: DeepSpeed reduces gradients"),
         ("--use-te-activation-func", "--use-te-activation-func has no effect: kernels are chosen by --fused-kernels"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm has no effect: kernels are chosen by --fused-kernels"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from megatron.config import DataConfig
 from megatron.data.bert_dataset import BertDataset, mask_tokens
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.data.sentence_dataset import SentenceStream
 from megatron.tokenizer.words import SPECIAL, WordPieceTokenizer
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 WORDS, PIECES = 60, 30
 PAD, UNK, CLS, SEP, MASK = range(5)

@@ -12,7 +12,7 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
 """Tokens that encode the document (hundreds) and the position in it."""

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 GOLDEN_IDX = bytes.fromhex(
     "4d4d4944494458000001000000000000000802000000000000000300000000000000"
@@ -23,6 +23,8 @@ GOLDEN_IDX = bytes.fromhex(
 )
 GOLDEN_BIN = bytes.fromhex("01000200030004000500")
 GOLDEN_DOCUMENTS = [[1, 2, 3], [4, 5]]
+LEGACY_IDX = struct.pack("<8s17q", b"TNTIDX", 1, 8, 2, 2, 2, 3, *(0, 1, 2), *(0, 3, 5), *(3, 2), *(0, 1, 2))
+"""The index of Megatron-LM's lazy and cached data sets for the same tokens."""
 
 
 def test_writes_the_golden_bytes(write_dataset: Callable[..., str]) -> None:
@@ -46,8 +48,9 @@ def test_whole_documents_are_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / f"at once.{ending}").read_bytes() == (tmp_path / f"one by one.{ending}").read_bytes()
 
 
-def test_reads_the_golden_bytes(tmp_path: Path) -> None:
-    (tmp_path / "data.idx").write_bytes(GOLDEN_IDX)
+@pytest.mark.parametrize("index", [GOLDEN_IDX, LEGACY_IDX], ids=["mmap", "lazy"])
+def test_reads_the_golden_bytes(tmp_path: Path, index: bytes) -> None:
+    (tmp_path / "data.idx").write_bytes(index)
     (tmp_path / "data.bin").write_bytes(GOLDEN_BIN)
     dataset = IndexedDataset(tmp_path / "data", warmup=True)
     assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (2, 2, 5)
@@ -93,7 +96,8 @@ def replaced(offset: int, layout: str, *values: int) -> bytes:
         pytest.param(GOLDEN_IDX[:20], "truncated: 20 bytes", id="header cut off"),
         pytest.param(GOLDEN_IDX[:81], "ends at offset 81, its header promises 82 bytes", id="one byte short"),
         pytest.param(GOLDEN_IDX + b"\x00", "1 bytes too many at offset 82", id="one byte long"),
-        pytest.param(b"TNTIDX\x00\x00" + GOLDEN_IDX[8:], "older lazy/cached format", id="legacy"),
+        pytest.param(LEGACY_IDX[:-1], "of the older lazy or cached format (TNTIDX), is truncated", id="legacy"),
+        pytest.param(LEGACY_IDX[:56] + bytes(88), "the bounds of its documents contradict", id="legacy documents"),
         pytest.param(b"PK\x03\x04" + GOLDEN_IDX, "not an index: offset 0 holds b'PK", id="other magic"),
         pytest.param(replaced(9, "<Q", 2), "version 2 at offset 9", id="version"),
         pytest.param(replaced(17, "<B", 9), "dtype code 9 at offset 17, which is no type of integers", id="dtype"),

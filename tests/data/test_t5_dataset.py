@@ -7,10 +7,10 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.data.t5_dataset import T5Dataset, framed
 from megatron.tokenizer import span_vocabulary
 from megatron.tokenizer.words import SPECIAL
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 WORDS, PIECES, SENTINELS = 60, 30, 12
 TEXT_TOKENS = 5 + WORDS + PIECES

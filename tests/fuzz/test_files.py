@@ -20,12 +20,12 @@ from megatron.checkpoint.tracker import LATEST, newest
 from megatron.config import DataConfig, ModelConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.model.huggingface import config_of, read_json
 from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.convert.inspection import find, read_config
 from megatron.tools.convert.whole_model import check_sizes as check_model
 from megatron.tools.convert.whole_model import read_tensors
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.preprocess.job import Journal, Milestone, Summary, Written
 
 

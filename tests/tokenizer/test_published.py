@@ -18,9 +18,9 @@ from megatron.common.errors import DataError
 from megatron.config.tokenizer_files import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.inference.continuous_batch import Detokenizer
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.training.preflight import check

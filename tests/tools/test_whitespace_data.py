@@ -33,7 +33,7 @@ def test_a_text_without_an_ending_trains_by_the_classic_commands(programs: Progr
     tokenizer = ["--tokenizer-type", "WhitespaceTokenizer", "--merge-file", tmp_path / "merges.txt"]
     note = f".py: warning: --merge-file {tmp_path}/merges.txt is not used: WhitespaceTokenizer has no merges\n"
     made = programs.python(
-        "tools/preprocess_data.py", "--input", corpus, "--input-format", "text", "--output-prefix", tmp_path / "own",
+        "tools/preprocess_data.py", "--input", corpus, "--output-prefix", tmp_path / "own",
         "--vocab", vocabulary, "--dataset-impl", "mmap", *tokenizer, "--append-eod", "--keep-newlines",
         "--split-sentences", "--chunk-size", "25",
     ).ok()  # fmt: skip
@@ -69,8 +69,8 @@ def test_a_text_without_an_ending_trains_by_the_classic_commands(programs: Progr
     ids=["format", "tokenizer", "words"],
 )
 def test_files_that_do_not_fit(tmp_path: Path, settings: dict, words: list[str], messages: list[str]) -> None:
-    """A text taken for JSONL, words taken for bytes, and a vocabulary of another text."""
-    (tmp_path / "corpus").write_text("w1 w2\nw3 w4\n")
+    """A text that begins like JSON, words taken for bytes, and a vocabulary of another text."""
+    (tmp_path / "corpus").write_text("[w1 w2\nw3 w4\n")
     vocabulary = write_vocabulary(tmp_path / "vocab.json", [*words, "<unk>", "<|endoftext|>"])
     settings = {"tokenizer_type": "WhitespaceTokenizer", **settings}
     job = Job(inputs=(tmp_path / "corpus",), output_prefix=f"{tmp_path}/own", vocab_file=str(vocabulary), **settings)

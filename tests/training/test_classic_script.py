@@ -28,11 +28,27 @@ CONFIG = {"steps_per_print": 1, "wall_clock_breakdown": True, "zero_allow_untest
             4,
             "--model-parallel-size 4 --checkpoint-in-cpu --profile-backward --deepspeed-activation-checkpointing "
             "--use-flash-attn",
-            {"optimizer": {"type": "Adam", "params": {"lr": 1.5e-4, "max_grad_norm": 1.0}}},
+            {
+                "train_batch_size": 2048,
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {
+                    "stage": 2,
+                    "allgather_partitions": True,
+                    "allgather_bucket_size": 50000000,
+                    "reduce_bucket_size": 50000000,
+                    "overlap_comm": True,
+                },
+                "optimizer": {
+                    "type": "Adam",
+                    "params": {"lr": 1.5e-4, "max_grad_norm": 1.0, "betas": [0.9, 0.95]},
+                },
+                "gradient_clipping": 1.0,
+            },
             [
                 "--use-flash-attn has no effect: attention is torch's",
-                "--zero-reduce-bucket-size has no effect without --zero-stage 1, 2 or 3: ",
-                "--zero-allgather-bucket-size has no effect without --zero-stage 1, 2 or 3: ",
+                "--zero-stage 0 has no effect: zero_optimization.stage 2 in ",
+                "--zero-allgather-bucket-size 5000000000 has no effect: zero_optimization.allgather_bucket_size 500000",
+                "train_batch_size 2048 in ",
             ],
         ),
         (
@@ -52,7 +68,8 @@ def test_a_classic_command_trains(
     finished = programs.warm(processes, "pretrain_gpt2.py", *command, *programs.data_arguments).ok()
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in metrics if "lm_loss" in line] == [1, 2]
-    printed = [line for line in finished.output.splitlines() if "warning: -" in line]
+    assert metrics[0]["consumed_samples"] == (4 if "use-flash" in words else 8)
+    printed = [line for line in finished.output.splitlines() if line.startswith("pretrain_gpt2.py: warning: ")]
     assert len(printed) == len(warnings), "rank 0 alone prints them"
     for line, warning in zip(printed, warnings, strict=True):
         assert line.startswith(f"pretrain_gpt2.py: warning: {warning}")

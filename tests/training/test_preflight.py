@@ -13,7 +13,7 @@ from megatron.checkpoint.tracker import publish, write_description
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, UserError
 from megatron.config import RunConfig
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.preflight import check
 
 ROOT = Path(__file__).resolve().parents[2]

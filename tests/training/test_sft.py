@@ -17,12 +17,12 @@ from torch.testing import assert_close
 from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.datasets import build_datasets
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.data.loader import sft_batch
 from megatron.engines.containers import sequential_model
 from megatron.model.huggingface import config_of as read_config
 from megatron.model.huggingface import source_shapes
 from megatron.parallel.layout import ParallelLayout
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
 

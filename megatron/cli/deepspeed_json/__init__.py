@@ -223,8 +223,9 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
             setting.key[:2] == PARAMS and setting.key[2] not in params
         )
         required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
-        # In half precision the file's stage 0 becomes 1; everything else that it has is the run's value.
-        missing = value_at(tree, setting.key) is None or setting.field == "zero_stage"
+        # In half precision the file's stage 0 becomes 1, and its train_batch_size may yield; everything else that it
+        # has is the run's value.
+        missing = value_at(tree, setting.key) is None or setting.field in ("zero_stage", "global_batch_size")
         if required and setting.allowed(run) and not of_other_optimizer and missing:
             value = setting.write(flag_value(run, setting.field))
             if value is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.batch_sizes import ACCUMULATION, GLOBAL, MICRO
 from megatron.cli.provided import Provided, inside, interval_as_text, is_above
 from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
@@ -43,6 +44,14 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
         steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
         if steps >= _TRIAL and provided["lr_warmup_fraction"].value > 0 == run.optim.warmup_steps(run.train):
             messages.append(f"{source} of {counted(steps, run.train.lr_unit)} is less than one: there is no warm-up")
+    if run.data.data_impl in ("lazy", "cached"):
+        messages.append(f"{provided['data_impl'].source} has no effect: data sets are read by memory map")
+    sizes_given = {GLOBAL, MICRO, ACCUMULATION} <= provided.keys()
+    if sizes_given and provided[GLOBAL].value != run.train.global_batch_size > 0:
+        messages.append(
+            f"{provided[GLOBAL].source} has no effect: {provided[MICRO].source} x {provided[ACCUMULATION].source} x "
+            f"data-parallel size {run.parallel.data_parallel_size} is a global batch of {run.train.global_batch_size}"
+        )
     if "zero_stage" in provided and provided["zero_stage"].value == 0 < run.zero.zero_stage:
         messages.append(
             f"{provided['zero_stage'].source} in {run.precision.dtype} runs as --zero-stage 1, which makes the updates "

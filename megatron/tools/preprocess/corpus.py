@@ -11,6 +11,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -276,7 +277,11 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL, plain text (one document per line) or Parquet",
     )
-    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
+    add(
+        "--input-format",
+        choices=tuple(FORMATS),
+        help="format of all inputs (default: by name or content)",
+    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
 
 
@@ -287,8 +292,20 @@ def check_inputs(paths: Sequence[Path]) -> None:
 
 
 def format_of(path: Path) -> str:
-    """The format by a file's name, regardless of its compression; JSONL by default."""
-    return _FORMATS_BY_ENDING.get(uncompressed(path).suffix, "jsonl")
+    """The format by a file's name, regardless of its compression, or for another name by its first character."""
+    return _FORMATS_BY_ENDING.get(uncompressed(path).suffix) or _format_of_content(path)
+
+
+@cache
+def _format_of_content(path: Path) -> str:
+    """JSONL, or text if a file begins with anything but JSON; JSONL, too, of a pipe, which cannot be read twice."""
+    if not path.is_file():
+        return "jsonl"
+    try:
+        start = next(filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in _file_lines(path, ()))), b"")
+    except (OSError, EOFError, ValueError, zlib.error):  # reading it will say so
+        return "jsonl"
+    return "jsonl" if start.startswith((b"{", b"[")) else "text"
 
 
 def uncompressed(path: Path) -> Path:

@@ -14,9 +14,9 @@ from megatron.common.files import replace_file
 from megatron.common.reading import read_json
 from megatron.config.data import loss_mask_prefix
 from megatron.config.tokenizer_files import HUGGINGFACE
+from megatron.data.indexed_dataset_builder import Written, best_dtype
 from megatron.tokenizer.published import CONFIG_FILES
 from megatron.tools.preprocess.corpus import format_of
-from megatron.tools.preprocess.indexed_dataset_builder import Written, best_dtype
 
 TOKENS, LOSS_MASK = "tokens", "loss mask"
 """The two data sets of conversations, instead of one for each key."""

@@ -20,10 +20,10 @@ from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
 from megatron.config.data import chat_template_file
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Milestone, Summary
 from megatron.tools.preprocess.tokenize_chunk import Tokenized, chat_template_of, tokenize_chunk, tokenizer_of
 

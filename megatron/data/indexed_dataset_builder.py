@@ -12,9 +12,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megatron.common.errors import DataError
+from megatron.common.errors import ConfigError, DataError
 from megatron.common.files import file_mode, sync_folder
-from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
+from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16
@@ -151,6 +151,48 @@ class IndexedDatasetBuilder:
             # After an error, buffered bytes may not fit on the disk.
             with contextlib.suppress(OSError):
                 file.close()
+
+
+class SequenceBuilder:
+    """Megatron-LM's builder: sequences are added one at a time, documents end, and ``finalize`` writes the index.
+
+    Args:
+        out_file: the ``.bin``.
+        vocab_size: of the tokens, which are checked; None stores any as int32.
+    """
+
+    def __init__(self, out_file: str | Path, vocab_size: int | None = None) -> None:
+        self._prefix = str(out_file).removesuffix(".bin")
+        self._sequences: list[np.ndarray] = []
+        self._size = 2**31 if vocab_size is None else vocab_size
+        self._builder = IndexedDatasetBuilder(self._prefix, best_dtype(self._size)).__enter__()
+
+    def add_item(self, tokens: ArrayLike) -> None:
+        """Append a sequence, [tokens], such as a tensor. Raises DataError if a token is not in the vocabulary."""
+        sequence = np.asarray(tokens)
+        if sequence.size and not 0 <= sequence.min() <= sequence.max() < self._size:
+            wrong = sequence.min() if sequence.min() < 0 else sequence.max()
+            raise DataError(f"{self._prefix}: token {wrong} is not in the vocabulary of {self._size} tokens")
+        self._sequences.append(sequence)
+
+    def end_document(self) -> None:
+        """End a document of the sequences since the last one."""
+        self._builder.add_document(*self._sequences)
+        self._sequences = []
+
+    def merge_file_(self, prefix: str) -> None:
+        """Append all documents of the data set ``prefix``."""
+        other = IndexedDataset(prefix)
+        sizes = np.split(other.sizes, other.doc_idx[1:-1]) if other.num_documents else []
+        self._builder.add_documents(other.span(0, other.num_tokens), [part.tolist() for part in sizes])
+
+    def finalize(self, index_file: str | Path) -> None:
+        """Complete the data set, whose index is always next to the ``.bin``."""
+        if str(index_file) != f"{self._prefix}.idx":
+            raise ConfigError(f"finalize: the index of {self._prefix}.bin is {self._prefix}.idx, not {index_file}")
+        if self._sequences:
+            self.end_document()
+        self._builder.__exit__(None, None, None)
 
 
 def _append_pointers(index: BinaryIO, sequences: int, itemsize: int) -> None:
