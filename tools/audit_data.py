@@ -32,7 +32,7 @@ from megatron.config.tokenizer_files import check_tokenizer_folder, tokenizer_fi
 from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.audit import overlaps, proof, samples
-from megatron.tools.audit.case import Case, check_contents, open_case
+from megatron.tools.audit.case import Case, check_contents, check_tokenizer, open_case
 from megatron.tools.command_line import ToolParser, run_tool
 
 CHARACTERS = 200
@@ -59,7 +59,7 @@ def main() -> None:
 def _batch(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     if args.characters < 0:
         raise ConfigError(f"--characters {args.characters} must be 0 or more")
-    batch = samples.batch_of(open_case(args.load, data_fields), args.iteration, args.rank)
+    batch = samples.batch_of(open_case(args.load, data_fields, override=args.override), args.iteration, args.rank)
     _print(args, batch, samples.batch_as_text(batch, args.characters))
     return True
 
@@ -92,13 +92,16 @@ def _overlap(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
 def _data_and_tokenizer(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> tuple[DataConfig, Tokenizer]:
     """The data of a checkpoint, or of the flags alone, and its tokenizer."""
     if args.load:
-        case: Case = open_case(args.load, data_fields)
+        case: Case = open_case(args.load, data_fields, override=args.override)
         check_contents(case.data, str(case.saved.path))
         return case.data, case.tokenizer
     data = DataConfig(**data_fields)
     if not data.prefixes:
         raise ConfigError("give --load with a checkpoint, or --data-path (or --train-data-path) with the data")
-    return data, tokenizer_of(data)
+    tokenizer = tokenizer_of(data)
+    if not args.override:
+        check_tokenizer(data, tokenizer)
+    return data, tokenizer
 
 
 def _data_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -145,7 +148,8 @@ def _parser() -> ToolParser:
         sub = commands.add_parser(name, prog=prog, description=command.help, help=command.help)
         sub.add_argument("--json", action="store_true", help="print JSON")
         for flag in command.flags:
-            sub.add_argument(flag.removesuffix("!"), required=flag.endswith("!"), **_FLAGS[flag.removesuffix("!")])
+            options = _FLAGS[flag.removesuffix("!")]
+            sub.add_argument(flag.removesuffix("!"), **(options | {"required": True} if "!" in flag else options))
     return parser
 
 
@@ -160,12 +164,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "characters per text; 0: all",
     },
     "--metrics-file": {"type": Path, "metavar": "FILE", "help": "the file that --metrics-file of the run wrote"},
+    "--override": {"action": "store_true", "help": "another tokenizer may have made the data"},
     "--output": {"type": Path, "metavar": "FILE", "help": "file to write"},
 }
 COMMANDS = {
     "batch": Command(
         _batch,
-        ("--load!", "--iteration!", "--rank", "--characters"),
+        ("--load!", "--iteration!", "--rank", "--characters", "--override"),
         "the documents and the text in a global batch",
     ),
     "seen": Command(
@@ -174,7 +179,9 @@ COMMANDS = {
     "proof": Command(
         _proof, ("--load!", "--metrics-file"), "prove that each sample was used once, through all restarts and layouts"
     ),
-    "overlap": Command(_overlap, ("--load",), "documents in more than one of training, validation and test"),
+    "overlap": Command(
+        _overlap, ("--load", "--override"), "documents in more than one of training, validation and test"
+    ),
 }
 
 

@@ -48,7 +48,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Find the model and read the file; then import torch, score, and print the metrics on rank 0."""
     source, seq_length = find_model(args, (T5,) if args.task == PAIRS else (GPT2,))
     stride, start = _stride(args, seq_length), source.config.decoder_start_token
-    request = Request(args.valid_data, seq_length, stride, args.strict_lambada, args.json_keys, start)
+    request = Request(args.valid_data, seq_length, stride, args.strict_lambada, args.json_keys, start, args.override)
     task = make_task(args.task, request, source.tokenizer)
     with opened(source, args) as model:
         from megatron.tools.evaluation.scoring import score
@@ -110,6 +110,7 @@ def build_parser() -> ToolParser:
         help="tokens from one window to the next; the others of a window are context. If N is the sequence length, "
         f"windows do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
+    add("--override", action="store_true", help="evaluate on a data set that another tokenizer has made")
     add_rank_flags(parser)
     return parser
 

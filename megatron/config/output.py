@@ -68,7 +68,9 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, "Do not load random number generator states.")
     finetune: bool = flag(False, "Load weights only, and start at iteration 0.", needs="load")
     override: bool = flag(
-        False, "Resume even if data, tokenizer, batch size or others differ from the checkpoint's.", needs="load"
+        False,
+        "Resume even if data, tokenizer, batch size or others differ from the checkpoint's; train on data that another "
+        "tokenizer has made.",
     )
 
 

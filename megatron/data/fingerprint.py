@@ -1,12 +1,20 @@
-"""Hashes of the content of data sets and tokenizers, regardless of their paths and dates. No torch here."""
+"""Hashes of the content of data sets and tokenizers, and which tokenizer made a data set. No torch here.
+
+Hashes do not depend on the paths and dates of files.
+"""
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron.common.reading import read_bytes, regular
+from megatron.common.errors import DataError
+from megatron.common.files import replace_file
+from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.config.data import chat_template_file
 from megatron.config.tokenizer_files import PUBLISHED
+from megatron.tokenizer import Tokenizer
 
 BLOCK = 1 << 16
 """Bytes read at a time."""
@@ -58,6 +66,80 @@ def common_chat_template(prefixes: Sequence[str]) -> str:
     files = [path for prefix in prefixes if (path := Path(chat_template_file(prefix))).is_file()]
     contents = {read_bytes(path) for path in files}
     return contents.pop().decode() if len(contents) == 1 else ""
+
+
+def write_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
+    """Record in PREFIX.tokenizer.json that ``tokenizer`` made the data set."""
+    with replace_file(_tokenizer_file(prefix), text=True) as file:
+        json.dump(_identity(tokenizer), file, indent=2)
+
+
+def without_tokenizer(prefixes: Iterable[str]) -> list[str]:
+    """The data sets that do not say which tokenizer made them."""
+    return [prefix for prefix in prefixes if not _tokenizer_file(prefix).exists()]
+
+
+def other_tokenizers(prefixes: Iterable[str], tokenizer: Tokenizer) -> list[str]:
+    """A message for each data set that another tokenizer has made. Raises DataError for a record that is broken.
+
+    A NullTokenizer, which has no files, suits any data set.
+    """
+    if not tokenizer.source:
+        return []
+    own = _identity(tokenizer)
+    made = {prefix: _read_identity(_tokenizer_file(prefix)) for prefix in prefixes}
+    return [
+        f"{prefix} was made with another tokenizer: {_shown(record)}, and this is {_shown(own)}; name that of the data "
+        "set, or add --override if both give the same tokens"
+        for prefix, record in made.items()
+        if record is not None and not _is_same(record, own)
+    ]
+
+
+def _tokenizer_file(prefix: str) -> Path:
+    return Path(f"{prefix}.tokenizer.json")
+
+
+def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Kind, hash of the content and special tokens. The order of a vocabulary in its file does not matter."""
+    kind, *files = tokenizer.source
+    special = {name: id for name in ("eod", "bos", "unk") if (id := getattr(tokenizer, name)) is not None}
+    digest = hashlib.sha256()
+    for file in filter(None, files):
+        content = read_bytes(file)
+        if kind not in PUBLISHED:
+            is_json = file.endswith(".json")
+            lines = [line.rstrip() for line in content.splitlines() if not line.startswith(b"#version")]
+            content = json.dumps(parse_json(content), sort_keys=True).encode() if is_json else b"\n".join(lines)
+        digest.update(f"\n{len(content)}\n".encode() + content)
+    return {"tokenizer_type": kind, "hash": digest.hexdigest(), "special_tokens": special}
+
+
+def _read_identity(path: Path) -> Mapping[str, Any] | None:
+    try:
+        record = parse_json(read_bytes(path, largest=BLOCK))
+        if not (isinstance(record["special_tokens"], dict) and {"tokenizer_type", "hash"} <= record.keys()):
+            raise ValueError
+        return record
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise DataError(f"{path} does not name a tokenizer: make the data set again, or remove this file") from None
+
+
+def _is_same(record: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    if any(record[name] != own[name] for name in ("tokenizer_type", "hash")):
+        return False
+    # Files beside that of a published tokenizer name its special tokens; those of others are in their vocabulary.
+    shared = (
+        record["special_tokens"].keys() & own["special_tokens"].keys() if own["tokenizer_type"] in PUBLISHED else ()
+    )
+    return all(record["special_tokens"][name] == own["special_tokens"][name] for name in shared)
+
+
+def _shown(record: Mapping[str, Any]) -> str:
+    special = ", ".join(f"{name} {id}" for name, id in record["special_tokens"].items())
+    return f"{record['tokenizer_type']} {record['hash'][:12]} ({special})"[:200]
 
 
 def _sampled(path: Path) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,11 +64,12 @@ def build_tokenizer(
         return NullTokenizer(vocab_size)
     if kind not in TOKENIZERS:
         raise ConfigError(f"--tokenizer-type {kind} is unknown: choose one of {', '.join(TOKENIZERS)}")
+    options: dict[str, Any] = {"extra_ids": extra_ids} if extra_ids else {}
     if kind in PUBLISHED:
-        return TOKENIZERS[kind](vocab_file, merge_file, vocab_size=vocab_size, eod_token=eod_token)
-    if extra_ids:
-        return TOKENIZERS[kind](vocab_file, merge_file, extra_ids=extra_ids)
-    return TOKENIZERS[kind](vocab_file, merge_file)
+        options = {"vocab_size": vocab_size, "eod_token": eod_token}
+    tokenizer = TOKENIZERS[kind](vocab_file, merge_file, **options)
+    tokenizer.source = (kind, vocab_file, merge_file)
+    return tokenizer
 
 
 def _of_arguments(args: Namespace) -> Tokenizer:

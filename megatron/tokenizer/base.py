@@ -30,6 +30,8 @@ class Tokenizer(ABC):
     """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
     bos: int | None = None
     """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
+    source: tuple[str | None, ...] = ()
+    """Its kind and its files; empty if it was made in another way than by ``build_tokenizer``."""
     tokens: int | None = None
     """Tokens of a published tokenizer, without the rows that only the model has; None of another."""
 

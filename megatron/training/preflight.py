@@ -16,9 +16,15 @@ from megatron.common.errors import CheckpointError, ConfigError, DataError, Reso
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA
 from megatron.config.model import padded_vocabulary
-from megatron.config.tokenizer_files import check_tokenizer_folder, used_merges
+from megatron.config.tokenizer_files import NULL_TOKENIZER, check_tokenizer_folder, used_merges
 from megatron.data.datasets import check_data
-from megatron.data.fingerprint import blend_hash, common_chat_template, tokenizer_hash
+from megatron.data.fingerprint import (
+    blend_hash,
+    common_chat_template,
+    other_tokenizers,
+    tokenizer_hash,
+    without_tokenizer,
+)
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_config
@@ -73,7 +79,12 @@ def data_warnings(run: RunConfig) -> list[str]:
     if architecture_of(run.model).provider is not None or masked_lm is None:  # None: the rows of a task, already read
         return []
     train = run.train
-    return check_data(run.data, train_iters=train.train_iters, eval_iters=train.eval_iters, masked_lm=masked_lm)
+    lines = check_data(run.data, train_iters=train.train_iters, eval_iters=train.eval_iters, masked_lm=masked_lm)
+    unknown = without_tokenizer(run.data.prefixes)
+    if unknown and run.data.tokenizer_type != NULL_TOKENIZER:
+        names = ", ".join(unknown[:_SHOWN]) + (f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else "")
+        lines.append(f"{names}: no .tokenizer.json, so the tokenizer that made the data set cannot be compared")
+    return lines
 
 
 def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
@@ -86,6 +97,9 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     vocabulary = tokenizer_of(data)
     if vocabulary.tokens is not None and not data.mock_data and not is_provided:
         check_token_type(data, vocabulary.tokens)
+    if not (run.checkpoint.override or data.mock_data or is_provided):
+        if others := other_tokenizers(data.prefixes, vocabulary):
+            raise DataError(others)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,

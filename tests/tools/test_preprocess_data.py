@@ -38,6 +38,10 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=240, check=False)
 
 
+WRITTEN = ("bin", "idx", "tokenizer.json")
+"""Endings of a data set's files."""
+
+
 def outputs(folder: Path) -> set[str]:
     """Names of what was written."""
     return {path.name for path in folder.glob("out*")}
@@ -99,7 +103,7 @@ def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Call
     kind = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt")]
     finished = run(command([corpus], *kind, "--split-sentences"))
     assert finished.returncode == 0, finished.stderr
-    assert outputs(tmp_path) == {"out_text_sentence.bin", "out_text_sentence.idx"}
+    assert outputs(tmp_path) == {f"out_text_sentence.{end}" for end in WRITTEN}
     dataset = IndexedDataset(tmp_path / "out_text_sentence")
     assert dataset.doc_idx.tolist() == [0, 3, 5, 6]
     spelt = ["".join(vocabulary[token] for token in dataset.get(n)) for n in range(len(dataset))]
@@ -117,7 +121,7 @@ def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[s
     assert finished.returncode == 0, finished.stderr
     assert documents(tmp_path / "out_title_document") == [[0]]
     assert documents(tmp_path / "out_body_document") == [[1, 2], [3]]
-    assert outputs(tmp_path) == {f"out_{key}_document.{end}" for key in ("title", "body") for end in ("bin", "idx")}
+    assert outputs(tmp_path) == {f"out_{key}_document.{end}" for key in ("title", "body") for end in WRITTEN}
 
 
 def test_workers_change_nothing(tmp_path: Path, command: Callable[..., list[str]]) -> None:
@@ -213,4 +217,4 @@ def test_killed_tool_leaves_no_data_set_and_can_run_again(tmp_path: Path, comman
     while (finished := run(command([whole]))).returncode == 3 and time.monotonic() < deadline:
         assert "being written by another process" in finished.stderr
     assert finished.returncode == 0, finished.stderr
-    assert outputs(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}
+    assert outputs(tmp_path) == {f"out_text_document.{end}" for end in WRITTEN}

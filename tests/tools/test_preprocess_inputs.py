@@ -152,7 +152,9 @@ def test_killed_conversion_resumes_to_the_same_bytes(
     assert "documents written before" in finished.stdout
     assert f"{whole.documents:,} documents, {whole.tokens:,} tokens" in finished.stdout
     assert content(tmp_path, "out") == content(tmp_path, "whole")
-    assert {file.name for file in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}
+    assert {file.name for file in tmp_path.glob("out*")} == {
+        f"out_text_document.{ending}" for ending in ("bin", "idx", "tokenizer.json")
+    }
 
 
 PEAK = """

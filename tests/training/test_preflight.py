@@ -14,7 +14,12 @@ from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, UserError
 from megatron.config import RunConfig
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.training.preflight import check
+from megatron.tokenizer import build_tokenizer
+from megatron.tools.audit.case import check_tokenizer
+from megatron.tools.evaluation.tasks import Request, make_task
+from megatron.tools.preprocess.job import Job
+from megatron.tools.preprocess.preprocess import preprocess
+from megatron.training.preflight import check, data_warnings
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["<unk>", "<|endoftext|>", "a", "b", "c"]
@@ -132,3 +137,41 @@ def test_yarn_extends_a_model_with_rotation(corpus: Path) -> None:
     for accepted in ("--override", "--finetune"):
         assert check(run_of(corpus, f"{words} {accepted}"))[1] is not None
     assert "load a model of the same shape" in str(refusal(run_of(corpus, f"--load {folder}")))
+
+
+def test_a_data_set_knows_its_tokenizer(corpus: Path, tmp_path: Path) -> None:
+    """Training, evaluation and audit refuse another one of the same size; the order in its file does not matter."""
+    assert any(".tokenizer.json" in line for line in data_warnings(run_of(corpus))), "a data set of another program"
+    (corpus / "in").write_text("a b c\n" * 40)
+    job = Job(
+        inputs=(corpus / "in",),
+        output_prefix=f"{corpus}/out",
+        input_format="text",
+        tokenizer_type="WhitespaceTokenizer",
+        vocab_file=f"{corpus}/vocab.json",
+    )
+    preprocess(job, lambda _: None, print)
+    prefix, other = f"{corpus}/out_text_document", {word: number for number, word in enumerate(WORDS[::-1])}
+    words = f"--data-path {prefix} --seq-length 2"
+
+    def run(more: str = "") -> RunConfig:
+        return run_of(corpus, f"{words} {more}")
+
+    check(run())
+    assert not data_warnings(run())
+    same = dict(reversed(json.loads((corpus / "vocab.json").read_text()).items()))
+    (corpus / "vocab.json").write_text(json.dumps(same, indent=1))
+    check(run())
+    (corpus / "vocab.json").write_text(json.dumps(other))
+    assert refusal(run()).exit_code == 3 and "--override" in str(refusal(run()))
+    check(run("--override"))
+    tokenizer = build_tokenizer("WhitespaceTokenizer", f"{corpus}/vocab.json", None)
+    for use in (
+        lambda: make_task("PPL", Request(Path(prefix), 8, 8), tokenizer),
+        lambda: check_tokenizer(run().data, tokenizer),
+    ):
+        with pytest.raises(UserError, match="was made with another tokenizer"):
+            use()
+    make_task("PPL", Request(Path(prefix), 8, 8, override=True), tokenizer)
+    Path(f"{prefix}.tokenizer.json").write_text('["no record"]')
+    assert "does not name a tokenizer" in str(refusal(run()))

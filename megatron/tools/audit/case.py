@@ -11,7 +11,7 @@ from megatron.checkpoint.sample_history import Segment
 from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import DataConfig, TrainConfig
 from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets, sample_at
-from megatron.data.fingerprint import blend_hash, tokenizer_hash
+from megatron.data.fingerprint import blend_hash, other_tokenizers, tokenizer_hash
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.convert.inspection import find
@@ -25,6 +25,8 @@ class Case:
     data: DataConfig
     """Its data, at their present paths."""
     train: TrainConfig
+    override: bool = False
+    """Whether another tokenizer may have made the data."""
 
     @cached_property
     def history(self) -> tuple[Segment, ...]:
@@ -69,6 +71,8 @@ class Case:
                 f"the vocabulary in {', '.join(file for file in files if file)} is not the one of "
                 f"{self.saved.path}: name that with --vocab-file and --merge-file, or --tokenizer-model"
             )
+        if not self.override:
+            check_tokenizer(data, tokenizer)
         return tokenizer
 
     def training_samples(self, samples: int) -> PretrainingSamples | BlendedDataset:
@@ -98,11 +102,12 @@ class Case:
         return datasets.train
 
 
-def open_case(load: Path, data_fields: Mapping[str, Any]) -> Case:
+def open_case(load: Path, data_fields: Mapping[str, Any], *, override: bool = False) -> Case:
     """The run whose newest checkpoint is in ``load``.
 
     Args:
         data_fields: fields of DataConfig with the present paths of its data.
+        override: whether another tokenizer may have made them.
 
     Raises:
         CheckpointError: it is no checkpoint of this suite.
@@ -115,7 +120,7 @@ def open_case(load: Path, data_fields: Mapping[str, Any]) -> Case:
         train = read_section(TrainConfig, saved.config["train"])
     except (KeyError, TypeError):
         raise CheckpointError(f"{saved.path} does not contain the data it was trained on") from None
-    return Case(saved, replace(data, **data_fields), train)
+    return Case(saved, replace(data, **data_fields), train, override)
 
 
 def read_section(section: type, saved: Mapping[str, Any]) -> Any:
@@ -127,6 +132,12 @@ def read_section(section: type, saved: Mapping[str, Any]) -> Any:
     if isinstance(values.get("data_path"), str):
         values["data_path"] = (values["data_path"],)
     return section(**values)
+
+
+def check_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Raises DataError with a line for each data set that another tokenizer has made."""
+    if others := other_tokenizers(data.prefixes, tokenizer):
+        raise DataError(others)
 
 
 def check_contents(data: DataConfig, checkpoint: str) -> None:

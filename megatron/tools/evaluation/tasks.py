@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.common.errors import ConfigError, DataError, NumericsError, counted
 from megatron.common.reading import read_bytes
+from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
 from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
@@ -82,6 +83,8 @@ class Request:
     """Key of the text in a JSONL file."""
     start: int = -1
     """Token that a decoder of its own reads first."""
+    override: bool = False
+    """Whether another tokenizer may have made the data set."""
 
 
 class Task(NamedTuple):
@@ -143,6 +146,8 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
     path = request.path
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").exists():
+            if not request.override and (others := other_tokenizers([str(path)], tokenizer)):
+                raise DataError(others)
             return _text_task(request, _tokens_of_data_set(path, tokenizer.vocab_size), {})
         raise DataError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
     if uncompressed(path).suffix in _MANY_TEXTS:

@@ -20,6 +20,7 @@ from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
 from megatron.config.data import chat_template_file
+from megatron.data.fingerprint import write_tokenizer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
@@ -47,7 +48,8 @@ def preprocess(
         ConfigError: a package to read an input is missing, or the tokenizer has no token to begin documents with.
         ResourceError: the output cannot be written, or a worker was killed.
     """
-    vocab_size = _checked_tokenizer(job).vocab_size
+    tokenizer = _checked_tokenizer(job)
+    vocab_size = tokenizer.vocab_size
     journal = job.journal
     done = journal.read() if resume else None
     summary = done.summary if done else Summary()
@@ -80,6 +82,8 @@ def preprocess(
             if template := chat_template_of(job):
                 with replace_file(Path(chat_template_file(job.prefixes[TOKENS])), text=True) as file:
                     file.write(record_of(template))
+            for key in builders.keys() - {LOSS_MASK}:
+                write_tokenizer(job.prefixes[key], tokenizer)
         journal.remove()
     except BrokenProcessPool as error:
         cause = "a worker was killed, maybe out of memory: use fewer --workers"
