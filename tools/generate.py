@@ -4,6 +4,7 @@
     python tools/generate.py --load checkpoints/my --sample-input-file in.jsonl --sample-output-file out.jsonl
     python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
     deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
+    python tools/generate.py --load checkpoints/chat --chat
 
 Without any of these flags, prompts are read from standard input, one per line. A .jsonl file has an object with
 "prompt" (or "text") on each line; the output then has the same and "completions". --genfile needs no prompt. Hyphens
@@ -25,8 +26,15 @@ from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5
+from megatron.tools.chat.files import template_of_model
+from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.command_line import ToolParser, check_values
-from megatron.tools.inference.model_flags import add_model_flags, context_length, shared_source
+from megatron.tools.inference.model_flags import (
+    add_chat_template_flag,
+    add_model_flags,
+    context_length,
+    shared_source,
+)
 from megatron.tools.inference.prompts import (
     NEW_TOKENS,
     Prompt,
@@ -52,6 +60,7 @@ INTERVALS = {
     "temperature": "(0, inf)",
     "top_k": "[0, inf)",
     "top_p": "[0, 1]",
+    "min_p": "[0, 1]",
     "repetition_penalty": "[0.01, 100]",
     "length_penalty": "[-20, 20]",
     "num_beams": "[1, inf)",
@@ -64,18 +73,27 @@ def main() -> None:
     args = _parser().parse_args()
     _check(args)
     source, ranks = shared_source(args, os.environ, (GPT2, T5))
-    limits = _limits(args, source)
-    prompts = _prompts(args, source, limits)
+    chat = None
+    if args.chat:
+        chat = ChatPrompts(template_of_model(source.found, source.tokenizer, args.chat_template), source.tokenizer)
+    limits = _limits(args, source, chat)
+    prompts = _prompts(args, source, limits, chat)
     prepare_environment(os.environ)
 
     from megatron.tools.inference.model import opened_model
     from megatron.tools.inference.session import broadcast
 
     with opened_model(source, ranks, args.dtype) as model:
-        _use(_session(args, source, limits, model), args, broadcast(prompts))
+        _use(_session(args, source, limits, model, chat), args, broadcast(prompts))
 
 
-def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria, model: "LanguageModel") -> "Session":
+def _session(
+    args: argparse.Namespace,
+    source: Source,
+    limits: StoppingCriteria,
+    model: "LanguageModel",
+    chat: ChatPrompts | None,
+) -> "Session":
     """The model, with the settings of its use from the flags."""
     from megatron.tools.inference.decoding import BeamSearch, Sampling
     from megatron.tools.inference.generator import TextGenerator
@@ -89,6 +107,7 @@ def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria,
         top_p=args.top_p,
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
+        min_p=args.min_p,
     )
     beams = BeamSearch(args.num_beams, args.length_penalty, args.repetition_penalty) if args.num_beams > 1 else None
     return Session(
@@ -99,6 +118,7 @@ def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria,
         beams,
         batch_size=args.batch_size,
         is_main_rank=model.tensor_group.rank() == 0,
+        chat=chat,
     )
 
 
@@ -140,7 +160,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.sample_input_file and _output_file(args).resolve() == args.sample_input_file.resolve():
         problems.append("--sample-output-file is the --sample-input-file: name another")
     if args.num_beams > 1:
-        ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "stop": []}
+        ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "stop": []}
         problems += [
             f"--{name.replace('_', '-')} has no effect with --num-beams: leave one of them out"
             for name, default in ways.items()
@@ -148,24 +168,30 @@ def _check(args: argparse.Namespace) -> None:
         ]
         if args.num_samples > args.num_beams:
             problems.append(f"--num-samples {args.num_samples} is more than --num-beams {args.num_beams} find")
+    if args.chat and args.genfile:
+        problems.append("--genfile is without a prompt, and --chat answers prompts: leave one of them out")
+    if args.chat_template and not args.chat:
+        problems.append(f"--chat-template {args.chat_template} has no effect without --chat: add it")
     if not all(args.stop):
         problems.append("--stop is empty: give the string that ends a text")
     if problems:
         raise ConfigError(problems)
 
 
-def _limits(args: argparse.Namespace, source: Source) -> StoppingCriteria:
+def _limits(args: argparse.Namespace, source: Source, chat: ChatPrompts | None) -> StoppingCriteria:
     return StoppingCriteria(
         context=context_length(args, source),
         new_tokens=args.new_tokens,
         out_seq_length=args.out_seq_length,
         # A text that is encoded takes no room from its target.
         slides=args.on_long_context == "slide" or source.config.encoder_num_layers > 0,
-        stop=tuple(args.stop),
+        stop=(*args.stop, *(chat.stop if chat else ())),
     )
 
 
-def _prompts(args: argparse.Namespace, source: Source, limits: StoppingCriteria) -> list[Prompt] | None:
+def _prompts(
+    args: argparse.Namespace, source: Source, limits: StoppingCriteria, chat: ChatPrompts | None
+) -> list[Prompt] | None:
     """The prompts; None to read them interactively, and on ranks other than 0 if standard input is a pipe."""
     if args.prompt:
         lines = [("--prompt", text, {}) for text in args.prompt]
@@ -182,12 +208,14 @@ def _prompts(args: argparse.Namespace, source: Source, limits: StoppingCriteria)
             raise ConfigError(
                 "standard input is empty: give --prompt or --sample-input-file, or write one prompt per line"
             )
-    return tokenized(lines, source.tokenizer, limits)
+    return tokenized(lines, source.tokenizer, limits, chat)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
     add_model_flags(parser)
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says: answer by the chat template")
+    add_chat_template_flag(parser)
     _add_text_flags(parser.add_argument_group("texts"))
     _add_choice_flags(parser.add_argument_group("sampling"))
     return parser
@@ -237,6 +265,9 @@ def _add_choice_flags(group: argparse._ArgumentGroup) -> None:
         default=0.0,
         metavar="P",
         help="sample among the most likely tokens whose probabilities total P; 0 is all",
+    )
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="sample among tokens P times as likely as the likeliest"
     )
     group.add_argument(
         "--repetition-penalty",

@@ -1,7 +1,7 @@
 """Prompts, and when a completion stops. No torch here."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.reading import read_bytes
 from megatron.tokenizer import Tokenizer
+from megatron.tools.chat.prompts import ChatPrompts
 
 NEW_TOKENS = 64
 """Default of --new-tokens."""
@@ -105,17 +106,25 @@ def numbered(name: str, content: str) -> list[tuple[str, str]]:
 
 
 def tokenized(
-    texts: Iterable[tuple[str, str, dict[str, Any]]], tokenizer: Tokenizer, limits: StoppingCriteria
+    texts: Iterable[tuple[str, str, dict[str, Any]]],
+    tokenizer: Tokenizer,
+    limits: StoppingCriteria,
+    chat: ChatPrompts | None = None,
+    history: Sequence[Mapping[str, Any]] = (),
 ) -> list[Prompt]:
-    """Tokenize prompts. Raises ConfigError with the location of one that is empty or too long."""
+    """Tokenize prompts, with ``chat`` as what a user says after ``history``, of which only the answer is shown.
+
+    Raises ConfigError with the location of one that is empty or too long.
+    """
     prompts = []
     for location, text, record in texts:
         try:
-            tokens = tokenizer.tokenize(text)
+            said = {"role": "user", "content": text}
+            tokens = tokenizer.tokenize(text) if chat is None else chat.tokens([*history, said])
             checked_length(tokens, limits)
         except UserError as error:
             raise ConfigError(f"{location}: {error}") from None
-        prompts.append(Prompt(text, tokens, record))
+        prompts.append(Prompt(text if chat is None else "", tokens, record))
     return prompts
 
 

@@ -12,6 +12,7 @@ from typing import IO, TypeVar
 import torch.distributed as dist
 
 from megatron.common.errors import ConfigError
+from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.command_line import progress_bar
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator
@@ -35,23 +36,30 @@ class Session:
     """Completions computed together, if many are written to a file."""
     is_main_rank: bool
     """Whether this rank prints."""
+    chat: ChatPrompts | None = None
+    """For prompts that are what a user says."""
 
-    def show(self, prompt: Prompt) -> None:
-        """Print a prompt with its completions; a single one is streamed."""
+    def show(self, prompt: Prompt) -> str:
+        """Print a prompt with its completions; a single one is streamed. Returns the first."""
         if self.samples == 1 and self.beams is None:
             self._print(prompt.text if self.generator.continues else "")
-            self._complete([prompt.tokens], 1, on_text=self._print)
+            [[completion]] = self._complete([prompt.tokens], 1, on_text=self._print)
             self._print("\n")
-            return
-        for number, completion in enumerate(self._complete([prompt.tokens], self.samples)[0], start=1):
+            return completion.text
+        completions = self._complete([prompt.tokens], self.samples)[0]
+        for number, completion in enumerate(completions, start=1):
             heading = f"--- {number}\n" if self.samples > 1 else ""
             self._print(f"{heading}{prompt.text if self.generator.continues else ''}{completion.text}\n")
+        return completions[0].text
 
     def converse(self) -> None:
-        """Continue each line of input."""
+        """Continue each line of input, or answer it after what was said before."""
+        history: list[dict[str, str]] = []
         while (line := broadcast(self._input())) is not None:
             try:
-                self.show(*tokenized([("input", line, {})], self.generator.tokenizer, self.limits))
+                [prompt] = tokenized([("input", line, {})], self.generator.tokenizer, self.limits, self.chat, history)
+                answer = self.show(prompt)
+                history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
             except ConfigError as error:
                 self._print(f"{error}\n")
         self._print("\n")

@@ -10,6 +10,15 @@ import pytest
 from support.programs import Programs
 from support.refusals import refusal
 
+from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.tokens import special_tokens
+from megatron.tools.inference.decoding import Sampling
+from megatron.tools.inference.generator import Completion
+from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.inference.session import Session
+from megatron.tools.inference.source import open_source
+
 TOOL = "tools/generate.py"
 SAMPLING = "--temperature 0.8 --top_k 20 --seed 5 --new-tokens 20 --num-samples 2".split()
 
@@ -80,6 +89,31 @@ def test_a_conversation(programs: Programs, foreign: Path, piped: tuple[str, str
     assert output.decode().replace("> ", "") == piped[0] + mistake + piped[1] + "\n"
 
 
+CHAT = "{% for m in messages %}{{ m.role[0] + ' ' + m.content + '\n' }}{% endfor %}{{ 'a' if add_generation_prompt }}"
+
+
+def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
+    tokenizer = open_source(foreign).tokenizer
+    chat = ChatPrompts(ChatTemplate(CHAT, {}, special_tokens(tokenizer)), tokenizer)
+    prompts = []
+
+    class Echo:
+        continues = True
+
+        def complete(self, tokens, *_, on_piece, **__):
+            prompts.append(self.tokenizer.detokenize(tokens[0]))
+            return [[Completion("yes")]]
+
+    Echo.tokenizer = tokenizer
+    session = Session(Echo(), Sampling(), StoppingCriteria(128), 1, None, batch_size=1, is_main_rank=True, chat=chat)
+    lines = iter(["the", "<|endoftext|>", "value", None])
+    monkeypatch.setattr("megatron.tools.inference.session.broadcast", lambda _: next(lines))
+    monkeypatch.setattr(Session, "_input", lambda _: None)
+    session.converse()
+    assert prompts == ["u the\na", "u the\na yes\nu value\na"]
+    assert "input: message 3 contains '<|endoftext|>', which only the chat template" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -92,6 +126,8 @@ def test_a_conversation(programs: Programs, foreign: Path, piped: tuple[str, str
         ("--load MODEL --prompt a --num-layers 7", "--num-layers 7, and"),
         ("--load MODEL --prompt a --model-parallel-size 2", "deepspeed --num_gpus 2"),
         ("--load MODEL --prompt a --num-beams 4 --top-k 2", "--top-k has no effect with --num-beams"),
+        ("--load MODEL --prompt a --chat", "a chat with this model needs a chat template, and"),
+        ("--load MODEL --prompt a --chat --chat-template none", "--chat-template none: no such file"),
         ("--load MODEL --sample-input-file none.jsonl", "none.jsonl: cannot be read (No such file or directory)"),
         ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
         ("--load MODEL --sample-input-file bad.jsonl", "bad.jsonl:2: not JSON"),

@@ -22,6 +22,17 @@ def test_top_k_and_top_p():
     assert _chosen(Sampling(top_p=0.8)) == {1, 3}
     assert _chosen(Sampling(top_p=0.5)) == {1}
     assert _chosen(Sampling(temperature=0.01)) == {1}
+    assert _chosen(Sampling(min_p=0.3)) == {1, 3} and _chosen(Sampling(min_p=0.1)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "settings, token",
+    [({}, 1), ({"presence_penalty": 1.1}, 3), ({"presence_penalty": 0.9}, 1), ({"frequency_penalty": 0.51}, 3)],
+)
+def test_penalties_are_for_tokens_of_the_completion(settings: dict, token: int):
+    sampling = Sampling(greedy=True, **settings)
+    rows = [Row(sampling, np.random.default_rng(0), (1, 1), generated) for generated in ((), (1, 1))]
+    assert choose(LOGITS.expand(2, -1), rows) == [1, token]
 
 
 def test_frequencies_are_the_probabilities():

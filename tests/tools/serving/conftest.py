@@ -9,12 +9,18 @@ from support.endless_model import POSITIONS, write_endless_model
 from support.programs import Programs
 from support.served import Served, served
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ':' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model that is never done by itself."""
     folder = tmp_path_factory.mktemp("served") / "endless"
     write_endless_model(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 

@@ -74,6 +74,41 @@ def test_openai_client_is_compatible(server):
             client.with_options(api_key="guessed").models.list()
 
 
+def test_openai_client_chats(server):
+    import openai
+
+    said = [{"role": "developer", "content": "Talk"}, {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}]
+    wanted = {"model": "endless", "seed": 5, "max_tokens": 9, "n": 2}
+    with openai.OpenAI(base_url=f"{server.url}v1", api_key=server.key, max_retries=0) as client:
+        prompt = "system:Talk\nuser:Hi?\nassistant:"
+        plain = client.completions.create(prompt=prompt, logprobs=2, **wanted)
+        chat = client.chat.completions.create(messages=said, logprobs=True, top_logprobs=2, **wanted)
+        for choice, other in zip(chat.choices, plain.choices, strict=True):
+            assert (choice.message.role, choice.message.content) == ("assistant", other.text) and other.text
+            assert [one.logprob for one in choice.logprobs.content] == other.logprobs.token_logprobs
+            first, second = choice.logprobs.content[0].top_logprobs
+            assert other.logprobs.top_logprobs[0] == {first.token: first.logprob, second.token: second.logprob}
+            assert first.logprob >= second.logprob
+        assert chat.usage == plain.usage and chat.choices[0].finish_reason == "length"
+        texts = ["", ""]
+        options = {"include_usage": True}
+        for part in client.chat.completions.create(messages=said, stream=True, stream_options=options, **wanted):
+            for choice in part.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in chat.choices] and part.usage == chat.usage
+        likely = client.completions.create(prompt="Hi", temperature=0, **{**wanted, "n": 1}).choices[0].text
+        only = client.completions.create(prompt="Hi", **{**wanted, "n": 1}, extra_body={"min_p": 1.0}).choices[0].text
+        assert only == likely
+        for field, value in {"tools": [{"type": "function"}], "logit_bias": {"5": 1}}.items():
+            with pytest.raises(openai.BadRequestError, match=f"{field} is not a field of this server's chat"):
+                client.chat.completions.create(messages=said, model="endless", extra_body={field: value})
+        for content in ("<|endoftext|>", None):
+            with pytest.raises(openai.BadRequestError, match="message"):
+                client.chat.completions.create(messages=[{"role": "user", "content": content}], model="endless")
+        with pytest.raises(openai.NotFoundError, match="this server has POST /v1/chat/completions, "):
+            client.responses.create(model="endless", input="Hi")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status", "message"),
     [
