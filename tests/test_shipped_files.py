@@ -16,6 +16,7 @@ from support.programs import BIN, Programs, read_metrics
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.launch.environment import free_port
 from megatron.model.architectures import ARCHITECTURES
 from megatron.model.spec import active_parameters, parameter_counts
@@ -267,26 +268,31 @@ def llama(tmp_path: Path) -> Path:
     folder, alphabet = tmp_path / "llama", sorted(pre_tokenizers.ByteLevel.alphabet())
     encoder = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
     encoder.pre_tokenizer, encoder.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="</s>", chat_template=TEMPLATE).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="</s>", chat_template="{{ 1 }}").save_pretrained(folder)
     set_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=260, eos_token_id=256, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CHAT))
     return folder
 
 
-def loss_of_answers(folder: Path) -> float:
-    """What transformers computes with the model, the tokenizer and the template of a folder."""
+def loss_of_answers(folder: Path, data: Path, template: str | None = None) -> float:
+    """What transformers computes with the model, the tokenizer and the template of a folder, or another one.
+
+    The tokens are those of the data set.
+    """
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     total = counted = 0.0
-    for messages in CHAT:
+    for number, messages in enumerate(CHAT):
         found = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+            messages, chat_template=template, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
         )
+        assert found["input_ids"][0].tolist() == IndexedDataset(str(data)).get(number).tolist()
         tokens, answers = found["input_ids"][0], found["assistant_masks"][0].bool()
         rows = model(tokens[None]).logits[0, :-1][answers[1:]]
         total += cross_entropy(rows, tokens[1:][answers[1:]], reduction="sum").item()
@@ -299,7 +305,8 @@ def test_the_fine_tuning_script_trains_and_exports(programs: Programs, llama: Pa
 
     A global batch holds all conversations, two in each sample. The last step has a learning rate of 0.
     """
-    files = {"HF_MODEL": llama, "DATA": tmp_path / "chat.jsonl", "SAVE": tmp_path / "saved", "EXPORT": tmp_path / "new"}
+    files = {"HF_MODEL": llama, "DATA": tmp_path / "chat.jsonl", "SAVE": tmp_path / "saved", "EXPORT": tmp_path / "new",
+             "CHAT_TEMPLATE": tmp_path / "chat.jinja"}  # fmt: skip
     sizes = {"SEQ_LENGTH": "64", "GLOBAL_BATCH": "3", "ITERATIONS": "3", "WORKERS": "1", "LR": "1e-2", "SPLIT": "1"}
     flags = ("--num-workers", "0", "--log-interval", "1", "--eval-iters", "0", "--lr-decay-iters", "2")
     variables = {**CPU, **{name: str(path) for name, path in files.items()}, **sizes, "GPUS": "2", "TP": "2"}
@@ -313,9 +320,10 @@ def test_the_fine_tuning_script_trains_and_exports(programs: Programs, llama: Pa
     assert "> sft       6 documents in 3 samples an epoch" in trained
     assert ": 13,312 of 64,672 parameters trained" in trained
     lines = [line for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
+    data = tmp_path / "chat_llama_messages_document"
     before, *_, after = (line["lm_loss"] for line in lines)
-    assert before == pytest.approx(loss_of_answers(llama), rel=1e-5)
-    assert after == pytest.approx(loss_of_answers(tmp_path / "new"), rel=1e-5) and after < before - 0.1
+    assert before == pytest.approx(loss_of_answers(llama, data, TEMPLATE), rel=1e-5)
+    assert after == pytest.approx(loss_of_answers(tmp_path / "new", data), rel=1e-5) and after < before - 0.1
 
 
 @pytest.mark.parametrize(("code", "queued_again"), [(0, False), (2, False), (75, True)])

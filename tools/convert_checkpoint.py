@@ -211,7 +211,8 @@ def _merge_lora(args: argparse.Namespace) -> None:
     files["source"] = source.get("load_hf") and Path(source["load_hf"])
     with new_output(args) as folder:
         folder.mkdir()
-        write_checkpoint(folder, model, **files, tokenizer_type=data["tokenizer_type"])
+        kept = {"tokenizer_type": data["tokenizer_type"], "chat_template": data.get("chat_template", "")}
+        write_checkpoint(folder, model, **files, **kept)
     report(args, model)
 
 

@@ -183,6 +183,19 @@ def files_for_huggingface(folder: Path | None, description: Mapping[str, Any]) -
     return carried_files(Path(tokenizer)) if tokenizer is not None else {}
 
 
+def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
+    """Put the chat template that a model with this ``run.json`` was fine-tuned with, and the special tokens that it
+    used, into the tokenizer's settings in ``folder``, instead of any other."""
+    if not (record := description["config"]["data"].get("chat_template")):
+        return
+    content = json.loads(record)
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+    tokens = {name: text for name, text in content["special_tokens"].items() if text}
+    settings |= tokens | {"chat_template": content["chat_template"]}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
 def count_tokens(folder: Path) -> int | None:
     """Tokens of the ``tokenizer.json`` in a Hugging Face folder, added ones included; None if there is none.
 

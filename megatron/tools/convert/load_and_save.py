@@ -28,7 +28,7 @@ from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import HF_CONFIG, read_json, write_config
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.tools.command_line import progress_bar
-from megatron.tools.convert.huggingface_files import Vocabulary
+from megatron.tools.convert.huggingface_files import Vocabulary, keep_chat_template
 from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
 from megatron.tools.convert.whole_model import (
     WholeModel,
@@ -141,6 +141,7 @@ def write_checkpoint(
     merge_file: Path | None,
     source: Path | None = None,
     tokenizer_type: str | None = None,
+    chat_template: str = "",
 ) -> None:
     """Write a checkpoint of iteration 0 without optimizer, as one process without a pipeline would.
 
@@ -149,6 +150,7 @@ def write_checkpoint(
     ResourceError if there is not enough disk space.
     """
     run = _run(model, vocab_file, merge_file, source)
+    run = replace(run, data=replace(run.data, chat_template=chat_template))
     if tokenizer_type is not None:
         run = replace(run, data=replace(run.data, tokenizer_type=tokenizer_type))
     outlines = _padded_outlines(model, run.model.padded_vocab_size)
@@ -245,3 +247,5 @@ def write_huggingface(
     for name, file in carried.items():
         if name != HF_CONFIG:
             shutil.copyfile(file, folder / name)
+    if model.description is not None:
+        keep_chat_template(folder, model.description)
