@@ -15,7 +15,8 @@ from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.files import check_content, read_manifest
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.tensor_files import check_harmless, read_checked_file, read_file
+from megatron.checkpoint.schema import form_errors, read_rank_files
+from megatron.checkpoint.tensor_files import check_identity, read_checked_file, read_file
 from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import SHARED_FILE, cached, load_weights_and_optimizer
 from megatron.common.errors import CheckpointError
@@ -49,7 +50,7 @@ def _problem(saved: SavedRun) -> str | None:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_content(saved.path / name, manifest[name])
             if name.endswith(".pt"):
-                check_harmless(saved.path / name)
+                check_identity(saved.path / name, saved.iteration)
     except CheckpointError as error:
         return str(error)
     return None
@@ -132,14 +133,18 @@ def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout,
     config = run.checkpoint
     if not loads_directly(saved, run):
         return [_load_converted(engine, run, layout, saved)]
+    with_optimizer = not (config.finetune or config.no_load_optim)
+    has_spec = architecture_of(run.model).provider is None
     # Each rank reads the files that it would write itself.
-    engine.load_checkpoint(
-        str(saved.folder),
-        tag=saved.tag,
-        load_module_only=config.finetune,
-        load_optimizer_states=not (config.finetune or config.no_load_optim),
-        load_lr_scheduler_states=not config.finetune,
-    )
+    contents = read_rank_files(engine, saved, optimizer=with_optimizer, has_spec=has_spec)
+    with engine.checkpoint_engine.holding(contents):
+        engine.load_checkpoint(
+            str(saved.folder),
+            tag=saved.tag,
+            load_module_only=config.finetune,
+            load_optimizer_states=with_optimizer,
+            load_lr_scheduler_states=not config.finetune,
+        )
     return []
 
 
@@ -150,7 +155,8 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
     states = read_checked_file(rng_file(saved.path, dist.get_rank()))
     if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
         return "saved on another kind of device"
-    restore_random_states(states)
+    with form_errors(rng_file(saved.path, dist.get_rank())):
+        restore_random_states(states)
     return None
 
 

@@ -190,7 +190,7 @@ def _zero3_blocks(partitions: Iterable[Mapping[str, Any]], groups: Iterable[Shap
         base = partition["optimizer_state_dict"]
         for number, (weights, shapes) in enumerate(zip(partition["fp32_flat_groups"], groups, strict=True)):
             lengths = {name: math.ceil(shape.numel() / ranks) for name, shape in shapes.items()}
-            yield Block(weights, _state(base, number), _consecutive_spans(lengths))
+            yield Block(weights, numbered_state(base, number), _consecutive_spans(lengths))
 
 
 def _zero1_and_2_blocks(
@@ -203,7 +203,7 @@ def _zero1_and_2_blocks(
     """
     for number, shapes in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
         weights = torch.cat([partition["single_partition_of_fp32_groups"][number] for partition in partitions])
-        states = [_state(partition["base_optimizer_state"], number) for partition in partitions]
+        states = [numbered_state(partition["base_optimizer_state"], number) for partition in partitions]
         state = {
             key: torch.cat([state[key] for state in states]) if _is_flat(value) else value
             for key, value in states[0].items()
@@ -225,11 +225,11 @@ def _zero0_blocks(
     for index, shapes in enumerate(groups):
         lengths = {name: shape.numel() for name, shape in shapes.items()}
         if "fp32_groups_flat" in optimizer:
-            yield Block(optimizer["fp32_groups_flat"][index], _state(base, index), _consecutive_spans(lengths))
+            yield Block(optimizer["fp32_groups_flat"][index], numbered_state(base, index), _consecutive_spans(lengths))
             continue
         masters = optimizer["fp32_groups"][index] if "fp32_groups" in optimizer else [weights[n] for n in lengths]
         for (name, length), master in zip(lengths.items(), masters, strict=True):
-            yield Block(master, _state(base, number), {name: slice(length)})
+            yield Block(master, numbered_state(base, number), {name: slice(length)})
             number += 1
 
 
@@ -242,7 +242,7 @@ def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | Non
     return spans
 
 
-def _state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
+def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The state of tensor ``number`` in the optimizer ``base``, with the step count that some keep for a group."""
     group = next(group for group in base["param_groups"] if number in group["params"])
     step = {"step": group["step"]} if "step" in group else {}

@@ -28,7 +28,7 @@ from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
-from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, write_file
+from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, with_identity, write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
@@ -195,6 +195,7 @@ class Checkpointer:
         taken = files.take()
         if not run.checkpoint.no_save_rng:
             taken.append((rng_file(path, dist.get_rank()), random_states()))
+        taken = [(file, with_identity(content, file.name, iteration)) for file, content in taken]
         if dist.get_rank() == 0:
             taken.append((path / RUN_FILE, json.dumps(description, indent=2) + "\n"))
         return taken

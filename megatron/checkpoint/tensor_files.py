@@ -4,6 +4,7 @@ Tensors of safetensors files are read when they are asked for.
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,23 +61,35 @@ def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(_asks_for_code(path, unsafe[1])) from None
+            raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
 
 
-def check_harmless(path: Path) -> None:
-    """Raises CheckpointError if ``path`` is not a file of tensors, or asks for code. Reads no tensor."""
-    try:
-        with torch.serialization.safe_globals(ALLOWED):
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a file of tensors ({first_line(error)})") from None
-    if unsafe:
-        raise CheckpointError(_asks_for_code(path, ", ".join(sorted(unsafe))))
+def check_identity(path: Path, iteration: int) -> None:
+    """Raises CheckpointError if ``path`` asks for code, or is another file, or one of another iteration, by what it
+    says of itself; files of earlier versions say nothing. Reads no tensor.
+    """
+    content = read_checked_file(path, mapped=True)
+    metadata = getattr(content, "_metadata", None)
+    said = metadata.get(_IDENTITY) if isinstance(metadata, dict) else None
+    if said is not None and (not isinstance(said, str) or said != _identity(path.name, iteration)):
+        problem = f"is that of {_identity(path.name, iteration)}, but was saved as {str(said)[:200]}"
+        raise CheckpointError(f"{path}: its name {problem}: files have been exchanged")
 
 
-def _asks_for_code(path: Path, names: str) -> str:
-    return f"{path} asks for {names}, which could run code; it is not loaded"
+_IDENTITY = "file"
+
+
+def _identity(name: str, iteration: int) -> str:
+    return f"{name} of iteration {iteration}"
+
+
+def with_identity(content: Any, name: str, iteration: int) -> Any:
+    """``content`` of the file ``name``, which says so in an attribute that ``nn.Module`` and other readers ignore."""
+    if isinstance(content, dict):
+        content = OrderedDict(content)
+        content._metadata = {_IDENTITY: _identity(name, iteration)}
+    return content
 
 
 StateFile = tuple[Path, Any]
@@ -93,6 +106,7 @@ class EngineFiles(CheckpointEngine):
     def __init__(self, copies: HostCopies | None = None):
         super().__init__()
         self.copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
+        self._held: dict[str, Any] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
@@ -103,6 +117,13 @@ class EngineFiles(CheckpointEngine):
         else:
             state_dict = tree_map(_without_other_data, state_dict, is_leaf=is_size)
         self._kept.append((Path(path), state_dict))
+
+    @contextmanager
+    def holding(self, contents: dict[str, Any]) -> Iterator[None]:
+        """While inside, ``load`` takes the files of these names from ``contents``."""
+        self._held = contents
+        yield
+        self._held = {}
 
     def wait(self) -> None:
         """Let a writer wait until all copies are complete."""
@@ -119,6 +140,8 @@ class EngineFiles(CheckpointEngine):
 
         Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
         """
+        if Path(path).name in self._held:
+            return self._held.pop(Path(path).name)
         content = read_file(Path(path), mapped=True)
         if Path(path).name.startswith("layer_"):
             return content

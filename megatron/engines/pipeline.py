@@ -7,11 +7,12 @@ Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpoi
 test_schedules_agree.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
 from megatron.engines.containers import Layers, loss_parts, run_layers
@@ -89,6 +90,15 @@ class PipelinedModel(PipelineModule):
         for number in range(len(self.chunks)):
             self.expose(number)
             super().save_state_dict(*arguments, **options)
+        self.expose(0)
+
+    def layer_files(self, folder: Path) -> Iterator[tuple[Path, nn.Module]]:
+        """The layers of all chunks that have weights, each with its file in the checkpoint ``folder``."""
+        for number in range(len(self.chunks)):
+            self.expose(number)
+            for index, layer in enumerate(self.forward_funcs):
+                if isinstance(layer, nn.Module):
+                    yield Path(self.ckpt_layer_path(str(folder), index)), layer
         self.expose(0)
 
     @overrides(PipelineModule, "(self, load_dir, checkpoint_engine, strict=True)")

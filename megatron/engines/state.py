@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from megatron.engines.overrides import replaced
+from megatron.engines.pipeline import PipelinedModel
 
 
 def save_state(
@@ -81,6 +82,65 @@ def restore_loss_scale(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> Non
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             if name in source:
                 setattr(engine.optimizer.loss_scaler, name, source[name])
+
+
+class RankFile(NamedTuple):
+    """A file of a checkpoint that DeepSpeed loads on a rank, and what the engine would now save in it."""
+
+    path: Path
+    weights: Mapping[str, Mapping[str, Any]]
+    """Names and tensors of an entry; of the entry "" the whole file."""
+    optimizer: Mapping[str, Mapping[str, Any]]
+    """The entry with the state of the optimizer, if it is loaded from this file; see ``base_tensors``."""
+
+
+def rank_files(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) -> list[RankFile]:
+    """The files of the checkpoint ``folder`` that DeepSpeed loads on this rank, with the ``optimizer`` or without."""
+    module, place = engine.module, (str(folder.parent), folder.name)
+    weights: dict[str, Mapping[str, Any]] = {}
+    files = []
+    if isinstance(module, PipelinedModel):
+        layers = module.layer_files(folder)
+        files = [RankFile(path, {"": layer.state_dict(keep_vars=True)}, {}) for path, layer in layers]
+    else:
+        weights["module"] = module.state_dict(keep_vars=True)
+    frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+    if frozen and engine.zero_optimization_partition_weights():
+        weights["frozen_param_fragments"] = {name: nn.Parameter(one.ds_tensor, False) for name, one in frozen.items()}
+    loads_zero = optimizer and engine.zero_optimization() and not engine.zero_nvme_offload_optimizer()
+    if loads_zero:
+        state = {"optimizer_state_dict": engine.optimizer.state_dict()}
+        files.append(RankFile(Path(engine._get_zero_ckpt_name(*place)), {}, state))
+    own = {"optimizer": engine.optimizer.state_dict()} if optimizer and not engine.zero_optimization() else {}
+    return [RankFile(Path(engine._get_ckpt_name(*place)), weights, own), *files]
+
+
+def base_tensors(engine: DeepSpeedEngine) -> list[Tensor]:
+    """The tensors that the base optimizer updates, in the order in which its state numbers them."""
+    attribute = next((name for name in _WRAPPERS if hasattr(engine.optimizer, name)), None)
+    if attribute is not None:
+        return list(getattr(engine.optimizer, attribute))
+    return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+
+
+def moment_names(optimizer: Optimizer) -> list[set[str]]:
+    """The moments that ``optimizer`` keeps of a parameter, or one of several sets of them."""
+    kind = type(optimizer).__name__.lower()
+    if kind == "sgd" and not optimizer.defaults["momentum"]:
+        return [set()]
+    return next((names for part, names in _MOMENTS.items() if part in kind), [set()])
+
+
+_MOMENTS: dict[str, list[set[str]]] = {
+    "adam": [{"exp_avg", "exp_avg_sq"}],
+    "lamb": [{"exp_avg", "exp_avg_sq"}],
+    "lion": [{"exp_avg"}],
+    "muon": [{"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}],
+    "sgd": [{"momentum_buffer"}],
+    "adagrad": [{"sum"}, {"exp_avg_sq"}],
+    "adafactor": [{"variance"}, {"row_var", "col_var"}],
+}
+"""By a part of the names of an optimizer's implementations."""
 
 
 @contextmanager

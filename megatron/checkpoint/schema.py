@@ -1,0 +1,182 @@
+"""What the tensors of a checkpoint must be: checked after they are read, and before any of them is copied.
+
+Hashes show that a file is the one that was written, not that it holds the state of this model and its optimizer. A
+kernel of the optimizer reads beyond the end of a moment that is smaller than its parameter.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from megatron.checkpoint.collective_errors import on_all_ranks
+from megatron.checkpoint.parameter_state import WEIGHT, State, numbered_state
+from megatron.checkpoint.run_file import SavedRun
+from megatron.common.errors import CheckpointError, first_line
+from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
+
+Shape = Sequence[int]
+_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "sum", "variance", "row_var", "col_var")
+"""None of their elements is negative."""
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+"""The master weights in the optimizer's files of ZeRO 1, 2 and 3."""
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
+"""What else DeepSpeed loads of these files, besides the state of the base optimizer."""
+
+
+@contextmanager
+def form_errors(place: Path) -> Iterator[None]:
+    """Convert the errors of a block that reads ``place``, if its content has another form than what is saved."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{place} lacks a part, or holds one of another form ({problem})") from error
+
+
+def check_tensor(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:
+    """Raises CheckpointError unless ``found`` has this shape and type, or any of floating point, and finite numbers."""
+    _check_outline(place, name, found, shape, dtype)
+    if not found.is_floating_point():
+        raise _wrong(place, name, _outline(found), "a tensor of floating point")
+    if found.numel() == 0:
+        return
+    low, high = (bound.item() for bound in torch.aminmax(found))  # one pass, without another tensor
+    if not (isfinite(low) and isfinite(high)):
+        raise _wrong(place, name, f"from {low} to {high}", "finite")
+    if low < 0 and name.rpartition(".")[2] in _SECOND_MOMENTS:
+        raise _wrong(place, name, f"from {low:g} on", "0 or more")
+
+
+class Updates(NamedTuple):
+    """What an optimizer keeps of each parameter after a number of iterations."""
+
+    moments: Collection[set[str]] = ()
+    """One of these sets of names."""
+    most: int = 0
+    """The most updates there can have been."""
+
+
+def check_state(place: object, name: str, state: State, shape: Shape, updates: Updates) -> int | None:
+    """The step count in the ``state`` of a parameter of this shape, if it has second moments.
+
+    Raises CheckpointError unless everything in it, also a weight of any type, is as ``shape`` and ``updates`` require.
+    """
+    if updates.moments and not any(names <= state.keys() for names in updates.moments):
+        needed = " or ".join(", ".join(sorted(names)) for names in updates.moments)
+        raise _wrong(place, f"the state of {name}", ", ".join(sorted(state)) or "empty", needed)
+    known = {WEIGHT}.union(*updates.moments)
+    shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+    for key, value in state.items():
+        if key in known or (isinstance(value, Tensor) and value.dim()):
+            check_tensor(
+                place, f"{name}.{key}", value, shapes.get(key, shape), None if key == WEIGHT else torch.float32
+            )
+    if "exp_avg_sq" not in state:
+        return None
+    step = state.get("step")
+    step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if not isinstance(step, int | float) or not 0 <= step <= updates.most or step % 1:
+        raise _wrong(place, f"{name}.step", str(step), f"a number of updates, at most {updates.most}")
+    return int(step)
+
+
+def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool, has_spec: bool) -> dict[str, Any]:
+    """The contents by name of the files that DeepSpeed loads on this rank, which are as ``engine`` needs them.
+
+    Every rank must call it. Raises CheckpointError on all ranks if a file of any rank is damaged, or holds other names,
+    shapes, types or numbers than this run can have saved. Of a model that has no spec not every parameter need have
+    been updated.
+    """
+    contents: dict[str, Any] = {}
+    moments = moment_names(engine.basic_optimizer) if has_spec else ()
+
+    def read() -> set[int | None]:
+        steps: set[int | None] = set()
+        skipped = 0
+        for path, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
+            contents[path.name] = found = engine.checkpoint_engine.load(str(path))
+            with form_errors(path):
+                if "module" in found:
+                    skipped = _check_counts(path, found, saved)
+                for entry, expected in weights.items():
+                    _check_weights(path, found[entry] if entry else found, expected)
+                for entry, expected in states.items():
+                    updates = Updates(moments if skipped < saved.iteration else (), saved.iteration)
+                    steps |= _check_optimizer(path, found[entry], expected, base_tensors(engine), updates)
+        return steps
+
+    with optimizer_notified(engine):
+        steps = {step for found in on_all_ranks(read) for step in found if step is not None}
+    if len(steps) > 1 and has_spec:
+        raise CheckpointError(f"{saved.path}: the optimizer's step counts are {sorted(steps)}, and should be equal")
+    return contents
+
+
+def _check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun) -> int:
+    """The number of skipped iterations in a rank's file, whose counts are those of ``run.json``, or not above them."""
+    for key in ("iteration", "consumed_samples"):
+        if found.get(key, count := saved.description.get(key)) != count:
+            raise _wrong(place, key, str(found[key]), f"{count}, as in run.json")
+    for key in ("global_steps", "skipped_steps"):
+        if type(found[key]) is not int or not 0 <= found[key] <= saved.iteration:
+            raise _wrong(place, key, str(found[key]), f"a number of iterations, at most {saved.iteration}")
+    return found["skipped_steps"]
+
+
+def _check_optimizer(
+    place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], tensors: Sequence[Tensor], updates: Updates
+) -> set[int | None]:
+    """The step counts in the optimizer's state ``found``, which updates ``tensors``."""
+    for key in expected.keys() & _SCALING:
+        # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
+        if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
+            raise _wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
+    for key in expected.keys() & _MASTERS:
+        for number, (own, weights) in enumerate(zip(found[key], expected[key], strict=True)):
+            check_tensor(place, f"{key}[{number}]", own, weights.shape, weights.dtype)
+    base, current = (
+        one.get("base_optimizer_state") or one.get("optimizer_state_dict") or one for one in (found, expected)
+    )
+    numbers, ours = ([list(group["params"]) for group in one["param_groups"]] for one in (base, current))
+    if numbers != ours:
+        raise _wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
+    return {
+        check_state(place, f"state[{number}]", numbered_state(base, number), tensors[number].shape, updates)
+        for group in numbers
+        for number in group
+    }
+
+
+def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check names and tensors. Numbers in a buffer may be infinite, as in masks."""
+    for name in sorted(expected.keys() ^ found.keys()):
+        raise _wrong(place, name, *(("missing", "there") if name in expected else ("there", "missing")))
+    for name, tensor in expected.items():
+        if isinstance(tensor, nn.Parameter):
+            check_tensor(place, name, found[name], tensor.shape, tensor.dtype)
+        elif isinstance(tensor, Tensor):
+            _check_outline(place, name, found[name], tensor.shape, tensor.dtype)
+
+
+def _check_outline(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None) -> None:
+    is_tensor = isinstance(found, Tensor) and not found.is_sparse and not found.is_quantized
+    if not is_tensor or tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
+        expected = torch.empty(tuple(shape), dtype=dtype or torch.float32, device="meta")
+        raise _wrong(place, name, _outline(found), _outline(expected))
+
+
+def _outline(value: Any) -> str:
+    """Type and shape of a tensor, such as ``float32 [4, 2]``."""
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _wrong(place: object, name: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{place}: {name} is {found}, and should be {expected}")

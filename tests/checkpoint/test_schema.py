@@ -1,0 +1,180 @@
+"""A checkpoint whose hashes are right and whose content is not that of the run is refused before anything is copied."""
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.conftest import LAYOUTS, SETTINGS
+from support.programs import TINY_MODEL, Programs
+
+from megatron.checkpoint.files import write_manifest
+
+Change = Callable[[Any], Any]
+RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+LAYER = "layer_03-model_00-model_states.pt"
+
+
+def sealed(folder: Path, name: str, change: Change | str) -> Path:
+    """The file ``name`` with its content changed, or exchanged with another file, and with hashes that fit."""
+    file = folder / "global_step3" / name
+    if isinstance(change, str):
+        exchanged = file.with_name(change)
+        file.rename(folder / "aside")
+        exchanged.rename(file)
+        (folder / "aside").rename(exchanged)
+    else:
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+    (file.parent / "manifest.json").unlink()
+    write_manifest(file.parent, {})
+    return file
+
+
+def put(key: str, value: Callable[[Any], Any]) -> Change:
+    """Replace what is at a path of keys, such as ``state/0/step``."""
+
+    def change(content: Any) -> None:
+        *path, last = (int(part) if part.isdecimal() else part for part in key.split("/"))
+        for part in path:
+            content = content[part]
+        content[last] = value(content[last])
+
+    return change
+
+
+def drop(key: str) -> Change:
+    def change(content: Any) -> None:
+        *path, last = (int(part) if part.isdecimal() else part for part in key.split("/"))
+        for part in path:
+            content = content[part]
+        del content[last]
+
+    return change
+
+
+def with_element(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = number
+        return tensor
+
+    return change
+
+
+STATE = "optimizer/state/0"
+BASE = "optimizer_state_dict/base_optimizer_state"
+CASES: dict[str, list[tuple[str, Change | str, str]]] = {
+    "one": [
+        (RANK, put(f"{STATE}/exp_avg", lambda t: t.flatten()[:5].clone()), r"state\[0\].exp_avg is float32 \[5\]"),
+        (RANK, put(f"{STATE}/exp_avg_sq", lambda t: torch.zeros(0)), r"state\[0\].exp_avg_sq is float32 \[0\]"),
+        (RANK, put(f"{STATE}/exp_avg_sq", with_element(-1)), r"state\[0\].exp_avg_sq is from -1 on"),
+        (RANK, put(f"{STATE}/exp_avg", with_element(math.nan)), r"state\[0\].exp_avg is from nan to nan"),
+        (RANK, put(f"{STATE}/exp_avg", lambda t: t.half()), r"state\[0\].exp_avg is float16"),
+        (RANK, drop(f"{STATE}/exp_avg"), r"the state of state\[0\] is exp_avg_sq, step"),
+        (RANK, drop(STATE), r"the state of state\[0\] is empty"),
+        (RANK, put("optimizer/state", lambda _: {}), r"the state of state\[0\] is empty"),
+        *(
+            (RANK, put(f"{STATE}/step", lambda _, step=step: torch.tensor(step)), r"state\[0\].step is ")
+            for step in (1e30, -5.0, math.nan, 2.5)
+        ),
+        (RANK, put(f"{STATE}/step", lambda _: torch.tensor(1.0)), r"step counts are \[1, 3\]"),
+        (RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
+        (RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight is int32"),
+        (RANK, put("module/3.attention.dense.weight", lambda t: t > 0), "dense.weight is bool"),
+        (RANK, put("module/3.attention.dense.weight", with_element(math.inf)), "dense.weight is from .* to inf"),
+        (RANK, put("module/3.attention.dense.weight", lambda t: t[:1]), r"dense.weight is float32 \[1, 32\]"),
+        (RANK, drop("module/3.attention.dense.weight"), "dense.weight is missing"),
+        (RANK, put("module", lambda m: m | {"more": torch.ones(1)}), "more is there"),
+        (RANK, put("global_steps", lambda _: 10**9), "global_steps is 1000000000"),
+        (RANK, put("consumed_samples", lambda _: 0), "consumed_samples is 0, and should be 96"),
+        (RANK, drop("optimizer"), "lacks a part"),
+        (RANK, put("optimizer", lambda _: [1]), "lacks a part"),
+        ("rng_state_00000.pt", put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
+    ],
+    "tp2-pp2-zero1": [
+        (LAYER, "layer_04-model_00-model_states.pt", "files have been exchanged"),
+        (LAYER, "layer_03-model_01-model_states.pt", "files have been exchanged"),
+        (ZERO, "zero_pp_rank_0_mp_rank_01_optim_states.pt", "files have been exchanged"),
+        (RANK, "mp_rank_01_model_states.pt", "files have been exchanged"),
+        (LAYER, put("attention.dense.weight", lambda t: t.int()), "attention.dense.weight is int32"),
+        (ZERO, put(f"{BASE}/state/0/exp_avg", lambda t: t[:-8].clone()), r"state\[0\].exp_avg is float32"),
+        (ZERO, put(f"{BASE}/state/1/exp_avg_sq", with_element(-1)), r"state\[1\].exp_avg_sq is from -1 on"),
+        (ZERO, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
+        (
+            ZERO,
+            put("optimizer_state_dict/single_partition_of_fp32_groups/0", with_element(math.nan)),
+            r"single_partition_of_fp32_groups\[0\] is from nan",
+        ),
+        (ZERO, put("optimizer_state_dict/single_partition_of_fp32_groups", lambda g: g[::-1]), "is float32"),
+        (ZERO, put("optimizer_state_dict", lambda _: None), "lacks a part"),
+    ],
+    "dp2-zero3": [
+        (
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            put("optimizer_state_dict/fp32_flat_groups/0", lambda t: t[:-8].clone()),
+            r"fp32_flat_groups\[0\] is float32",
+        ),
+        (ZERO, put("optimizer_state_dict/optimizer_state_dict/state/0/exp_avg_sq", with_element(-1)), "from -1 on"),
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_content_that_does_not_fit_is_refused(
+    saved_on, run_ranks_once, programs: Programs, tmp_path: Path, layout: str
+) -> None:
+    """On the layout that saved it, where DeepSpeed loads it, and on all ranks. An undamaged one still is loaded."""
+    processes, flags = LAYOUTS[layout]
+    folders, files, texts = [], [], []
+    for number, (name, change, text) in enumerate(CASES[layout]):
+        folders.append(
+            shutil.copytree(saved_on(layout), tmp_path / str(number), ignore=shutil.ignore_patterns("*_universal"))
+        )
+        files.append(sealed(folders[-1], name, change))
+        texts.append(text)
+    folders.append(saved_on(layout))
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split()]
+    ranks = run_ranks_once(processes, messages_of_loading, words, [str(folder) for folder in folders])
+    for found in ranks:
+        assert found[-1] == "loaded 3"
+    for case in zip(files, texts, *ranks, strict=False):
+        file, text, *messages = case
+        assert len(set(messages)) == 1, messages
+        assert str(file) in messages[0] or text in messages[0] or "step counts" in messages[0]
+        assert re.search(text, messages[0]), (text, messages[0])
+
+
+def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
+    """What loading each of these folders says, into the same engine."""
+    from megatron.checkpoint.load import load_checkpoint, select_checkpoint
+    from megatron.checkpoint.save import Checkpointer
+    from megatron.cli import parse_run
+    from megatron.common.errors import CheckpointError
+    from megatron.engines.build import build_engine
+    from megatron.training.learning_rates import annealing_lr
+    from megatron.training.preflight import check
+    from megatron.training.setup import initialized_ranks
+
+    said: list[str] = []
+    run = check(parse_run(words, os.environ))[0]
+    with initialized_ranks(run, []) as (layout, _):
+        engine = build_engine(run, layout, annealing_lr(run))
+        Checkpointer(engine, run, print)
+        for folder in folders:
+            to_load = check(parse_run([*words, "--load", folder], os.environ))[0]
+            weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
+            try:
+                saved = select_checkpoint(to_load)
+                said.append(f"loaded {load_checkpoint(engine, to_load, layout, saved).iteration}")
+            except CheckpointError as error:
+                said.append(str(error))
+                if "rng_state" not in str(error):
+                    assert all(map(torch.equal, weights, engine.module.parameters())), error
+    return said
