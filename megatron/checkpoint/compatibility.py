@@ -4,6 +4,7 @@ The layout may: a checkpoint of another layout is converted. Settings that decid
 ``--override`` only, and the shape of the model never.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,10 +103,12 @@ def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:
     if optim.lr_warmup_iters is None and optim.lr_warmup_samples is None:
         causes[f"--lr-warmup-{unit}s"] = "--warmup is a fraction of the decay"
     lines = []
+    done = saved.description.get("consumed_samples", 0) if unit == "sample" else saved.iteration
+    is_decayed = done >= before.get(f"--lr-decay-{unit}s", math.inf)  # what is left has the lowest rate, or none
     for name, value in schedule_of(run).items():
         for line in _differences({name: value}, before, saved.path):
-            hint = f" ({causes[name]}; {name} {_shown(before[name])} keeps the old value)" if name in causes else ""
-            lines.append(line + hint)
+            keeps = "" if is_decayed else f"; {name} {_shown(before[name])} keeps the old value"
+            lines.append(f"{line} ({causes[name]}{keeps})" if name in causes else line)
     return lines
 
 
@@ -123,7 +126,8 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
     messages += _adapter_differences(saved, saved_model, run)
     if not config.override:
-        advice = "give --override to continue with another value, or --finetune to start a new run"
+        other = "another --save" if config.auto_resume else "--finetune"  # which exclude each other
+        advice = f"give --override to continue with another value, or {other} to start a new run"
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
     needs_optimizer = not (config.finetune or config.no_load_optim)
     if not loads_directly(saved, run):

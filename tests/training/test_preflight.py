@@ -1,6 +1,7 @@
 """Checks before the start: missing files and folders that cannot be written, all reported at once."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,18 @@ def test_the_schedule_has_flags_of_its_own(corpus: Path) -> None:
     for flag in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler", "--override", "--finetune"):
         assert check(run_of(corpus, f"{words} {flag}"))[1] is not None
     assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --override-lr-scheduler --seed 7")))
+
+
+def test_a_finished_run_is_continued_with_the_flag_that_the_message_names(corpus: Path) -> None:
+    folder = corpus / "saved"
+    own = f"--save {folder} --auto-resume"
+    run, _ = check(run_of(corpus, f"{own} --train-iters 300"))
+    save(run, folder, 300)
+    message = str(refusal(run_of(corpus, f"{own} --train-iters 320")))
+    flags = re.findall(r"(--[\w-]+) (?:to|\d+ keeps)", message)
+    assert flags == ["--override", "--save"], message
+    longer, saved = check(run_of(corpus, f"{own} --train-iters 320 --override"))
+    assert saved is not None and longer.train.train_iters == 320
 
 
 def test_yarn_extends_a_model_with_rotation(corpus: Path) -> None:
