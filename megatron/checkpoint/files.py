@@ -26,7 +26,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from megatron.common.errors import CheckpointError, ResourceError
 from megatron.common.files import file_mode, folder_mode, replace_file, sync, sync_folder
-from megatron.common.reading import read_bytes, regular
+from megatron.common.reading import LARGEST_JSON, read_bytes, regular
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
@@ -103,7 +103,7 @@ def write_text(path: Path, text: str) -> Record:
 
 def copy_file(source: Path, path: Path) -> Record:
     """Copy ``source`` to a new file. Raises OSError if it cannot be read, or the file not be written."""
-    with open(source, "rb", buffering=0) as content:
+    with open(source, "rb", buffering=0, opener=regular) as content:
         file = NewFile(path)
         try:
             shutil.copyfileobj(content, file, _BLOCK)
@@ -202,7 +202,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
     """The files of a tag. Raises CheckpointError if its manifest is missing or damaged."""
     file = tag_folder / MANIFEST
     try:
-        text = read_bytes(file).decode("utf-8")
+        text = read_bytes(file, largest=LARGEST_JSON).decode("utf-8")
         content = json.loads(text)
         form = content["format"]
         records = {

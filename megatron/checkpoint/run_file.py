@@ -5,26 +5,28 @@ file of the checkpoint contains. No torch here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.common.errors import CheckpointError
-from megatron.config import ModelConfig, RunConfig
+from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig, sections
 from megatron.config.positions import ROTATION
+from megatron.config.typed import field_problems, type_problem
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface import model_title
 from megatron.model.partition import layers_per_chunk
 
 RUN_FILE = "run.json"
+_SIZE = "[1, 1048576]"
 _REMOVED = ("flex_attention",)
 """Fields of the model that earlier versions had, and on which no weight depends."""
 
 
-def _saved_as(key: str, **options: Any) -> Any:
-    return field(metadata={"key": key}, **options)
+def _saved_as(key: str, within: str | None = None, **options: Any) -> Any:
+    return field(metadata={"key": key, "within": within}, **options)
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class SavedLayout:
     A field that an older checkpoint lacks is None.
     """
 
-    model_parallel_size: int = _saved_as("--model-parallel-size")
-    pipe_parallel_size: int = _saved_as("--pipe-parallel-size")
+    model_parallel_size: int = _saved_as("--model-parallel-size", _SIZE)
+    pipe_parallel_size: int = _saved_as("--pipe-parallel-size", "[0, 1048576]")
     """0: without the pipeline engine."""
-    ds_sequence_parallel_size: int = _saved_as("--ds-sequence-parallel-size")
-    data_parallel_size: int = _saved_as("data-parallel size")
-    zero_stage: int = _saved_as("--zero-stage")
+    ds_sequence_parallel_size: int = _saved_as("--ds-sequence-parallel-size", _SIZE)
+    data_parallel_size: int = _saved_as("data-parallel size", _SIZE)
+    zero_stage: int = _saved_as("--zero-stage", "[0, 3]")
     offload_optimizer: str = _saved_as("--offload-optimizer")
     cpu_torch_adam: bool = _saved_as("--cpu-torch-adam")
     precision: str = _saved_as("precision")
@@ -51,11 +53,11 @@ class SavedLayout:
     """None without a pipeline, like the next."""
     partition: str | None = _saved_as("the partition into stages", default=None)
     """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
-    context_parallel_size: int | None = _saved_as("--context-parallel-size", default=None)
+    context_parallel_size: int | None = _saved_as("--context-parallel-size", _SIZE, default=None)
     """None without it."""
     gradient_bucket: int | None = _saved_as("elements of a bucket of gradients", default=None)
     """None for one bucket: ZeRO's files have a tensor for each."""
-    expert_parallel_size: int = _saved_as("--expert-model-parallel-size", default=1)
+    expert_parallel_size: int = _saved_as("--expert-model-parallel-size", _SIZE, default=1)
     """Only saved if it is more than 1."""
     unknown: tuple[str, ...] = ()
     """Keys in ``run.json`` that this version does not know."""
@@ -140,6 +142,55 @@ class SavedLayout:
 def layout_keys() -> dict[str, str]:
     """The key in ``run.json`` of each field of SavedLayout."""
     return {entry.name: entry.metadata["key"] for entry in fields(SavedLayout) if entry.metadata}
+
+
+_KINDS = {
+    "iteration": int,
+    "consumed_samples": int,
+    "consumed_tokens": int,
+    "left_out_samples": list[tuple[int, int]],
+    "ledger": list[Segment],
+    "layout": dict[str, Any],
+    "settings": dict[str, Any],
+    "schedule": dict[str, Any],
+    "has_optimizer": bool,
+    "has_rng": bool,
+    "config": dict[str, dict[str, Any]],
+}
+"""The types of the values of ``run.json``."""
+
+
+def checked_description(tree: Any, where: str) -> dict[str, Any]:
+    """The content of a ``run.json``; settings of the data that its version did not have have their defaults.
+
+    Raises CheckpointError with a line beginning with ``where`` for each value that no run has.
+    """
+    if not isinstance(tree, dict) or not tree.keys() >= {"iteration", "layout", "config"}:
+        raise CheckpointError(f"{where} does not describe a training run")
+    problems = [
+        f"{key}: {problem}"
+        for key, kind in _KINDS.items()
+        if key in tree and (problem := type_problem(kind, tree[key]))
+    ]
+    if not problems:
+        problems += [f"{key} is negative" for key in _KINDS if type(tree.get(key)) is int and tree[key] < 0]
+        layout = {name: value for name, key in layout_keys().items() if (value := tree["layout"].get(key)) is not None}
+        problems += field_problems(SavedLayout, layout)
+        problems += [
+            f"layout has no {entry.metadata['key']}"
+            for entry in fields(SavedLayout)
+            if entry.default is MISSING and entry.type is int and entry.name not in layout
+        ]
+        for name, kind in sections().items():
+            problems += field_problems(kind, tree["config"].get(name, {}), ranges=kind in _RANGED)
+        problems += [] if "model" in tree["config"] else ["config has no model"]
+    if problems:
+        raise CheckpointError(f"{where}: {problem}" for problem in problems)
+    return {**tree, "config": {**tree["config"], "data": {**asdict(DataConfig()), **tree["config"].get("data", {})}}}
+
+
+_RANGED = (ModelConfig, DataConfig, TrainConfig)
+"""Sections whose numbers are sizes."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import safetensors
 
 from megatron.common.errors import CheckpointError, first_line
+from megatron.common.reading import check_regular
 from megatron.model.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
@@ -44,6 +45,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 def _entries_of(file: Path) -> dict[str, Entry]:
     try:
+        check_regular(file)
         with safetensors.safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
             return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in sorted(slices.items())}

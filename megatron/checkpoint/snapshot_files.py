@@ -31,6 +31,7 @@ from typing import NamedTuple
 from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import machine_id
 from megatron.common.errors import CheckpointError, ResourceError, counted
+from megatron.common.reading import read_bytes, read_json
 from megatron.common.units import with_prefix
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.model.partition import Stage, plan
@@ -89,8 +90,8 @@ def this_host() -> str:
 
 def read_start(save: Path) -> str:
     """The newest start that took snapshots of the run that saves into ``save``; empty if there is none."""
-    with suppress(OSError):
-        return (save / START_FILE).read_text().strip()
+    with suppress(OSError, UnicodeDecodeError):
+        return read_bytes(save / START_FILE).decode().strip()
     return ""
 
 
@@ -122,7 +123,7 @@ def read_shards(folder: Path, start: str) -> list[Shard]:
     found = []
     for path in sorted(folder.glob(f"{start}/*/rank_*.json")) if start else ():
         with suppress(OSError, ValueError, KeyError, TypeError):  # not a shard that can be used
-            content = json.loads(path.read_text())
+            content = read_json(path)
             files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
             if all((path.parent / name).stat().st_size == size for name, (size, _) in files.items()):
                 found.append(Shard(content["iteration"], content["rank"], content["ranks"], files, str(path.parent)))

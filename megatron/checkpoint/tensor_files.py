@@ -23,6 +23,7 @@ from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, 
 from megatron.checkpoint.host_copies import HostCopies, in_host_memory, is_size, tensors_of
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.errors import CheckpointError, first_line
+from megatron.common.reading import check_archive
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """Classes in DeepSpeed's files besides tensors and plain values. Creating them has no effects."""
@@ -57,6 +58,7 @@ def read_file(path: Path, *, mapped: bool = False) -> Any:
 def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
     """The same for a file whose hash was compared before."""
     try:
+        check_archive(path)
         with torch.serialization.safe_globals(ALLOWED):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file

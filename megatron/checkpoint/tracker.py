@@ -32,10 +32,10 @@ from megatron.checkpoint.files import (
     write_manifest,
     write_text,
 )
-from megatron.checkpoint.run_file import RUN_FILE, SavedRun
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder
-from megatron.common.reading import read_bytes, read_json
+from megatron.common.reading import LARGEST_SETTINGS, read_bytes, read_json
 from megatron.config import CheckpointConfig, RunConfig
 
 LATEST = "latest"
@@ -148,11 +148,10 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
         raise CheckpointError(f"{path} has no {RUN_FILE}: it is not a checkpoint of a training run")
     check_content(path / RUN_FILE, manifest[RUN_FILE])
     try:
-        description = read_json(path / RUN_FILE)
+        description = read_json(path / RUN_FILE, largest=LARGEST_SETTINGS)
     except (OSError, ValueError):
         description = None
-    if not isinstance(description, dict) or not description.keys() >= {"iteration", "layout", "config"}:
-        raise CheckpointError(f"{path / RUN_FILE} does not describe a training run")
+    description = checked_description(description, str(path / RUN_FILE))
     if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
         raise CheckpointError(f"{path} holds iteration {description['iteration']}: its folder was copied or renamed")
     return SavedRun(folder, tag, description)

@@ -32,6 +32,7 @@ from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import CheckpointError, ResourceError, first_line
 from megatron.common.files import UNFINISHED, sync, sync_folder
+from megatron.common.reading import read_bytes
 from megatron.config import ModelConfig, RunConfig
 from megatron.engines.state import (
     MasterWeight,
@@ -116,8 +117,8 @@ def cached(saved: SavedRun) -> tuple[Path, bool]:
     """
     target = saved.folder / f"{saved.tag}{UNIVERSAL}"
     try:
-        is_current = (target / SOURCE_FILE).read_text() == _source_hash(saved)
-    except OSError:
+        is_current = read_bytes(target / SOURCE_FILE).decode() == _source_hash(saved)
+    except (OSError, UnicodeDecodeError):
         is_current = False
     if not is_current:
         convert(saved, target)

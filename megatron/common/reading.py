@@ -1,12 +1,14 @@
-"""Reading files whose names and contents come from users: what is no file is refused, never waited for."""
+"""Reading files whose names and contents come from users: no FIFO, no device, and nothing larger than a limit."""
 
 import errno
 import json
 import os
+import select
 import stat
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
@@ -21,26 +23,91 @@ def regular(path: str, flags: int) -> int:
     return descriptor  # ``open`` refuses folders itself
 
 
-def read_bytes(path: str | Path, *, largest: int | None = None) -> bytes:
+PATIENCE = 60.0
+"""Seconds to wait for the first byte of a pipe."""
+
+
+def regular_or_pipe(path: str, flags: int) -> int:
+    """The same for inputs that may be pipes, such as bash's ``<(…)``: one into which nothing is written is refused."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return regular(path, flags)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(PATIENCE * 1000):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"a FIFO into which nothing was written in {PATIENCE:g} s", path)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def check_regular(path: str | Path) -> None:
+    """Raises OSError as ``regular``, for libraries that open files themselves."""
+    os.close(regular(os.fspath(path), os.O_RDONLY))
+
+
+def check_archive(path: Path) -> None:
+    """Raises OSError as ``regular``, ValueError for a zip archive that is smaller than its content."""
+    with open(path, "rb", opener=regular) as file:
+        if file.read(4) != b"PK\x03\x04":
+            return
+        with zipfile.ZipFile(file) as archive:
+            content = sum(entry.file_size for entry in archive.infolist())
+        if content > (size := os.fstat(file.fileno()).st_size):
+            raise ValueError(f"its {size:,} bytes expand to {content:,}, and files of torch are not compressed")
+
+
+LARGEST = 1 << 30
+"""Bytes of a file that is read at once."""
+LARGEST_LINE = 1 << 28
+"""Bytes of a line, or of a cell of a table."""
+
+
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file. Raises ValueError for one of more than ``LARGEST_LINE`` bytes."""
+    while line := file.readline(LARGEST_LINE + 1):
+        if len(line) > LARGEST_LINE:
+            raise ValueError(f"a line of more than {LARGEST_LINE:,} bytes")
+        yield line
+
+
+def read_bytes(path: str | Path, *, largest: int = LARGEST) -> bytes:
     """The content of a file. Raises OSError if there is none, or one of more than ``largest`` bytes."""
     with open(path, "rb", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
-        if largest is not None and size > largest:
+        if size > largest:
             raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {largest:,} that such a file has", str(path))
         return file.read()
 
 
-def read_json(path: str | Path) -> Any:
+LARGEST_JSON = 1 << 27
+"""Bytes of a vocabulary, or of the index of a large model."""
+LARGEST_SETTINGS = 1 << 24
+"""Bytes of a file of settings."""
+_DEPTH = 64
+
+
+def read_json(path: str | Path, *, largest: int = LARGEST_JSON) -> Any:
     """The value of a JSON file. Raises OSError as ``read_bytes``, and ValueError as ``parse_json``."""
-    return parse_json(read_bytes(path))
+    return parse_json(read_bytes(path, largest=largest))
 
 
 def parse_json(text: str | bytes, **settings: Any) -> Any:
     """The value of a JSON text, by ``json.loads``. Raises ValueError, also for brackets that are nested too deep."""
     try:
-        return json.loads(text, **settings)
+        value = json.loads(text, **settings)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    level = [value]
+    for _ in range(_DEPTH):
+        if not (level := [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]):
+            return value
+    raise ValueError("nested too deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def unreadable_words(words: Iterable[str]) -> list[str]:

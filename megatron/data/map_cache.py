@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from megatron.common.errors import ResourceError
 from megatron.common.files import replace_file
+from megatron.common.reading import check_regular
 from megatron.config import DataConfig
 
 Arrays = Mapping[str, np.ndarray]
@@ -98,7 +99,10 @@ def _check_disk(folder: Path, size: int) -> None:
 def _load(folder: Path, name: str, keys: Sequence[str]) -> Arrays:
     """Map the stored arrays into memory. Raises OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    return {key: np.asarray(np.lib.format.open_memmap(folder / f"{name}_{key}.npy", mode="r")) for key in keys}
+    paths = {key: folder / f"{name}_{key}.npy" for key in keys}
+    for path in paths.values():
+        check_regular(path)
+    return {key: np.asarray(np.lib.format.open_memmap(path, mode="r")) for key, path in paths.items()}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.common.errors import ConfigError
-from megatron.common.reading import read_json
+from megatron.common.reading import LARGEST, read_json
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec
@@ -262,7 +262,7 @@ def _costs(flag: str, trace: Path) -> list[float]:
     """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
     path = trace / TRACE if trace.is_dir() else trace
     try:
-        content = read_json(path)
+        content = read_json(path, largest=LARGEST)
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:

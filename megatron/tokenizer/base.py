@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from megatron.common.errors import DataError
-from megatron.common.reading import parse_json, read_bytes
+from megatron.common.reading import LARGEST_JSON, parse_json, read_bytes
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""
@@ -157,7 +157,7 @@ def require_files(kind: str, files: Mapping[str, str | None], origin: str = _TRA
 def read_text(path: str) -> str:
     """The text of a UTF-8 file. Raises DataError if it cannot be read."""
     try:
-        return read_bytes(path).decode("utf-8").replace("\r\n", "\n")
+        return read_bytes(path, largest=LARGEST_JSON).decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

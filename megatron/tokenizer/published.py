@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from megatron.common.errors import ConfigError, DataError
-from megatron.common.reading import read_bytes
+from megatron.common.reading import LARGEST_JSON, read_bytes
 from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_object, read_text, require_files
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
@@ -200,7 +200,7 @@ def _read_model(path: str) -> Any:
     except ImportError:
         raise ConfigError(f"{path} is read by the package sentencepiece: pip install sentencepiece") from None
     try:
-        content = read_bytes(path)
+        content = read_bytes(path, largest=LARGEST_JSON)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     try:

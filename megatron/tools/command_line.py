@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.cli.provided import inside, interval_as_text
 from megatron.common.errors import ConfigError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
 from megatron.common.screen import open_closed_streams
+from megatron.config.fields import inside, interval_as_text
 from megatron.model.spec import ArchitectureSpec
 
 if TYPE_CHECKING:

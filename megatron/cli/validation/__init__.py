@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli.batch_sizes import ACCUMULATION, GLOBAL, MICRO
-from megatron.cli.provided import Provided, inside, interval_as_text, is_above
+from megatron.cli.provided import Provided
 from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields, flag_value
-from megatron.config.fields import flag_name
+from megatron.config.fields import flag_name, inside, interval_as_text, is_above
 from megatron.model.spec import ArchitectureSpec
 
 # Their rules register themselves, in this order.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
-from megatron.common.reading import parse_json, read_bytes
+from megatron.common.reading import LARGEST_JSON, LARGEST_SETTINGS, parse_json, read_bytes
 from megatron.config import ModelConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2, T5
@@ -30,7 +30,7 @@ def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
-    return config_of(read_json(folder / HF_CONFIG), folder / HF_CONFIG, vocab_size=vocab_size)
+    return config_of(read_json(folder / HF_CONFIG, LARGEST_SETTINGS), folder / HF_CONFIG, vocab_size=vocab_size)
 
 
 def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
@@ -166,10 +166,10 @@ def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], s
     ]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError if there is none."""
     try:
-        tree = parse_json(read_bytes(path))
+        tree = parse_json(read_bytes(path, largest=largest))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # of JSON, of UTF-8, and of too many nested brackets

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
+from megatron.config.typed import field_problems, shown
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec, ParameterSpec
 
@@ -82,7 +83,10 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
     if not form.keeps_rows:
         values["vocab_size"] = vocab_size or values["vocab_size"]
     values |= {"padded_vocab_size": values["vocab_size"], **fields}
-    return ModelConfig(**values | form.derive(values))
+    values |= form.derive(values)
+    if problems := field_problems(ModelConfig, values):
+        raise CheckpointError(f"{path}: {problem}" for problem in problems)
+    return ModelConfig(**values)
 
 
 def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
@@ -90,17 +94,17 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
     names = {**form.sizes, **form.numbers}
     values: Fields = {field: given.get(name, default) for field, (name, default) in names.items()}
     problems = [
-        f"{name} is {given[name]!r}, and only {value!r} can be taken over"
+        f"{name} is {shown(given[name])}, and only {value!r} can be taken over"
         for name, value in form.fixed.items()
         if name in given and given[name] != value
     ]
     problems += [
-        f"{name} is {values[field]!r}, and should be a whole number above 0"
+        f"{name} is {shown(values[field])}, and should be a whole number above 0"
         for field, (name, default) in form.sizes.items()
         if (name in given or default is None) and (type(values[field]) is not int or values[field] < 1)
     ]
     problems += [
-        f"{name} is {values[field]!r}, and should be a number"
+        f"{name} is {shown(values[field])}, and should be a number"
         for field, (name, _) in form.numbers.items()
         if type(values[field]) not in (int, float)
     ]

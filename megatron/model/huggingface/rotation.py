@@ -24,7 +24,7 @@ def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kind = given.get("rope_type", given.get("type", "default"))
     if type(base) not in (int, float) or not base > 0:
         return {}, [f"rope_theta is {base!r}, and should be a number above 0"]
-    if kind not in _EXTENSIONS:
+    if not isinstance(kind, str) or kind not in _EXTENSIONS:
         *names, last = map(repr, _EXTENSIONS)
         return {}, [f"rope_type is {kind!r}, and only {', '.join(names)} and {last} can be taken over"]
     factor = given.get("factor", 8.0 if kind == "llama3" else None)

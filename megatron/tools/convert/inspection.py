@@ -1,6 +1,5 @@
 """The format of a checkpoint, and what is known of it without reading its weights. No torch here."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -10,10 +9,11 @@ from typing import Any
 import safetensors
 
 from megatron.checkpoint.files import MANIFEST, check_content, read_manifest
-from megatron.checkpoint.run_file import RUN_FILE, SavedRun
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.common.errors import CheckpointError, counted
+from megatron.common.reading import check_regular, parse_json
 from megatron.config import ModelConfig
 from megatron.model.huggingface import HF_CONFIG
 from megatron.model.huggingface import read_config as read_folder_config
@@ -140,13 +140,12 @@ def read_description(found: Found) -> Mapping[str, Any] | None:
     if found.kind != "safetensors":
         return found.saved.description if found.saved else None
     try:
-        description = json.loads(_header(found.path)[RUN_KEY])
-        {**description["config"]["model"], **description["layout"]}
-    except (KeyError, ValueError, TypeError, AttributeError):
+        description = parse_json(_header(found.path)[RUN_KEY])
+    except (KeyError, ValueError):
         raise CheckpointError(
             f"{found.path} does not describe its model; files of merge do, and from-hf reads a folder with config.json"
         ) from None
-    return description
+    return checked_description(description, str(found.path))
 
 
 def _header(path: Path) -> dict[str, str]:
@@ -155,6 +154,7 @@ def _header(path: Path) -> dict[str, str]:
         file = path / SAFETENSORS
         path = file if file.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
     try:
+        check_regular(path)
         with safetensors.safe_open(path, framework="np") as file:
             return file.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.common.errors import CheckpointError, first_line
+from megatron.common.reading import check_archive
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
 
 _STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")
@@ -36,6 +37,7 @@ class _Stub:
 def _read(path: Path) -> dict[str, Any]:
     """The content of ``path``. Raises CheckpointError unless it is tensors, plain values, arguments and stubs only."""
     try:
+        check_archive(path)
         # Names in files written before torch 1.6 cannot be listed, but torch refuses them while it loads.
         is_listed = zipfile.is_zipfile(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_listed else []
@@ -157,7 +159,8 @@ def _folder_with_files(path: Path) -> Path:
 def _tracked(path: Path) -> Iterator[Path]:
     """The folders that a tracker file may name."""
     for tracker in _TRACKERS:
-        name = (path / tracker).read_text(errors="replace").strip() if (path / tracker).is_file() else ""
+        is_short = (path / tracker).is_file() and (path / tracker).stat().st_size < 4096
+        name = (path / tracker).read_text(errors="replace").strip() if is_short else ""
         if re.fullmatch(r"\w[\w.-]*", name):
             yield path / name
         if name.isdecimal() and len(name) < 19:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from megatron.common.errors import CheckpointError, first_line
+from megatron.common.reading import read_bytes
 
 METADATA = ".metadata"
 _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
@@ -90,7 +91,7 @@ def read_torch_dist(folder: Path) -> dict[str, Tensor]:
 
 def _read_metadata(file: Path) -> Metadata:
     try:
-        content = _Unpickler(io.BytesIO(file.read_bytes())).load()
+        content = _Unpickler(io.BytesIO(read_bytes(file))).load()
         if not isinstance(content, Metadata):
             raise ValueError(f"it holds a {type(content).__name__}, and should hold metadata")
     except Exception as error:  # a damaged pickle raises any

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.common.errors import DataError, counted, did_you_mean
-from megatron.common.reading import read_bytes, regular
+from megatron.common.reading import read_bytes, read_lines, regular
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with open(path, "rb", opener=regular) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(read_lines(file), 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield number, text
@@ -138,6 +138,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}:{number}: not UTF-8; save the table in that encoding") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {error} after line {number}") from None
 
 
 def _place(column: str, header: Sequence[str] | None, width: int, path: Path) -> int:

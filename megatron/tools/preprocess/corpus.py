@@ -9,6 +9,7 @@ import codecs
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError
+from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, read_lines, regular_or_pipe
 
 Row = tuple[bytes | None, ...]
 """The requested columns of a row of Parquet, UTF-8; None for null."""
@@ -69,8 +71,10 @@ def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Ite
         raise DataError(f"cannot read {path}{after}: {reason}") from error
 
 
-_BLOCK = 1 << 14
+_BLOCK = 1 << 12
 """Compressed bytes taken at a time: what they hold may be very much more."""
+_MOST_EXPANDED = 500
+"""Times that a compressed file of text may expand; further lines of one that is larger than this are not read."""
 _LARGEST_WINDOW = 1 << 31
 """As ``zstd --long=31`` writes it."""
 
@@ -124,11 +128,17 @@ _OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
 
 def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
     """The lines of a file, decompressed. Raises ValueError, EOFError or OSError if it is damaged or truncated."""
-    file = open(path, "rb")
+    file = open(path, "rb", opener=regular_or_pipe)
     start = file.peek(10)
     opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    is_counted = opener is not None and path.is_file()
+    total, most = 0, max(LARGEST, _MOST_EXPANDED * os.fstat(file.fileno()).st_size)
     with opener(file) if opener else file as lines:
-        yield from lines
+        for line in read_lines(lines):
+            total += len(line)
+            if is_counted and total > most:
+                raise ValueError(f"it expands to more than {_MOST_EXPANDED} times its size")
+            yield line
 
 
 def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
@@ -194,13 +204,30 @@ def _read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
+    check_regular(path)
     # Pages are read as they are needed, not row groups, which may be of any size.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check_columns(path, file.schema_arrow, columns)
-        for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+        rows = max(1, min(_ROWS, LARGEST_LINE // _largest_part(file.metadata)))
+        for batch in file.iter_batches(rows, columns=list(columns), use_threads=False):
             # As bytes: UTF-8 is decoded later, when the number of the row is known for messages.
             cells = (batch.column(name).cast(pyarrow.large_binary()).to_pylist() for name in columns)
-            yield from zip(*cells, strict=True)
+            for row in zip(*cells, strict=True):
+                if sum(len(cell or b"") for cell in row) > LARGEST_LINE:
+                    raise ValueError(f"a row of more than {LARGEST_LINE:,} bytes")
+                yield row
+
+
+def _largest_part(metadata: Any) -> int:
+    """Bytes that a column of a row group has: a dictionary's value may be as long, and be repeated in all rows.
+
+    Raises ValueError for one that expands more than any text.
+    """
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    parts = [group.column(number) for group in groups for number in range(group.num_columns)]
+    if any(part.total_uncompressed_size > max(LARGEST, _MOST_EXPANDED * part.total_compressed_size) for part in parts):
+        raise ValueError(f"a column expands to more than {_MOST_EXPANDED} times its size")
+    return max((part.total_uncompressed_size for part in parts), default=0) + 1
 
 
 def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.files import replace_file
-from megatron.common.reading import parse_json, read_json, regular
+from megatron.common.reading import LARGEST, parse_json, read_json, read_lines, regular
 from megatron.config import RunConfig
 from megatron.model.partition import TRACE, plan
 from megatron.tools.planning.machine import Machine, device_of_name
@@ -73,14 +73,15 @@ def read_expert_loads(path: Path) -> dict[int, dict[int, Points]]:
 def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Location and content of each line of a metrics file. Raises DataError as ``read_series``."""
     try:
-        with open(path, encoding="utf-8", opener=regular) as file:
-            for number, line in enumerate(file, start=1):
+        with open(path, "rb", opener=regular) as file:
+            for number, line in enumerate(read_lines(file), start=1):
                 if line.strip():
-                    yield f"{path}:{number}", _record_of(f"{path}:{number}", line)
+                    yield f"{path}:{number}", _record_of(f"{path}:{number}", line.decode())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8; give a file that --metrics-file wrote") from error
+    except ValueError as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise DataError(f"{path}: {reason}; give a file that --metrics-file wrote") from error
 
 
 def _record_of(where: str, line: str) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def read_timeline(path: Path) -> Timeline:
     """
     path = path / TRACE if path.is_dir() else path
     try:
-        content = read_json(path)
+        content = read_json(path, largest=LARGEST)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:

@@ -119,7 +119,7 @@ def test_older_files_hold_masks_and_a_head_too(tmp_path: Path):
 def test_huge_size_allocates_nothing(tmp_path: Path, size: str):
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {size: 1 << 60}))
     save_file(weights(), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="holds 16 tensors, which cannot be the model of"):
+    with pytest.raises(CheckpointError, match="holds 16 tensors, which cannot be the model of|must be .* at most"):
         read_huggingface(tmp_path)
 
 

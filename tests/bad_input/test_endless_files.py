@@ -1,0 +1,204 @@
+"""Files that are none, that expand without end, or that hold JSON of another shape: refused at once, in lines."""
+
+import gzip
+import json
+import os
+import signal
+import zipfile
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_lines import parse
+from support.fuzzing import outcome
+
+from megatron.checkpoint.files import copy_file, read_manifest
+from megatron.checkpoint.run_file import SavedRun, checked_description, describe
+from megatron.checkpoint.safetensors_files import read_entries
+from megatron.checkpoint.snapshot_files import read_start
+from megatron.checkpoint.tensor_files import check_identity, read_checked_file
+from megatron.common import reading
+from megatron.common.errors import DataError, UserError
+from megatron.data.map_cache import _load
+from megatron.model.huggingface import config_of
+from megatron.tools.convert.megatron_files import read_shards
+from megatron.tools.preprocess import corpus
+from megatron.tools.preprocess.corpus import read_chunks
+
+
+@pytest.fixture(autouse=True)
+def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(reading, "PATIENCE", 0.01)
+    signal.alarm(60)  # a process that opens a FIFO would wait for ever
+    yield
+    signal.alarm(0)
+
+
+def chunks(path: Path, kind: str = "jsonl") -> list[Any]:
+    return list(read_chunks(path, kind, ["text"], size=1000))
+
+
+OPENED: dict[str, Callable[[Path], object]] = {
+    "manifest.json": lambda path: read_manifest(path.parent),
+    "model.pt": read_checked_file,
+    "weights.pt": lambda path: check_identity(path, 1),
+    "model.safetensors": read_entries,
+    "copied": lambda path: copy_file(path, path.with_name("copy")),
+    "map_rows.npy": lambda path: _load(path.parent, "map", ["rows"]),
+    ".metadata": lambda path: read_shards(path.parent),
+    "latest": lambda path: read_shards(path.parent),
+    "mp_rank_00_model_states.pt": lambda path: read_shards(path.parent),
+    "corpus.jsonl": chunks,
+    "corpus.parquet": lambda path: chunks(path, "parquet"),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_no_file_is_never_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((UserError, OSError)):
+        OPENED[name](tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises((UserError, OSError)):
+        OPENED[name](tmp_path / name)
+
+
+def test_a_snapshot_of_a_fifo_is_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".snapshots")
+    assert read_start(tmp_path) == ""
+
+
+def test_a_pipe_with_a_writer_is_read() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b'{"text": "a"}\n')
+    os.close(writer)
+    (chunk,) = chunks(Path(f"/dev/fd/{reader}"))
+    os.close(reader)
+    assert chunk.lines == [b'{"text": "a"}\n']
+
+
+def zip_bomb(path: Path) -> None:
+    torch.save({"weight": torch.zeros(1 << 20)}, path)
+    with (
+        zipfile.ZipFile(path) as stored,
+        zipfile.ZipFile(path.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in stored.namelist():
+            packed.writestr(entry, stored.read(entry))
+    os.replace(path.with_suffix(".zip"), path)
+
+
+def sparse(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(4 << 30)
+
+
+def gzip_bomb(path: Path) -> None:
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100_000))
+
+
+def parquet_bomb(path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    long = pyarrow.DictionaryArray.from_arrays([0] * 1000, [os.urandom(50_000).hex()])
+    parquet.write_table(pyarrow.table({"text": long}), path)
+
+
+BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] = {
+    "weights.pt": (zip_bomb, read_checked_file, "expand to 4,19"),
+    "manifest.json": (sparse, lambda path: read_manifest(path.parent), "too large|cannot be read"),
+    "corpus.jsonl": (sparse, chunks, "a line of more than 65,536 bytes"),
+    "corpus.jsonl.gz": (gzip_bomb, chunks, "expands to more than 100 times its size"),
+    "corpus.parquet": (parquet_bomb, lambda path: chunks(path, "parquet"), "a row of more than 65,536 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_expands_without_end_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LARGEST_LINE", 1 << 16)
+    monkeypatch.setattr(corpus, "LARGEST_LINE", 1 << 16)
+    monkeypatch.setattr(corpus, "LARGEST", 1 << 16)
+    monkeypatch.setattr(corpus, "_MOST_EXPANDED", 100)
+    make, read, message = BOMBS[name]
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / name)
+
+
+NESTED: Any = 0
+for _ in range(90):
+    NESTED = [NESTED]
+WRONG: list[Any] = [None, True, -1, 0, 1.5, 1e300, 10**30, float("nan"), "x", "\x1b[2J", "a" * 10**6, [], {}, [["x"]]]
+WRONG += [NESTED, {"a": {}}, 10**9]
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "vocab_size": 10,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": [1],
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "beta_fast": 32},
+}
+
+
+def changed(tree: Any) -> Iterator[tuple[str, Any]]:
+    """``tree`` with each of its values replaced by each of ``WRONG``, or removed; and where."""
+    for key, value in tree.items():
+        yield key, {name: inner for name, inner in tree.items() if name != key}
+        for wrong in WRONG:
+            yield key, {**tree, key: wrong}
+        if isinstance(value, dict):
+            yield from ((f"{key}.{inner}", {**tree, key: other}) for inner, other in changed(value))
+
+
+def test_a_model_of_another_shape_is_refused_in_lines() -> None:
+    accepted = [outcome(lambda tree=tree: config_of(tree, Path("config.json")), 4) for _, tree in changed(LLAMA)]
+    models = [model for model in accepted if model is not None]
+    assert len(models) < len(accepted) // 4
+    assert all(model.num_layers <= 20_000 and model.hidden_size <= 1 << 20 for model in models)
+
+
+def test_a_run_of_another_shape_is_refused_in_lines() -> None:
+    tree = json.loads(json.dumps(describe(parse(""), 2)))
+    tree["config"] = {name: tree["config"][name] for name in ("model", "data")}
+
+    def read(tree: Any) -> SavedRun:
+        saved = SavedRun(Path("folder"), "global_step2", checked_description(tree, "run.json"))
+        saved.whole_model_config(), saved.layout.zero_ranks, saved.history, saved.skipped_samples
+        return saved
+
+    assert read(tree)
+    for key in ("iteration", "layout", "config", "left_out_samples", "ledger"):
+        for _, wrong in changed({key: tree[key]} if key != "config" else {}):
+            outcome(lambda wrong=wrong: read({**tree, **wrong}), 4)
+    for number, (key, wrong) in enumerate(product(tree["config"]["model"], WRONG)):
+        if number % 7 == 0:  # of all pairs
+            config = {**tree["config"], "model": {**tree["config"]["model"], key: wrong}}
+            outcome(lambda config=config: read({**tree, "config": config}), 2, 4)
+
+
+@pytest.mark.parametrize("text", ["[" * 100, '{"a":' * 70 + "1" + "}" * 70])
+def test_json_is_as_deep_as_files_are(text: str) -> None:
+    with pytest.raises(ValueError):
+        reading.parse_json(text)
+
+
+def test_a_sparse_vocabulary_is_not_read(tmp_path: Path) -> None:
+    from megatron.tokenizer.base import read_text
+
+    sparse(tmp_path / "vocab.json")
+    with pytest.raises(DataError, match=r"4,294,967,296 bytes, more than"):
+        read_text(str(tmp_path / "vocab.json"))
