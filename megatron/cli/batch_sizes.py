@@ -1,13 +1,16 @@
 """The sizes of a batch: the provided ones decide the others. And the texts of schedules by which they vary."""
 
-import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.cli.provided import Provided, Source
+from megatron.cli.provided import Provided, Source, read_number
 from megatron.common.errors import ConfigError, nearest_multiples
 from megatron.config.batch_schedule import Steps
 
+_MOST_STEPS = 10_000
+"""Sizes of a schedule."""
+_LARGEST_BATCH, _MOST_TOKENS = 1 << 30, 10**18
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 
 
@@ -79,6 +82,8 @@ def ramp_up(numbers: Sequence[int], global_batch_size: int) -> Steps:
     if start > global_batch_size:
         raise ConfigError(f"{flag} starts above the global batch of {global_batch_size}: lower the first number")
     increments, rest = divmod(global_batch_size - start, increment)
+    if increments > _MOST_STEPS:
+        raise ConfigError(f"{flag} has {increments + 1:,} batch sizes, and {_MOST_STEPS:,} are enough: raise INCR")
     if rest:
         raise ConfigError(
             f"{flag}: from {start} to the global batch of {global_batch_size} it is {global_batch_size - start}, which "
@@ -109,15 +114,19 @@ def read_steps(text: str, seq_length: int) -> Steps:
         raise ConfigError(f"{flag}: the first batch size begins at 0 tokens, such as 0:768")
     if len(set(begins)) < len(begins):
         raise ConfigError(f"{flag}: two batch sizes begin with the same sample of {seq_length} tokens: remove one")
-    if min(size for _, size in steps) < 1:
-        raise ConfigError(f"{flag}: a batch has 1 sample or more")
+    if not all(1 <= size <= _LARGEST_BATCH for _, size in steps):
+        raise ConfigError(f"{flag}: a batch has from 1 to {_LARGEST_BATCH:,} samples")
+    if len(steps) > _MOST_STEPS or begins[-1] * max(seq_length, 1) > _MOST_TOKENS:
+        raise ConfigError(f"{flag[:80]}: more than {_MOST_STEPS:,} batch sizes, or {_MOST_TOKENS:g} tokens")
+    if same := next((size for (_, size), (_, after) in pairwise(steps) if size == after), None):
+        raise ConfigError(f"{flag} changes from {same} samples to {same}: remove one of the two")
     return tuple(steps)
 
 
 def _number(text: str) -> int:
     """A whole number that may have a unit, such as 250B or 1.5K. Raises ValueError for anything else."""
     unit = _UNITS.get(text[-1:].upper(), 1)
-    number = float(text[:-1] if unit > 1 else text) * unit
-    if not 0 <= number < math.inf or number != int(number):
+    number = read_number(text[:-1] if unit > 1 else text) * unit
+    if number < 0 or number != int(number):
         raise ValueError(text)
     return int(number)

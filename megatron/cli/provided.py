@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 from collections.abc import Callable
 from dataclasses import Field
 from typing import Any, NamedTuple, get_args
@@ -110,7 +111,8 @@ def _value(node: ast.AST) -> list[int] | int:
 
 def _first_of_window(text: str) -> str:
     """The tokens before each, of Megatron-LM's ``--window-size`` with those before and after: N of N,0 or (N, 0)."""
-    before, comma, after = text.strip("()").partition(",")
+    is_pair = text.startswith("(") and text.endswith(")") and "," in text
+    before, comma, after = (text[1:-1] if is_pair else text).partition(",")
     if comma and after.strip() != "0":
         raise ValueError(f"a causal model sees no token after its own: give {before},0")
     return before
@@ -118,25 +120,30 @@ def _first_of_window(text: str) -> str:
 
 _LARGEST = 2**53
 """Up to here, whole numbers are exact as floats."""
+_NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+"""Python also reads digits of other scripts, underscores between digits, a leading plus, and spaces."""
 
 
 def _whole(text: str) -> int:
-    number = _number(text)
+    number = read_number(text)
     if abs(number) > _LARGEST:
         raise ValueError(f"must be {_LARGEST} at most")
     if number != int(number):
         raise ValueError("must be a whole number")
     # Through float only if there is a point or an exponent: large seeds would lose digits.
-    return int(text) if text.strip("+-").isdecimal() else int(number)
+    return int(text) if text.removeprefix("-").isdecimal() else int(number)
 
 
-def _number(text: str) -> float:
+def read_number(text: str) -> float:
+    """The finite number that ``text`` is. Raises ValueError for anything else."""
     try:
         number = float(text)
     except ValueError:
         raise ValueError("must be a number") from None
     if not math.isfinite(number):
         raise ValueError("must be a finite number")
+    if not _NUMBER.fullmatch(text):
+        raise ValueError("must be a number written with the digits 0 to 9, without _, + and spaces")
     return number
 
 
@@ -146,4 +153,4 @@ def _text(text: str) -> str:
     return text
 
 
-_READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: _number, str: _text}
+_READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: read_number, str: _text}

@@ -7,6 +7,7 @@ import select
 import stat
 import zipfile
 from collections.abc import Iterable, Iterator
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,7 +65,7 @@ LARGEST_LINE = 1 << 28
 """Bytes of a line, or of a cell of a table."""
 
 
-def read_lines(file: BinaryIO) -> Iterator[bytes]:
+def read_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
     """The lines of an open file. Raises ValueError for one of more than ``LARGEST_LINE`` bytes."""
     while line := file.readline(LARGEST_LINE + 1):
         if len(line) > LARGEST_LINE:

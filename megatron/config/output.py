@@ -132,7 +132,7 @@ class LoggingConfig:
         return None if self.rank is None else [int(number) for number in self.rank.split(",")]
 
 
-_STEPS = re.compile(r"(\d{1,15}):(\d{1,15})")
+_STEPS = re.compile(r"([0-9]{1,15}):([0-9]{1,15})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ def field_problems(kind: type, values: Mapping[str, Any], *, ranges: bool = True
 
 def shown(value: Any) -> str:
     """A value for messages, of which a long one is cut off."""
-    text = json.dumps(value)
+    text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 

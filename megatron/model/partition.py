@@ -24,7 +24,7 @@ from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.in_flight import counts_in_flight
 from megatron.parallel.pipeline.schedule import Schedule, chunks_of, has_order
 
-EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
+EXPLICIT = re.compile(r"[0-9]{1,9}( *, *[0-9]{1,9})*")
 BY_TYPE = "type:"
 
 LayerGroup = tuple[LayerSpec, ...]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
@@ -66,6 +67,8 @@ class ToolParser(argparse.ArgumentParser):
         super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
+        for kind in (int, float):
+            self.register("type", kind, lambda text, kind=kind: _number(kind, text))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of arguments in UTF-8 only."""
@@ -82,6 +85,12 @@ class ToolParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
         raise ConfigError(f"{message} (see --help)")
+
+
+def _number(kind: type, text: str) -> Any:
+    """A number of the type ``kind``. Raises ValueError as ``read_number``."""
+    read_number(text)
+    return kind(text)
 
 
 def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
