@@ -1,6 +1,7 @@
 """Out of memory: one line with what was requested, free and planned, and what would fit."""
 
 import gc
+import mmap
 import re
 import resource
 from collections import Counter
@@ -21,7 +22,7 @@ from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
 _GB = 1e9
 _SHOWN = 30
 _RESERVE = 2**26
-"""Bytes kept free for the report. They are never written, so that they take address space only."""
+"""Bytes kept free for the report: address space only, since none is written."""
 _REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -34,14 +35,14 @@ def out_of_memory_reported(
     if run.observe.traces_or_profiles and get_accelerator().device_name() == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)  # so that the snapshot shows stack traces
     before = _held()
-    reserve = bytearray(_RESERVE)
+    reserve = mmap.mmap(-1, _RESERVE)
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(error):
             raise
         free, held = _free(), _held() - before
-        del reserve
+        reserve.close()
         stage = layout.topology.get_coord(layout.rank).pipe
         plans = (callback.on_out_of_memory(run, stage, free + held) for callback in callbacks)
         plan = next(filter(None, plans), None)

@@ -7,14 +7,21 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as launch.environment s
 
 import deepspeed  # noqa: F401
 import deepspeed.module_inject.auto_ep_layer  # noqa: F401, which every engine imports
+import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401, which ZeRO 3 imports
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, torch's compiler, which the first use of ZeRO imports
 import torch
 import torch._dynamo  # noqa: F401, which the first optimizer imports
+import torch._subclasses.schema_check_mode  # noqa: F401, which ZeRO 3 imports
+import torch.profiler._cupti_monitor  # noqa: F401, which the first profiler imports
 import torch.utils.cpp_extension  # noqa: F401, setuptools, which DeepSpeed's Adam for offload imports
+import torch.utils.serialization.config  # noqa: F401, which the first torch.load imports
 
+from megatron.checkpoint import huggingface, snapshot_recovery  # noqa: F401
+from megatron.cli import settings_file  # noqa: F401
 from megatron.engines import containers  # noqa: F401
 from megatron.model import heads, loss, moe  # noqa: F401
 from megatron.parallel import shared_memory
+from megatron.tools import pretraining  # noqa: F401
 from megatron.tools.reporting import callbacks, tracing  # noqa: F401
 from megatron.training import data_iterators, measurements, preflight, setup, trainer  # noqa: F401
 

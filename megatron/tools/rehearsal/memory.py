@@ -6,7 +6,7 @@ of which the C library keeps some back.
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,9 +65,20 @@ def measured_peak() -> Iterator[list[int]]:
         found.append(accelerator.max_memory_allocated())
         return
     before = sum(storages(live_tensors()).values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _memory_profile() as profiler:
         yield found
     found.append(before + highest_level(profiler))
+
+
+@contextmanager
+def before_measured_peak() -> Iterator[None]:
+    """What is allocated while inside may be freed during ``measured_peak``: the profiler sees no other tensor go."""
+    with _memory_profile() if get_accelerator().device_name() == "cpu" else nullcontext():
+        yield
+
+
+def _memory_profile() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def highest_level(profiler: profile) -> int:
@@ -91,6 +102,13 @@ def live_tensors() -> list[Tensor]:
     """Every tensor in host memory that Python knows."""
     gc.collect()
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.device.type == "cpu"]
+
+
+def real_bytes() -> int:
+    """Bytes of tensors that are real where those of the device are fake; 0 if the device is not the CPU."""
+    if get_accelerator().device_name() != "cpu":
+        return 0
+    return sum(storages(tensor for tensor in live_tensors() if not isinstance(tensor, FakeTensor)).values())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

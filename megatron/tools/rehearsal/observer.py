@@ -12,7 +12,13 @@ from megatron.engines.engine import Engine
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.tools.rehearsal.counts import Counts, Operations
 from megatron.tools.rehearsal.fake import FakeDevice
-from megatron.tools.rehearsal.memory import held_by_kind, is_between_micro_batches, measured_peak
+from megatron.tools.rehearsal.memory import (
+    before_measured_peak,
+    held_by_kind,
+    is_between_micro_batches,
+    measured_peak,
+    real_bytes,
+)
 from megatron.tools.rehearsal.request import COUNTED, PHASED, WARM_UP
 from megatron.training.callbacks import Callback
 
@@ -178,14 +184,15 @@ class Observer(Callback):
 
         self._counts = Counts(self.operations)
         self._counts.__enter__()
-        yield [self._counts.hook, look]
+        with before_measured_peak() if self._fake is None else nullcontext():
+            yield [self._counts.hook, look]
 
     @contextmanager
     def _measured(self) -> Iterator[Sequence[InstructionHook]]:
         if self._fake is not None:
             self._fake.highest = self._fake.level
             yield ()
-            self.peak = self._fake.highest
+            self.peak = self._fake.highest + real_bytes()
             return
         with measured_peak() as found:
             yield ()
