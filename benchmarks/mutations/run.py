@@ -80,7 +80,7 @@ def try_mutations(mutations: Sequence[Mutation]) -> Iterator[Outcome]:
             print(error)
             yield Outcome(mutation, False, None, time.monotonic() - start)
             continue
-        is_found = not differences.agree(bisector.bounds)
+        is_found = not differences.agree
         bisection = bisector.bisect(layout, differences.iteration) if is_found else None
         yield Outcome(mutation, is_found, bisection, time.monotonic() - start)
 

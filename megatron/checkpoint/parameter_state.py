@@ -46,6 +46,8 @@ State = dict[str, Any]
 """The state of a parameter by name: its weight, and the optimizer's moments and step count."""
 WEIGHT = "fp32"
 """Name of the weight."""
+_OF_MATRICES = ("row_var", "col_var")
+"""Adafactor's sums over the rows and columns of a matrix, which no other layout can take over."""
 Shapes = Mapping[str, torch.Size]
 """Names and shapes of the parameters of an optimizer's group, in its order."""
 
@@ -254,7 +256,7 @@ def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str
     parts: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     numbers: dict[str, State] = defaultdict(dict)
     for block in blocks:
-        values = {WEIGHT: block.weights, **block.state}
+        values = {WEIGHT: block.weights, **{key: block.state[key] for key in block.state if key not in _OF_MATRICES}}
         tensors = {key: value.detach().flatten() for key, value in values.items() if _is_flat(value)}
         for name, span in block.spans.items():
             for key, tensor in tensors.items():

@@ -52,7 +52,7 @@ class ExpertConfig:
     moe_router_load_balancing_type: str = _expert_flag(
         "seq_aux_loss",
         "Over which tokens an auxiliary loss balances the experts: of each sample (seq_aux_loss), of the global "
-        "batch (global_aux_loss), or of each rank's micro-batch (aux_loss, which depends on the layout).",
+        "batch (global_aux_loss), or of each micro-batch (aux_loss, which depends on --batch-size).",
         choices=("seq_aux_loss", "global_aux_loss", "aux_loss", "none"),
     )
     moe_aux_loss_coeff: float = _expert_flag(

@@ -9,9 +9,9 @@ import multiprocessing
 import runpy
 import sys
 
-from megatron.tools.verify import results
+from megatron.tools.verify import runs
 
-results.rank_context = lambda device: multiprocessing.get_context("fork")
+runs.rank_context = lambda device: multiprocessing.get_context("fork")
 sys.path[:0] = [".", "tools"]
 if sys.argv[1:2] == ["-m"]:
     _, _, name, *words = sys.argv

@@ -14,10 +14,18 @@ from typing import NamedTuple
 
 from megatron.common.errors import LaunchError
 from megatron.model.spec import ParameterSpec, architecture_of
-from megatron.tools.verify.compare import Bounds, Differences, Result, compare, gradient_differences
+from megatron.tools.verify.compare import Bounds, Differences, Result, gradient_differences
 from megatron.tools.verify.locate import Finding, collectives, first_rerouted, locate, what_copies_say
-from megatron.tools.verify.request import ONE_PROCESS, ONE_PROCESS_WITH_ZERO, Layout, Request, is_supported
-from megatron.tools.verify.results import LayoutResult, Trainer
+from megatron.tools.verify.request import (
+    ONE_PROCESS,
+    ONE_PROCESS_WITH_ZERO,
+    Layout,
+    Request,
+    is_supported,
+    reference_of,
+)
+from megatron.tools.verify.results import Comparison, LayoutResult
+from megatron.tools.verify.runs import Trainer
 from megatron.tools.verify.shards import Recording
 
 _MOST_RUNS = 24
@@ -74,7 +82,15 @@ class Bisector:
     def differences(self, layout: Layout) -> Differences:
         """The differences of ``layout`` from one process. Raises LaunchError if a run fails."""
         iterations = self.request.iterations
-        return compare(self._reference(iterations).result, self._train(layout, iterations).result, self.bounds)
+        return self._compare(self._reference(iterations), self._train(layout, iterations))
+
+    def _compare(self, reference: Trained, other: Trained) -> Differences:
+        assert self.base is not None
+        return self._comparison.compare(self.base, reference.result, other.result)
+
+    @cached_property
+    def _comparison(self) -> Comparison:
+        return Comparison(self.request, self.bounds, self.time_limit)
 
     def bisect(self, layout: Layout, iteration: int) -> Bisection | None:
         """Where ``layout``, which differs first in ``iteration``, goes wrong; None if it agrees when trained again."""
@@ -96,14 +112,14 @@ class Bisector:
         With ``locates`` the recordings are compared, too, if everything else agrees.
         """
         reference, trained = self._reference(iteration), self._train(layout, iteration)
-        differences = compare(reference.result, trained.result, self.bounds)
-        if differences.agree(self.bounds) and not locates:
+        differences = self._compare(reference, trained)
+        if differences.agree and not locates:
             return None
         (of_one,) = reference.recording.ranks
         if differences.kind != "initial weights":
             if finding := locate(of_one, trained.recording, self.bounds.gradient):
                 return finding
-        if differences.agree(self.bounds):
+        if differences.agree:
             return None
         if self._is_half and first_rerouted(of_one, trained.recording) is not None:
             finding = self._in_fp32.finding(layout, iteration)
@@ -133,7 +149,7 @@ class Bisector:
     def _train(self, layout: Layout, iterations: int) -> Trained:
         trainer = Trainer(self.request, self.request.run(layout), self.time_limit)
         with tempfile.TemporaryDirectory(prefix="verify_layout.", ignore_cleanup_errors=True) as folder:
-            result, failure = trainer.train(layout, iterations, Path(folder))
+            result, failure = trainer.train(layout, iterations, ("record_run", folder, iterations))
             if result is None:
                 raise LaunchError(f"layout {layout.name} failed: {failure}")
             return Trained(result, Recording(Path(folder)))
@@ -150,6 +166,9 @@ def bisections(bisector: Bisector, results: Sequence[LayoutResult]) -> Iterator[
     found: list[Bisection] = []
     for result in sorted(differing, key=lambda one: one.layout.processes):
         layout = result.layout
+        if reference_of(replace(bisector.request, first=bisector.base), layout) != bisector.base:
+            yield f"{layout.name} is not comparable with one process, whose global_aux_loss is another"
+            continue
         known = next((one for one in found if is_within(one.smallest, layout)), None)
         if known is not None:
             yield f"{layout.name} is larger than {known.smallest.name}, which differs"
@@ -157,7 +176,7 @@ def bisections(bisector: Bisector, results: Sequence[LayoutResult]) -> Iterator[
         try:
             differences = bisector.differences(layout) if results[0].layout.processes > 1 else result.differences
             assert differences is not None
-            bisection = None if differences.agree(bisector.bounds) else bisector.bisect(layout, differences.iteration)
+            bisection = None if differences.agree else bisector.bisect(layout, differences.iteration)
         except LaunchError as error:
             yield str(error)
             continue

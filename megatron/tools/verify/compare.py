@@ -3,31 +3,23 @@
 Comparing only the final weights misleads. Adam divides a gradient by its own size, so an element whose gradient is
 nothing but rounding makes a step as long as any other, in a direction that each layout rounds differently. Gradients
 of the first step have no such history: all layouts take them of the same weights and the same samples, so they differ
-by rounding only. They are read from the checkpoint after that step, where Adam's first moment is (1 - beta1) times the
-clipped gradient, in fp32, on every layout.
+by rounding only, and their bound is fixed.
+
+What follows from the first step may differ by more without a fault: training at a large learning rate, or with an
+optimizer that makes gradients orthogonal, amplifies rounding. A second run of the reference, from initial weights that
+differ by rounding, shows how far.
 """
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.parameter_state import WEIGHT, stage_states
-from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.tracker import newest, tag_at, tag_name
-from megatron.common.errors import CheckpointError
-from megatron.config import OptimConfig
-from megatron.model.architectures import architecture_of
-from megatron.model.spec import ParameterSpec, is_trained
-from megatron.tools.verify.request import checkpoint_folder, metrics_file
-
-_MOMENTS = ("exp_avg", "momentum_buffer")
-"""An optimizer's first moment, of Adam and its relatives or of SGD: after one step, a multiple of the gradient."""
+SAFETY = 10.0
+"""A difference may be this multiple of what the second run of the reference differs by."""
 _SMALLEST_SCALE = 1e-3
 """A gradient is compared relative to its largest element, or to this part of the model's largest if that is more: a
 parameter without effect, such as a bias of attention's keys, has a gradient of nothing but rounding."""
@@ -95,128 +87,81 @@ class Differences:
     """Of the first: initial weights, loss, gradient, norm or step."""
     iteration: int = 0
     """Of the first, from 1 on."""
+    follows_first_step: bool = False
+    """Whether the first follows from a step, so that it may be rounding that training amplifies."""
+    is_amplified: bool = False
+    """Whether it agrees only since rounding is amplified as much in the reference."""
+    losses: Sequence[float] = field(default=(), compare=False)
+    norms: Sequence[float] = field(default=(), compare=False)
+    first_weights: float = field(default=0.0, compare=False)
+    """As ``weights``, after the first step, in units of its learning rate."""
 
-    def agree(self, bounds: Bounds) -> bool:
-        """Whether everything is within ``bounds``. NaN never is."""
-        found = (self.loss, self.grad_norm, self.gradient or 0.0, self.weights, self.other_weights)
-        return self.first is None and all(value <= bound for value, bound in zip(found, bounds, strict=True))
+    @property
+    def agree(self) -> bool:
+        """Whether everything is within its bound. NaN never is."""
+        return self.first is None
 
 
-def read_result(long: Path, short: Path, optim: OptimConfig) -> Result:
-    """Read what a run saved in the folder ``long``, and its checkpoint after its first step, in ``short`` or there.
+_NONE = Differences(0.0, 0.0, 0.0, 0.0, 0.0, None)
 
-    Raises CheckpointError if a checkpoint is incomplete or no step was made.
+
+def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differences = _NONE) -> Differences:
+    """Compare ``other`` with ``reference``.
+
+    ``rounding`` is what a second run of the reference differs in. It raises the bounds of what follows from the first
+    step, as much more as gradients differ more.
     """
-    lines = [json.loads(line) for line in metrics_file(long).read_text(encoding="utf-8").splitlines()]
-    norms = [line["grad_norm"] for line in lines]
-    step = first_step(long)
-    states = _parameter_states(tag_at(checkpoint_folder(short) / tag_name(step + 1)))
-    moment = next((key for key in _MOMENTS if any(key in copies[0] for copies in states.values())), None)
-    clipped = min(1.0, optim.clip_grad / (norms[step] + 1e-6)) if optim.clip_grad else 1.0
-    scale = 1 / clipped / (1 - optim.adam_beta1 if moment == "exp_avg" else 1)
-    return Result(
-        losses=[line["lm_loss"] for line in lines],
-        grad_norms=norms,
-        learning_rates=[line["learning_rate"] for line in lines],
-        gradients={
-            name: [copy[moment] * scale for copy in copies]
-            for name, copies in states.items()
-            if moment and moment in copies[0]
-        },
-        first_weights=_of_key(states, WEIGHT),
-        weights=_of_key(_parameter_states(newest(checkpoint_folder(long))), WEIGHT),
-        first_step=step,
-    )
-
-
-def first_step(folder: Path) -> int:
-    """Index of the first iteration whose step the run in ``folder`` did not skip.
-
-    Raises CheckpointError if it skipped all.
-    """
-    lines = metrics_file(folder).read_text(encoding="utf-8").splitlines()
-    for index, line in enumerate(lines):
-        if json.loads(line)["grad_norm"] is not None:
-            return index
-    raise CheckpointError(
-        f"no step in {len(lines)} iterations, since all gradients overflowed: raise --iterations or "
-        "lower --initial-loss-scale"
-    )
-
-
-def _of_key(states: Mapping[str, Sequence[Mapping[str, Tensor]]], key: str) -> dict[str, Copies]:
-    return {name: [copy[key] for copy in copies] for name, copies in states.items()}
-
-
-def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
-    """Weight and moments of each whole parameter that is trained, in the order of the layers.
-
-    A parameter that tensor parallelism cuts has one copy on each pipeline stage that holds it, any other has one on
-    each tensor-parallel rank of those. The vocabulary is without its padding.
-    """
-    config = saved.whole_model_config()
-    named = architecture_of(config).named_parameters(config)
-    specs = {name: spec for name, spec in named.items() if is_trained(config, name)}
-    states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
-    for states_of_stage in stage_states(saved):
-        for name, parts in states_of_stage.items():
-            states[name] += _whole_copies(specs[name], parts)
-    if missing := [name for name, copies in states.items() if not copies]:
-        raise CheckpointError(f"{saved.path} has no state of {', '.join(missing)}")
-    return states
-
-
-def _whole_copies(spec: ParameterSpec, parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a parameter whose state on each tensor-parallel rank is in ``parts``."""
-    keys = [key for key, value in parts[0].items() if isinstance(value, Tensor) and value.dim()]
-    rows = spec.shape[0] if spec.is_vocabulary else None
-    if spec.shard_dim is not None:
-        yield {key: torch.cat([part[key] for part in parts], spec.shard_dim)[:rows] for key in keys}
-        return
-    for part in parts:
-        yield {key: part[key][:rows] for key in keys}
-
-
-def compare(reference: Result, other: Result, bounds: Bounds) -> Differences:
-    """Compare ``other`` with ``reference``."""
     losses = _of_series(reference.losses, other.losses)
     norms = _of_series(reference.grad_norms, other.grad_norms)
     gradients = gradient_differences(reference, other)
     clear = {name: _has_clear_gradient(copies[0], bounds) for name, copies in reference.gradients.items()}
-    step = reference.first_step
-    first_weights = _of_weights(reference.first_weights, other.first_weights, reference.learning_rates[step], clear)
-    weights = _of_weights(reference.weights, other.weights, sum(reference.learning_rates), clear)
-    first = step + 1
-    beyond = [
-        *(("initial weights", first, f"initial {name}") for name, (_, rest) in first_weights.items()
-          if not rest <= bounds.other_weights),
-        *_beyond("loss", losses[:first], bounds.loss, "loss of iteration"),
-        *(("gradient", first,
-           f"gradient of {name}{_multiple(reference.gradients[name][0], other.gradients.get(name))}")
-          for name in reversed(gradients) if not gradients[name] <= bounds.gradient),
-        *_beyond("norm", norms[:first], bounds.grad_norm, "gradient norm of iteration"),
-        *(("step", first, f"{name} after the first step") for name, (clear_ones, _) in first_weights.items()
-          if not clear_ones <= bounds.weights),
-        *_beyond("loss", losses, bounds.loss, "loss of iteration"),
-        *_beyond("norm", norms, bounds.grad_norm, "gradient norm of iteration"),
-        *(("step", len(losses), f"final {name}") for name, (clear_ones, rest) in weights.items()
-          if not (clear_ones <= bounds.weights and rest <= bounds.other_weights)),
-    ]  # fmt: skip
-    kind, iteration, text = next(iter(beyond), ("", 0, None))
-    return Differences(
+    rates, step = reference.learning_rates, reference.first_step
+    first_weights = _of_weights(reference.first_weights, other.first_weights, rates[step : step + 1], clear)
+    weights = _of_weights(reference.weights, other.weights, rates, clear)
+    found = Differences(
         loss=_largest(losses),
         grad_norm=_largest(norms),
         gradient=_largest(gradients.values()) if gradients else None,
         weights=_largest(clear_ones for clear_ones, _ in weights.values()),
         other_weights=_largest(rest for _, rest in weights.values()),
-        first=text,
-        kind=kind,
-        iteration=iteration,
+        first=None,
+        losses=losses,
+        norms=norms,
+        first_weights=_largest(clear_ones for clear_ones, _ in first_weights.values()),
     )
+    growth = SAFETY * max(1.0, (found.gradient or 0.0) / (rounding.gradient or math.inf))
+    first, numbers = step + 1, range(1, len(losses) + 1)
+
+    def raised(bound: float, *measured: float) -> float:
+        return max(bound, growth * _largest(measured))
+
+    before = [
+        *(("initial weights", first, f"initial {name}") for name, (_, rest) in first_weights.items()
+          if not rest <= bounds.other_weights),
+        *_beyond("loss", losses[:first], [bounds.loss] * first),
+        *(("gradient", first, _described(name, reference, other)) for name in reversed(gradients)
+          if not gradients[name] <= bounds.gradient),
+        *_beyond("norm", norms[:first], [bounds.grad_norm] * first),
+    ]  # fmt: skip
+    after = [
+        *(("step", first, f"{name} after the first step") for name, (clear_ones, _) in first_weights.items()
+          if not clear_ones <= raised(bounds.weights, rounding.first_weights)),
+        *_beyond("loss", losses, [raised(bounds.loss, *rounding.losses[first:n]) for n in numbers]),
+        *_beyond("norm", norms, [raised(bounds.grad_norm, *rounding.norms[first:n]) for n in numbers]),
+        *(("step", len(losses), f"final {name}") for name, (clear_ones, rest) in weights.items()
+          if not (clear_ones <= raised(bounds.weights, rounding.weights)
+                  and rest <= raised(bounds.other_weights, rounding.other_weights))),
+    ]  # fmt: skip
+    kind, iteration, text = next(iter(before + after), ("", 0, None))
+    return replace(found, first=text, kind=kind, iteration=iteration, follows_first_step=bool(after) and not before)
 
 
-def _beyond(kind: str, differences: Sequence[float], bound: float, quantity: str) -> list[tuple[str, int, str]]:
-    return [(kind, n, f"{quantity} {n}") for n, difference in enumerate(differences, 1) if not difference <= bound]
+_QUANTITIES = {"loss": "loss", "norm": "gradient norm"}
+
+
+def _beyond(kind: str, differences: Sequence[float], limits: Sequence[float]) -> list[tuple[str, int, str]]:
+    numbered = enumerate(zip(differences, limits, strict=True), 1)
+    return [(kind, n, f"{_QUANTITIES[kind]} of iteration {n}") for n, (one, limit) in numbered if not one <= limit]
 
 
 def _of_series(reference: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
@@ -241,14 +186,15 @@ def gradient_differences(reference: Result, other: Result) -> dict[str, float]:
     }
 
 
-def _multiple(reference: Tensor, copies: Copies | None) -> str:
-    """The factor of the gradient, if it differs only by a factor."""
-    if not copies or not reference.any():
-        return ""
-    factor = (copies[0].flatten() @ reference.flatten() / reference.square().sum()).item()
-    rest = max((copy - factor * reference).norm() / reference.norm() for copy in copies)
+def _described(name: str, reference: Result, other: Result) -> str:
+    """The gradient of the parameter ``name``, with its factor if it differs only by a factor."""
+    gradient, copies = reference.gradients[name][0], other.gradients.get(name)
+    if not copies or not gradient.any():
+        return f"gradient of {name}"
+    factor = (copies[0].flatten() @ gradient.flatten() / gradient.square().sum()).item()
+    rest = max((copy - factor * gradient).norm() / gradient.norm() for copy in copies)
     is_multiple = rest < 0.01 * abs(factor) and abs(factor - 1) > 0.01
-    return f" ({factor:.3g} times the reference)" if is_multiple else ""
+    return f"gradient of {name}{f' ({factor:.3g} times the reference)' if is_multiple else ''}"
 
 
 def _has_clear_gradient(gradient: Tensor, bounds: Bounds) -> Tensor:
@@ -257,18 +203,19 @@ def _has_clear_gradient(gradient: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _of_weights(
-    reference: Mapping[str, Copies], other: Mapping[str, Copies], learning_rate: float, clear: Mapping[str, Tensor]
+    reference: Mapping[str, Copies], other: Mapping[str, Copies], rates: Sequence[float], clear: Mapping[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Differences of elements with and without a clear gradient, in units of ``learning_rate``, by name."""
+    """Differences of elements with and without a clear gradient, in units of the sum of the learning rates, by name.
+
+    What rounding the weight itself makes of each step does not count: a norm's weight of 1 is rounded by 6e-8.
+    """
     found = {}
+    unit = sum(rates) or torch.finfo(torch.float32).tiny
     for name, (weight, *_) in reference.items():
-        unit = learning_rate + torch.finfo(torch.float32).eps * weight.abs().max().item()
+        rounding = 2 * len(rates) * torch.finfo(torch.float32).eps * weight.abs().max().item()
         chosen = clear.get(name, torch.zeros_like(weight, dtype=torch.bool))
-        copies = other.get(name, ())
-        found[name] = (
-            _largest_difference(weight, copies, chosen) / unit,
-            _largest_difference(weight, copies, ~chosen) / unit,
-        )
+        both = [_largest_difference(weight, other.get(name, ()), elements) for elements in (chosen, ~chosen)]
+        found[name] = (max(both[0] - rounding, 0.0) / unit, max(both[1] - rounding, 0.0) / unit)
     return found
 
 

@@ -7,6 +7,7 @@ layout. The module of a tied layer has another number for each of its uses.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron.engines.engine import Engine
 from megatron.engines.overrides import collectives_wrapped
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
-from megatron.parallel.tensor.layers import ColumnParallelLinear
+from megatron.parallel.tensor.layers import ColumnParallelLinear, WeightInit
 from megatron.tools.verify.shards import Key, Name, Place
 from megatron.training import setup
 
@@ -52,6 +53,17 @@ def record_run(folder: str, iteration: int) -> None:
         return engine
 
     setup.build_engine = build_recorded  # type: ignore[assignment]
+
+
+def perturb_weights(relative: float) -> None:
+    """Let the program that this process becomes draw initial weights that are larger or smaller by ``relative``."""
+    draw = WeightInit.draw
+
+    def perturbed(init: WeightInit, shape: tuple[int, ...]) -> Tensor:
+        signs = draw(replace(init, name=f"{init.name}/rounding"), shape).sign()
+        return draw(init, shape) * (1 + relative * signs)
+
+    WeightInit.draw = perturbed  # type: ignore[assignment, method-assign]
 
 
 class Recorder:

@@ -231,6 +231,19 @@ def _without(words: list[str], pair: list[str]) -> list[str]:
     return words[:start] + words[start + 2 :]
 
 
+def reference_of(request: Request, layout: Layout) -> Layout:
+    """The layout that computes the same as ``layout`` but for rounding: the first, unless the loss depends on replicas.
+
+    ``global_aux_loss`` balances experts over a micro-batch and those before it on all replicas: with more replicas, of
+    other samples. Then it is the first with as many replicas.
+    """
+    model = request.run(layout).model
+    is_global = model.has_experts and model.moe_router_load_balancing_type == "global_aux_loss"
+    if not (is_global and model.moe_aux_loss_coeff) or layout.data == request.first.data:
+        return request.first
+    return replace(request.first, data=layout.data, experts=1)
+
+
 def rule_violations(request: Request, layouts: Sequence[Layout]) -> list[str]:
     """A message for each rule that one of ``layouts`` breaks."""
     return [f"layout {layout.name}: {message}" for layout in layouts for message in _problems(request, layout)]

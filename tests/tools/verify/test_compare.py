@@ -49,14 +49,14 @@ def test_the_largest_differences_are_reported() -> None:
     )
     assert (differences.loss, differences.grad_norm, differences.gradient) == pytest.approx((0.01, 0.2, 0.01), rel=1e-4)
     assert (differences.weights, differences.other_weights) == pytest.approx((0.1, 1.5), rel=1e-4)
-    assert not differences.agree(BOUNDS)
+    assert not differences.agree
 
 
 def test_a_step_of_rounding_is_no_difference() -> None:
     """Both runs may move such an element by the learning rate in each iteration, in opposite directions."""
-    assert found(weights={"0.weight": [moved(rounding=0.39)]}).agree(BOUNDS)
-    assert not found(weights={"0.weight": [moved(rounding=0.41)]}).agree(BOUNDS)
-    assert not found(weights={"0.weight": [moved(clear=0.01)]}).agree(BOUNDS)
+    assert found(weights={"0.weight": [moved(rounding=0.39)]}).agree
+    assert not found(weights={"0.weight": [moved(rounding=0.41)]}).agree
+    assert not found(weights={"0.weight": [moved(clear=0.01)]}).agree
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_first_difference_is_named_in_the_order_of_training(changes: dict, f
     """The backward pass reaches the last layer first."""
     differences = found(**changes)
     assert differences.first == first
-    assert not differences.agree(BOUNDS)
+    assert not differences.agree
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,33 @@ def test_the_first_difference_is_named_in_the_order_of_training(changes: dict, f
     ],
 )
 def test_nan_and_what_is_missing_never_agree(changes: dict) -> None:
-    assert not found(**changes).agree(Bounds(*[math.inf] * 5)._replace(gradient=1e9))
+    assert not found(**changes).agree
+
+
+def test_rounding_that_is_amplified_raises_the_bounds_after_the_first_step_only() -> None:
+    """Up to ten times what was measured in an iteration or before it, if gradients differ as much."""
+    slightly = {"gradients": {"1.weight": [GRADIENT + 2e-6]}}
+    again = result(losses=(2.0, 1.001), norms=(0.5, 0.2501), weights={"0.weight": [moved(clear=0.01)]}, **slightly)
+    rounding = compare(result(), again, BOUNDS)
+
+    def first_with(**changes) -> str | None:
+        return compare(result(), result(**slightly, **changes), BOUNDS, rounding).first
+
+    assert first_with(losses=(2.0, 1.009), norms=(0.5, 0.2509), weights={"1.weight": [moved(clear=0.09)]}) is None
+    assert first_with(losses=(2.0, 1.011)) == "loss of iteration 2"
+    assert first_with(weights={"1.weight": [moved(clear=0.11)]}) == "final 1.weight"
+    assert first_with(losses=(2.002, 1.0)) == "loss of iteration 1"
+    assert first_with(norms=(0.501, 0.25)) == "gradient norm of iteration 1"
+    assert first_with(losses=(2.0, math.nan)) == "loss of iteration 2"
+    assert found(losses=(2.0, 1.1)).follows_first_step and not found(losses=(2.1, 1.1)).follows_first_step
+
+
+def test_the_last_digit_of_a_weight_is_no_part_of_a_small_step() -> None:
+    """A norm's weight of 1 and a learning rate of 1e-6: the next number in fp32 is a tenth of it away."""
+    one = torch.ones(2)
+    runs = [
+        Result((2.0,), (0.5,), (1e-6,), {"norm": [one]}, {"norm": [weight]}, {"norm": [weight]})
+        for weight in (one - 1e-6, torch.nextafter(one - 1e-6, one), one - 0.5e-6)
+    ]
+    assert compare(runs[0], runs[1], BOUNDS).agree
+    assert compare(runs[0], runs[2], BOUNDS).first == "norm after the first step"

@@ -10,6 +10,7 @@ from megatron.tools.verify.request import (
     Request,
     make_request,
     parse_layout,
+    reference_of,
     rule_violations,
     supported_layouts,
 )
@@ -115,3 +116,12 @@ def test_flags_that_the_tool_sets_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         request(words)
     assert message in caught.value.messages
+
+
+def test_a_layout_with_another_auxiliary_loss_has_a_reference_of_its_own() -> None:
+    names = ("tp2-pp1-dp1", "tp1-pp0-dp2", "tp1-pp1-dp2-ep2-zero1-dualpipev")
+    experts = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type"
+    replicas = parse_layout("tp1-pp0-dp2")
+    for kind, other in {"global_aux_loss": replicas, "aux_loss": ONE_PROCESS}.items():
+        asked = request(f"{experts} {kind}")
+        assert [reference_of(asked, parse_layout(name)) for name in names] == [ONE_PROCESS, other, other]
