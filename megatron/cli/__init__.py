@@ -81,9 +81,6 @@ def _settings(values: Mapping[str, Any], extra_args: Mapping[str, Any]) -> dict[
     return {**given, **{name: value for name, value in extra_args.items() if value not in (None, False)}}
 
 
-_BUCKETS = ("zero_reduce_bucket_size", "zero_allgather_bucket_size")
-
-
 def _merge(
     flags: Mapping[str, Provided], file: Mapping[str, Provided]
 ) -> tuple[dict[str, Provided], list[str], list[str]]:
@@ -92,7 +89,7 @@ def _merge(
     Sizes of buckets and --zero-stage 0 yield to the file, as in DeepSpeed's 3D example, where they had no effect.
     """
     differing = [name for name in flags if name in file and flags[name].value != file[name].value]
-    yielding = [name for name in differing if name in _BUCKETS or (name, flags[name].value) == ("zero_stage", 0)]
+    yielding = [name for name in differing if "_bucket_" in name or (name, flags[name].value) == ("zero_stage", 0)]
     warned = [f"{flags[name].source} has no effect: {file[name].source} counts" for name in yielding]
     contradictions = [
         f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].words[0]} from the "

@@ -14,19 +14,7 @@ little-endian and packed, with S sequences and D - 1 documents:
     34 + 12S   i64[D]     doc_idx: 0, then for each document the number of sequences up to its end
     ...        i8[S]      modes; only multimodal data sets have them, and they are not read
 
-The index of the older lazy and cached data sets (TNTIDX), whose ``PREFIX.bin`` is the same, is read, too:
-
-    offset     type       content
-    0          8 bytes    magic "TNTIDX", two zero bytes
-    8          u64        version, 1
-    16         u64        dtype code of the tokens
-    24         u64        bytes of a token
-    32         u64[2]     S, twice
-    48         u64        D
-    56         i64[S+1]   numbers of the sequences, from 0
-    64 + 8S    i64[S+1]   offset of each sequence in tokens, and the end
-    72 + 16S   i64[S]     sizes
-    72 + 24S   i64[D]     doc_idx
+Older lazy and cached data sets have the same ``PREFIX.bin``, and an index that ``_read_legacy_index`` describes.
 """
 
 import glob
@@ -215,7 +203,11 @@ def _read_index(path: Path, header: bytes, file_size: int) -> _Index:
 
 
 def _read_legacy_index(path: Path, header: bytes, file_size: int) -> _Index:
-    """The index of a lazy or cached data set, in memory. Raises DataError unless it is complete."""
+    """The index of a lazy or cached data set, in memory. Raises DataError unless it is complete.
+
+    The header is the magic, version, dtype code, bytes of a token, S twice, and D. Numbers of the sequences, i64[S+1],
+    follow, their offsets in tokens, i64[S+1], sizes, i64[S], and doc_idx.
+    """
     if len(header) == LEGACY_HEADER.size:
         _, version, code, itemsize, sequences, sizes, documents = LEGACY_HEADER.unpack(header)
         promised = LEGACY_HEADER.size + 8 * (3 * sequences + 2 + documents)

@@ -1,6 +1,7 @@
 """The files of a checkpoint, and the flags of saving and loading."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -121,14 +122,21 @@ def test_saving_less(programs, tmp_path):
 def test_a_changed_schedule_needs_a_flag(programs, tmp_path):
     flags = (*SETTINGS, "--zero-stage", "1")
     programs.pretrain(1, *flags, "--save", tmp_path / "ck").ok()
-    changed = (*flags, "--load", tmp_path / "ck", "--lr", "5e-3")
+    changed = (*flags, "--load", tmp_path / "ck", "--lr", "5e-3", "--train-iters", "9")
     refused = programs.pretrain(1, *changed)
     assert refused.returncode == 4
     assert "--lr is 0.005, but 0.001 in" in refused.output
+    assert "--lr-decay-iters is 9, but 4 in" in refused.output
     assert "Traceback" not in refused.output
     rates = {}
     for choice in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler"):
         programs.pretrain(1, *changed, choice, "--metrics-file", tmp_path / choice).ok()
         rates[choice] = [line["learning_rate"] for line in read_metrics(tmp_path / choice)]
-    overridden, kept = rates.values()
-    assert all(ours > 3 * theirs for ours, theirs in zip(overridden, kept, strict=True)), "from the first iteration on"
+    overridden, kept = (schedule(5e-3, 9, warmup=1), schedule(1e-3, 4, warmup=0))
+    assert list(rates.values()) == [pytest.approx(overridden), pytest.approx(kept)], "from the first iteration on"
+
+
+def schedule(peak: float, end: int, *, warmup: int) -> list[float]:
+    """The rates of iterations 3 and 4 of a cosine that decays to --min-lr."""
+    shares = [(1 + math.cos(math.pi * (finished - warmup) / (end - warmup))) / 2 for finished in (2, 3)]
+    return [1e-4 + (peak - 1e-4) * share for share in shares]
