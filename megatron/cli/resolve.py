@@ -134,6 +134,8 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
     data = replace(data, tokenizer_type=kind)
     files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
     data = replace(data, vocab_file=files[0], merge_file=files[1])
+    if architecture.provider is not None:
+        data = replace(data, seq_length=data.seq_length or 1)  # a sample counts as one token
     if data.mock_data and data.tokenizer_type == NULL_TOKENIZER and data.vocab_size is None:
         return replace(data, vocab_size=DEFAULT_VOCABULARY[architecture.masked_lm is not False])
     return data

@@ -91,8 +91,8 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     """``run`` with its vocabulary sizes, and the hashes of its data and tokenizer if a checkpoint needs them."""
     data = replace(run.data, merge_file=used_merges(run.data.tokenizer_type, run.data.merge_file))
     is_provided = architecture_of(run.model).provider is not None
-    if is_provided and data.vocab_file is None and data.vocab_size is None:
-        return run
+    if is_provided and data.vocab_file is None and (data.vocab_size is None or data.tokenizer_type != NULL_TOKENIZER):
+        return replace(run, model=replace(run.model, vocab_size=data.vocab_size or 0))
     check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
     vocabulary = tokenizer_of(data)
     if vocabulary.tokens is not None and not data.mock_data and not is_provided:

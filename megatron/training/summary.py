@@ -30,9 +30,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size}"
         f"{divided}, {engine}, ZeRO {run.zero.zero_stage}"
         f"{', gradients reduced once per step' if run.coalesces_grad_reduction else ''}",
-        "model": f"{model.model_preset or model_title(model)}, {_layers(model)},"
-        f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
-        f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        "model": f"{_sizes(model)}, sequence {run.data.seq_length}, vocabulary {vocabulary}",
         **_experts(model),
         **_adapters(model),
         "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
@@ -46,6 +44,15 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         **_attention(run, device or DeviceFacts(parallel.device)),
         **_fp8(run),
     }
+
+
+def _sizes(model: ModelConfig) -> str:
+    """Name, layers and sizes; of a model of one's own only the sizes that are given."""
+    if architecture_of(model).provider is not None:
+        sizes = {"layers": model.num_layers, "hidden": model.hidden_size, "heads": model.num_attention_heads}
+        return ", ".join([model.architecture, *(f"{name} {size}" for name, size in sizes.items() if size)])
+    kinds = ", ".join([_heads(model), *layer_kinds(model)])
+    return f"{model.model_preset or model_title(model)}, {_layers(model)}, hidden {model.hidden_size}, {kinds}"
 
 
 def _sequence_ranks(parallel: ParallelConfig) -> str:

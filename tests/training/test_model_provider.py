@@ -11,6 +11,8 @@ from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.model.spec import ARCHITECTURES
 from megatron.training.model_provider import ModelProvider, provided_architecture
+from megatron.training.preflight import check
+from megatron.training.summary import describe_config
 
 PROGRAM = "examples/pretrain_my_model.py"
 FLAGS = "--train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --lr-decay-iters 6 --lr-decay-style cosine"
@@ -58,17 +60,20 @@ def test_a_module_trains_at_zero_3_and_in_bf16(programs: Programs, tmp_path: Pat
 def parse():
     """Parses the command line of a program that calls ``pretrain`` with these flags and defaults."""
 
-    def parsed(words: str, add_flags=None, **defaults) -> RunConfig:
+    def parsed(words: str, add_flags=None, ranks: int = 1, **defaults) -> RunConfig:
         sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 1, "lr": 0.1}
         defaults = {**sizes, "train_iters": 1, "batch_size": 1, **defaults}
         provider = ModelProvider(*[lambda *_: None] * 3, add_flags, defaults)
         architecture = provided_architecture(provider)
         try:
-            return read_run(words.split(), {"DS_ACCELERATOR": "cpu"}, architecture).checked()
+            return read_run(words.split(), {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(ranks)}, architecture).checked()
         finally:
-            del ARCHITECTURES[architecture.name]
+            programs.append(architecture.name)
 
-    return parsed
+    programs: list[str] = []
+    yield parsed
+    for name in set(programs):
+        del ARCHITECTURES[name]
 
 
 def add_flags(parser) -> None:
@@ -104,6 +109,27 @@ def test_mistakes_in_flags_and_defaults(parse, words: str, defaults: dict, messa
     with pytest.raises(ConfigError) as caught:
         parse(words, add_flags, **defaults)
     assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--hidden-size 7 --num-attention-heads 4 --model-parallel-size 3 --ffn-hidden-size 5 --num-query-groups 9",
+        "--seq-length 9 --max-position-embeddings 2 --vocab-size 3",
+        "--num-layers 3 --pipe-parallel-size 3",
+    ],
+)
+def test_rules_of_transformers_do_not_apply(parse, words: str) -> None:
+    sizes = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "seq_length"))
+    run, _ = check(parse(words, ranks=3, **sizes))
+    assert describe_config(run)["model"] and run.data.seq_length in (1, 9)
+    assert run.model.vocab_size == (3 if "vocab" in words else 0)
+
+
+def test_a_pipeline_needs_the_number_of_layers(parse) -> None:
+    with pytest.raises(ConfigError, match="--num-layers is required"):
+        parse("--pipe-parallel-size 2", ranks=2, num_layers=None)
 
 
 def test_a_flag_that_exists_is_refused(parse) -> None:

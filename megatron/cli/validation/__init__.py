@@ -77,11 +77,12 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     for name, field in flag_fields().items():
         metadata = field.metadata["flag"]
         if name not in provided:
-            if metadata["required"]:
+            if metadata["required"] and (architecture.provider is None or _is_needed(name, provided)):
                 problems.append(f"{flag_name(field)} is required")
             continue
         value, source, within = provided[name].value, provided[name].source, metadata["within"]
-        if within and value is not None and not inside(value, within):
+        is_own = architecture.provider is not None and name == "vocab_size"
+        if within and value is not None and not (is_own or inside(value, within)):
             problems.append(f"{source} must be {interval_as_text(within, value)}")
         for other in metadata["instead_of"]:
             if other in provided:
@@ -94,6 +95,13 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     return problems
 
 
+def _is_needed(name: str, provided: Mapping[str, Provided]) -> bool:
+    """Whether a value that each transformer needs is needed by a model of one's own, too."""
+    has_stages = "pipe_parallel_size" in provided and provided["pipe_parallel_size"].value
+    return name not in _OF_TRANSFORMERS and (name != "num_layers" or has_stages)
+
+
+_OF_TRANSFORMERS = ("hidden_size", "num_attention_heads", "seq_length")
 _ACCELERATE_MODES = {
     "MEGATRON_LM": "--use_megatron_lm is for models of megatron-core: use --use_deepspeed, and set "
     "--model-parallel-size and --pipe-parallel-size of this program",

@@ -10,7 +10,11 @@ from megatron.config import ParallelConfig, RunConfig
 from megatron.model import partition
 
 
-@rule("heads divide the hidden size", why="Each attention head has an equal part of it, unless --kv-channels is given.")
+@rule(
+    "heads divide the hidden size",
+    why="Each attention head has an equal part of it, unless --kv-channels is given.",
+    of_transformers=True,
+)
 def hidden_size(run: RunConfig) -> Messages:
     heads = run.model.num_attention_heads
     if run.model.kv_channels:
@@ -18,13 +22,17 @@ def hidden_size(run: RunConfig) -> Messages:
     yield from _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
-@rule("tensor-parallel ranks divide the heads", why="A rank computes complete attention heads.")
+@rule("tensor-parallel ranks divide the heads", why="A rank computes complete attention heads.", of_transformers=True)
 def heads(run: RunConfig) -> Messages:
     heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
     yield from _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
 
 
-@rule("query groups divide the heads", why="Each key and value head has an equal number of query heads.")
+@rule(
+    "query groups divide the heads",
+    why="Each key and value head has an equal number of query heads.",
+    of_transformers=True,
+)
 def query_groups(run: RunConfig) -> Messages:
     groups = run.model.query_groups
     yield from _multiple("--num-attention-heads", run.model.num_attention_heads, f"--num-query-groups {groups}", groups)
@@ -33,6 +41,7 @@ def query_groups(run: RunConfig) -> Messages:
 @rule(
     "query groups and tensor-parallel ranks divide one another",
     why="A rank computes complete groups, or its part of the queries of one group.",
+    of_transformers=True,
 )
 def query_groups_over_ranks(run: RunConfig) -> Messages:
     groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
@@ -43,7 +52,9 @@ def query_groups_over_ranks(run: RunConfig) -> Messages:
         )
 
 
-@rule("tensor-parallel ranks divide the MLP", why="Each rank holds an equal share of its columns.")
+@rule(
+    "tensor-parallel ranks divide the MLP", why="Each rank holds an equal share of its columns.", of_transformers=True
+)
 def ffn_hidden_size(run: RunConfig) -> Messages:
     size, ranks = run.model.ffn_hidden_size, run.parallel.model_parallel_size
     yield from _multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
@@ -95,6 +106,7 @@ def hierarchy(run: RunConfig) -> Messages:
 @rule(
     "Ulysses ranks divide the heads",
     why="Around attention they exchange their parts of the sequence for complete heads.",
+    of_transformers=True,
 )
 def ulysses_heads(run: RunConfig) -> Messages:
     heads, parallel = run.model.num_attention_heads, run.parallel
@@ -120,7 +132,7 @@ def ulysses_heads(run: RunConfig) -> Messages:
         )
 
 
-@rule("positions cover the sequence", why="Each token of a sample needs a learned position.")
+@rule("positions cover the sequence", why="Each token of a sample needs a learned position.", of_transformers=True)
 def positions(run: RunConfig) -> Messages:
     tokens, positions = run.data.seq_length, run.model.max_position_embeddings
     if tokens > positions > 0:

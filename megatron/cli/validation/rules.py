@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name, negative_flag
+from megatron.model.spec import architecture_of
 
 Messages: TypeAlias = Iterator[str]
 """What is wrong with a run by one rule, and what to do. Only the first message is used."""
@@ -28,9 +29,13 @@ class Rule(NamedTuple):
     """Whether a run that breaks the rule starts with a warning, since the setting is harmless and has no effect."""
     kind: str = ""
     """Rules of one kind are one row of docs/layouts.md; empty for a rule with its own row."""
+    of_transformers: bool = False
+    """Whether it says nothing about a model of one's own, whose sizes mean what that model makes of them."""
 
     def check(self, run: RunConfig) -> str | None:
         """The message for a run that breaks the rule, or None."""
+        if self.of_transformers and architecture_of(run.model).provider is not None:
+            return None
         return next(self.messages(run), None)
 
 
@@ -38,11 +43,13 @@ FUNCTIONS: list[Rule] = []
 """The rules that are functions, in the order of their definition."""
 
 
-def rule(name: str, *, why: str, otherwise: str = "", only_warns: bool = False) -> Callable[[Check], Check]:
+def rule(
+    name: str, *, why: str, otherwise: str = "", only_warns: bool = False, of_transformers: bool = False
+) -> Callable[[Check], Check]:
     """Register the decorated function, which yields messages, as a rule; see ``Rule`` for the arguments."""
 
     def register(messages: Check) -> Check:
-        FUNCTIONS.append(Rule(name, why, messages, otherwise, only_warns))
+        FUNCTIONS.append(Rule(name, why, messages, otherwise, only_warns, of_transformers=of_transformers))
         return messages
 
     return register
@@ -136,6 +143,7 @@ def _relation(field: Field, kind: str, text: str, why: str, earlier: tuple[Rule,
         messages,
         only_warns=kind == IGNORED,
         kind=kind,
+        of_transformers=field.name == "vocab_size",
     )
 
 
