@@ -193,15 +193,6 @@ _Index = tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]
 """Token type, sizes, pointers and ``doc_idx``."""
 
 
-def _read_index(path: Path, header: bytes, file_size: int) -> _Index:
-    """The index, mapped. Raises DataError as ``_read_header``."""
-    dtype, sequences, documents = _read_header(path, header[: HEADER.size], file_size)
-    index = np.memmap(path, np.uint8, "r")
-    sizes = np.frombuffer(index, "<i4", sequences, HEADER.size)
-    pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
-    return dtype, sizes, pointers, np.frombuffer(index, "<i8", documents, HEADER.size + 12 * sequences)
-
-
 def _read_legacy_index(path: Path, header: bytes, file_size: int) -> _Index:
     """The index of a lazy or cached data set, in memory. Raises DataError unless it is complete.
 
@@ -219,13 +210,13 @@ def _read_legacy_index(path: Path, header: bytes, file_size: int) -> _Index:
     raise DataError(f"{path}, of the older lazy or cached format (TNTIDX), is truncated or damaged: copy it again")
 
 
-def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, int, int]:
-    """Token type, S and D; DataError unless the header is whole and fits the size of the file."""
+def _read_index(path: Path, header: bytes, file_size: int) -> _Index:
+    """The index, mapped; DataError unless the header is whole and fits the size of the file."""
     if not MAGIC.startswith(header[: len(MAGIC)]):
         raise DataError(f"{path} is not an index: offset 0 holds {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
     if len(header) < HEADER.size:
         raise DataError(f"{path} is truncated: {file_size} bytes do not hold the header of {HEADER.size}")
-    _, version, code, sequences, documents = HEADER.unpack(header)
+    _, version, code, sequences, documents = HEADER.unpack_from(header)
     if version != VERSION:
         raise DataError(f"{path} has version {version} at offset 9; only version {VERSION} can be read")
     if code not in DTYPES:
@@ -242,7 +233,10 @@ def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, i
             f"{path} has {file_size - promised} bytes too many at offset {promised}: its header promises "
             f"{sequences} sequences and {documents} document bounds"
         )
-    return DTYPES[code], sequences, documents
+    index = np.memmap(path, np.uint8, "r")
+    sizes = np.frombuffer(index, "<i4", sequences, HEADER.size)
+    pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
+    return DTYPES[code], sizes, pointers, np.frombuffer(index, "<i8", documents, HEADER.size + 12 * sequences)
 
 
 def _check_index(path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.files import file_mode, sync_folder
-from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16
@@ -179,12 +179,6 @@ class SequenceBuilder:
         """End a document of the sequences since the last one."""
         self._builder.add_document(*self._sequences)
         self._sequences = []
-
-    def merge_file_(self, prefix: str) -> None:
-        """Append all documents of the data set ``prefix``."""
-        other = IndexedDataset(prefix)
-        sizes = np.split(other.sizes, other.doc_idx[1:-1]) if other.num_documents else []
-        self._builder.add_documents(other.span(0, other.num_tokens), [part.tolist() for part in sizes])
 
     def finalize(self, index_file: str | Path) -> None:
         """Complete the data set, whose index is always next to the ``.bin``."""

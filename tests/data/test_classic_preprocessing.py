@@ -49,18 +49,15 @@ def test_a_classic_script(programs: Programs, tmp_path: Path, impl: str) -> None
         assert (tmp_path / f"classic.{ending}").read_bytes() == Path(f"{expected}.{ending}").read_bytes()
 
 
-def test_sequences_documents_and_merged_data_sets(tmp_path: Path) -> None:
-    for name, documents in (("one", [[[1, 2], [3]], []]), ("both", [[[7]]])):
-        builder = indexed_dataset.make_builder(f"{tmp_path / name}.bin", "mmap", 70_000)
-        for sequences in documents:
-            for sequence in sequences:
-                builder.add_item(sequence)
-            builder.end_document()
-        if name == "both":
-            builder.merge_file_(str(tmp_path / "one"))
-            with pytest.raises(DataError, match="token 70000 is not in the vocabulary of 70000 tokens"):
-                builder.add_item(torch.tensor([5, 70_000]))
-        builder.finalize(f"{tmp_path / name}.idx")
-    found = indexed_dataset.IndexedDataset(tmp_path / "both")
-    assert [found.get(n).tolist() for n in range(len(found))] == [[7], [1, 2], [3]]
-    assert found.doc_idx.tolist() == [0, 1, 3, 3]
+def test_sequences_and_documents(tmp_path: Path) -> None:
+    builder = indexed_dataset.make_builder(f"{tmp_path}/data.bin", "mmap", 70_000)
+    for sequences in ([[1, 2], [3]], [], [[7]]):
+        for sequence in sequences:
+            builder.add_item(sequence)
+        builder.end_document()
+    with pytest.raises(DataError, match="token 70000 is not in the vocabulary of 70000 tokens"):
+        builder.add_item(torch.tensor([5, 70_000]))
+    builder.finalize(f"{tmp_path}/data.idx")
+    found = indexed_dataset.IndexedDataset(tmp_path / "data")
+    assert [found.get(n).tolist() for n in range(len(found))] == [[1, 2], [3], [7]]
+    assert found.doc_idx.tolist() == [0, 2, 2, 3]
