@@ -27,10 +27,12 @@ LORA_ALPHA=${LORA_ALPHA:-32}
 LORA_DROPOUT=${LORA_DROPOUT:-0.05}
 
 # Training. Batch sizes are in samples of SEQ_LENGTH tokens, each of which holds several conversations.
-SEQ_LENGTH=${SEQ_LENGTH:-4096}
+SEQ_LENGTH=${SEQ_LENGTH:-2048}
 MICRO_BATCH=${MICRO_BATCH:-1}
-GLOBAL_BATCH=${GLOBAL_BATCH:-32}
-ITERATIONS=${ITERATIONS:-500}
+# 50 conversations of 500 tokens are 12 samples, and 3 epochs of them 5 iterations.
+GLOBAL_BATCH=${GLOBAL_BATCH:-8}
+EPOCHS=${EPOCHS:-3}
+ITERATIONS=${ITERATIONS:-} # instead of EPOCHS, if it is not empty
 LR=${LR:-$( ((LORA_RANK)) && echo 2e-4 || echo 1e-5)}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo bf16)} # fp32, bf16 or fp16
 
@@ -43,6 +45,8 @@ ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 CPU_OPTIMIZER=${CPU_OPTIMIZER:-0}
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 
+LENGTH=(--epochs "$EPOCHS")
+if [ -n "$ITERATIONS" ]; then LENGTH=(--train-iters "$ITERATIONS"); fi
 SWITCHES=()
 switch() { if (($1)); then SWITCHES+=("${@:2}"); fi; } # setting, flags if it is not 0
 switch "$LORA_RANK" --lora-rank "$LORA_RANK" --lora-alpha "$LORA_ALPHA" --lora-dropout "$LORA_DROPOUT"
@@ -66,7 +70,7 @@ run deepspeed --log_level "$([ "$GPUS" = 1 ] && echo error || echo critical)" --
     --master_port "$MASTER_PORT" "$HERE/pretrain_gpt2.py" --load-hf "$HF_MODEL" "${TOKENIZER[@]}" --sft \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" --zero-stage "$ZERO_STAGE" \
     --seq-length "$SEQ_LENGTH" --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" \
-    --train-iters "$ITERATIONS" --lr "$LR" --lr-decay-style cosine --warmup 0.03 --weight-decay 0 --clip-grad 1.0 \
+    "${LENGTH[@]}" --lr "$LR" --lr-decay-style cosine --warmup 0.03 --weight-decay 0 --clip-grad 1.0 \
     "${SWITCHES[@]}" --data-path "$PREFIX" --split "$SPLIT" --eval-interval "$SAVE_INTERVAL" --eval-iters 10 \
     --save "$SAVE" --save-interval "$SAVE_INTERVAL" --auto-resume "$@"
 

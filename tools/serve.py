@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: a page to try it on, and OpenAI's /v1/completions for programs.
+"""Serve a model over HTTP: a page to try it on, and OpenAI's completions and chat completions for programs.
 
     python tools/serve.py --load checkpoints/my
     deepspeed --num_gpus 2 tools/serve.py --load checkpoints/my

@@ -255,7 +255,7 @@ _REFUSED = {
         "recompute ds-inference"
     ),
     "it is for fine-tuning and evaluation tasks: use tasks/main.py": (
-        "task epochs pretrained-checkpoint train-data valid-data overlapping-eval strict-lambada"
+        "task pretrained-checkpoint train-data valid-data overlapping-eval strict-lambada"
     ),
 }
 """Why a flag is refused, and what to use."""

@@ -1,5 +1,6 @@
 """The final value of every field of a run: fields that are not provided follow from others and the environment."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.config import (
 from megatron.config.batch_schedule import Steps
 from megatron.config.data import DEFAULT_VOCABULARY
 from megatron.config.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
+from megatron.data.sft_dataset import samples_per_epoch
 from megatron.model.architectures import GPT2
 from megatron.model.partition import explicit, repartitioned
 from megatron.model.spec import ArchitectureSpec
@@ -206,6 +208,9 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
         global_batch_size=batch.global_size,
         batch_steps=steps if len(steps) > 1 else _EMPTY,
     )
+    if train.epochs is not None and run.data.sft:
+        samples = train.epochs * samples_per_epoch(run.data)
+        train = replace(train, train_iters=math.ceil(samples / batch.global_size))
     if train.train_samples is not None:
         iterations = train.batches.iterations(train.train_samples)
         if iterations < 1:

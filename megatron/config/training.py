@@ -173,7 +173,7 @@ class TrainConfig:
         instead_of=("rampup_batch_size", "global_batch_size"),
     )
     train_iters: int = flag(
-        0, "Number of training iterations; this or --train-samples is required.", within="[1, 10000000000]"
+        0, "Number of training iterations; this, --train-samples or --epochs is required.", within="[1, 10000000000]"
     )
     loss_normalization: str = flag(
         "global-batch",
@@ -181,6 +181,14 @@ class TrainConfig:
         "how the batch is split, or average the averages of the micro-batches, as the classic code does.",
         choices=("global-batch", "micro-batch"),
         pretraining=True,
+    )
+    epochs: float | None = flag(
+        None,
+        "Epochs of instruction tuning, instead of iterations, of which the last may go beyond them.",
+        within="(0, 100000]",
+        masked_lm=False,
+        needs="sft",
+        instead_of=("train_iters", "train_samples"),
     )
     train_samples: int | None = flag(
         None, "Training samples, instead of iterations.", within="[1, 10000000000000]", instead_of=("train_iters",)

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron.common.errors import DataError
+from megatron.common.errors import ConfigError, DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.splits import Source, SourceSamples, advice, words_of
+from megatron.data.splits import Source, SourceSamples, advice, find_sources, words_of
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 """Rows of a sample."""
@@ -150,6 +150,14 @@ class SFTDataset(SourceSamples):
         shuffled = random.permutation(len(self._sizes))
         by_size = shuffled[np.argsort(-self._sizes[shuffled], kind="stable")]
         return by_size, random.permutation(self.samples_per_epoch)
+
+
+def samples_per_epoch(data: DataConfig) -> int:
+    """Samples of an epoch of the training data set. Raises as ``find_sources``, and ConfigError for a blend."""
+    sources = find_sources(data, check=SFTDataset.problem, train_iters=1, eval_iters=0)["train"]
+    if len(sources) > 1:
+        raise ConfigError("--epochs is for one data set, and --data-path names a blend: give --train-iters")
+    return SFTDataset(data, "train", sources[0], 1, vocab_size=0, seed=0).samples_per_epoch
 
 
 def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:

@@ -65,6 +65,10 @@ def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         yield Batch(tokens, (labels, loss_mask / loss_mask.sum().clamp(min=1), *others))
 
 
+MANY_EPOCHS = 5
+"""From so many on, a model learns the documents by heart."""
+
+
 class DataIterators:
     """The data sets of a run and this rank's micro-batches. Only the first and the last pipeline stage read data.
 
@@ -84,10 +88,16 @@ class DataIterators:
         return split in self._splits
 
     def describe(self) -> list[str]:
-        """A line for each data set of instruction tuning that this rank trains on: how its documents are packed."""
-        train = self._datasets and self._datasets.train
+        """How the documents of each data set of instruction tuning are packed, and how often they are repeated."""
+        train, blend, lines = self._datasets and self._datasets.train, self._run.data.blends["train"], []
         parts = train.parts if isinstance(train, BlendedDataset) else [train]
-        return [f"> sft       {part.describe()}" for part in parts if isinstance(part, SFTDataset)]
+        for part, (share, _) in zip(parts, blend, strict=False):
+            if isinstance(part, SFTDataset):
+                epochs = float(share * self._sizes()["train_samples"] / part.samples_per_epoch)
+                lines.append(f"> sft       {part.describe()}; {epochs:.3g} epochs")
+                if epochs >= MANY_EPOCHS:
+                    lines.append(f"> warning: {epochs:.3g} epochs of {part.indexed.prefix} are many: see --epochs")
+        return lines
 
     def training(self, finished: int) -> Iterator[Batch] | None:
         """Micro-batches of the iterations after ``finished``; None if this rank reads no data."""

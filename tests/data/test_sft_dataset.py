@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron.common.errors import DataError
+from megatron.cli import parse_run
+from megatron.common.errors import DataError, UserError
 from megatron.config import DataConfig
 from megatron.config.data import loss_mask_prefix
 from megatron.data.datasets import build_datasets, check_data
-from megatron.data.sft_dataset import SFTDataset, pack
+from megatron.data.sft_dataset import SFTDataset, pack, samples_per_epoch
 
 LENGTHS = [1 + 7 * n % 23 for n in range(60)]
 DOCUMENTS = [[100 * n + k for k in range(length)] for n, length in enumerate(LENGTHS)]
@@ -47,6 +48,26 @@ def test_an_epoch_holds_every_document_once_and_whole(data: DataConfig) -> None:
     assert [sample.tolist() for sample in epochs[0]] != [sample.tolist() for sample in epochs[1]]
     assert len(samples) >= 80 and samples.cut_documents == sum(length > 17 for length in LENGTHS)
     assert f"; {samples.cut_documents} longer than a sample" in samples.describe()
+
+
+def test_iterations_of_some_epochs(data: DataConfig, write_dataset: Callable[..., str]) -> None:
+    """Through the command line; the last iteration may go beyond the last epoch."""
+    each = samples_per_epoch(data)
+    other = write_dataset(DOCUMENTS, name="other")
+    write_dataset(DOCUMENTS, "u2", "other_loss_mask")
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --vocab-size 6000 --split 1"
+    rest = f"--tokenizer-type NullTokenizer --batch-size 4 --lr 1 --data-path {data.data_path[0]}"
+    given = [*sizes.split(), *rest.split()]
+    for epochs in (1, 2.5):
+        run = parse_run([*given, "--sft", "--epochs", str(epochs)], {})
+        assert (run.train.train_iters - 1) * 4 < epochs * each <= run.train.train_iters * 4
+    for words, message in {
+        f"--sft --epochs 1 --data-path 1 {data.data_path[0]} 1 {other}": "--epochs is for one data set",
+        "--sft --epochs 1 --train-iters 2": "exclude each other",
+        "--epochs 1": "--epochs needs --sft",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            parse_run([*given, *words.split()], {})
 
 
 def test_packing_is_best_fit_decreasing() -> None:

@@ -87,8 +87,8 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
         for other in metadata["instead_of"]:
             if other in provided:
                 problems.append(f"{provided[other].source} and {source} exclude each other: give one")
-    if "train_iters" not in provided and "train_samples" not in provided:
-        problems.append("--train-iters is required (or --train-samples)")
+    if not {"train_iters", "train_samples", "epochs"} & provided.keys():
+        problems.append("--train-iters is required (or --train-samples, or --epochs with --sft)")
     needs_data = architecture.is_language_model and architecture.provider is None
     if needs_data and not {"data_path", "train_data_path", "mock_data"} & provided.keys():
         problems.append("--data-path is required (or --train-data-path, or --mock-data)")
