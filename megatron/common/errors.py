@@ -59,12 +59,22 @@ class ResourceError(UserError):
     exit_code = 7
 
 
+_LONGEST = 4000
+"""Characters of a message, of which names and values of hostile files may be any part."""
+
+
 def one_line(text: str) -> str:
     """``text`` with escapes for line ends and other characters that do not print, as in the names of hostile files."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    return text if text.isprintable() else escaped(text)
 
 
-def first_line(error: Exception) -> str:
+def escaped(text: str, kept: str = "") -> str:
+    """``text`` with escapes for the characters that do not print, but for ``kept``."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+
+
+def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 

@@ -4,18 +4,24 @@ import os
 import sys
 from typing import Any, TextIO
 
+from megatron.common.errors import escaped
+
 
 class LossyStream:
     """A stream of text whose errors are ignored: what cannot be written is dropped. Otherwise the stream it wraps.
 
+    On a terminal control characters are escaped, which names and texts in files may have: they could hide a message.
     It keeps trying: a disk that was full may have space again.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._has_warned = stream, name, False
+        self._is_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
         """Write ``text``, or drop it. Returns its length."""
+        if self._is_terminal and not text.isprintable():
+            text = escaped(text, "\n\r\t")
         try:
             return self._stream.write(text)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
@@ -45,12 +51,12 @@ class LossyStream:
             print(f"warning: stdout cannot be written ({reason}); continuing without", file=sys.stderr, flush=True)
 
 
-def ignore_lost_output() -> None:
-    """From here on nothing that this process prints can end it."""
+def ignore_lost_output(*, terminals_only: bool = False) -> None:
+    """From here on nothing that this process prints can end it, or on ``terminals_only`` what it prints there."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not isinstance(stream, LossyStream):
+        if not isinstance(stream, LossyStream) and (stream.isatty() or not terminals_only):
             setattr(sys, name, LossyStream(stream, name))
 
 

@@ -3,14 +3,15 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from megatron.common.errors import DataError
+from megatron.common.errors import DataError, first_line
 from megatron.common.reading import LARGEST_JSON, parse_json, read_bytes
 
 EOD = "<|endoftext|>"
@@ -74,6 +75,18 @@ class Tokenizer(ABC):
         """The text of ids of the vocabulary."""
 
 
+@contextmanager
+def encoding_errors() -> Iterator[None]:
+    """Convert what the library raises where it cannot encode a text, its panics included, to DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"the tokenizer cannot encode this text ({problem}); use the files of another one") from None
+
+
 class RustTokenizer(Tokenizer):
     """A tokenizer of the library ``tokenizers``.
 
@@ -87,14 +100,16 @@ class RustTokenizer(Tokenizer):
         self._given, self.vocab_size = encoder, vocab_size
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        with encoding_errors():
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """The ids of each text and the characters of each id, where the texts of special tokens become these tokens."""
         check_texts(texts)
         self._encoder.encode_special_tokens = False
-        encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
+        with encoding_errors():
+            encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
         self._encoder.encode_special_tokens = True
         return encodings
 

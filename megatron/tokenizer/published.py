@@ -6,11 +6,13 @@ A tokenizer.json is run by the library ``tokenizers``. Its ids are equal to thos
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tokenizers
 
 from megatron.common.errors import ConfigError, DataError
+from megatron.common.processes import failure_in_child
 from megatron.common.reading import LARGEST_JSON, read_bytes
 from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_object, read_text, require_files
 
@@ -62,6 +64,8 @@ class HuggingFaceTokenizer(RustTokenizer):
         added = encoder.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
         size = max(self.pieces.values(), default=-1) + 1
+        if size > _MOST_TOKENS:
+            raise DataError(f"{self.path}: a token has the id {size - 1}, and no vocabulary has {_MOST_TOKENS} tokens")
         super().__init__(encoder, checked_size(self.path, size, vocab_size))
         self.tokens = size
         self.bos = self._special("bos", configs, None)
@@ -118,19 +122,26 @@ def _read_configs(folder: str) -> dict[str, dict[str, Any]]:
 def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizer.json, with the tokens that its tokenizer_config.json adds. Raises DataError."""
     text = read_text(path)
-    try:
+
+    def make() -> tokenizers.Tokenizer:
         encoder = tokenizers.Tokenizer.from_str(text)
         encoder.no_padding()
         encoder.no_truncation()
-    except Exception as error:  # the library raises no class of its own
-        raise DataError(f"{path}: not a tokenizer.json ({error}); is the file whole?") from None
+        return encoder
+
+    # The library panics at, or is aborted by, what such a file may ask for: first where that does no harm.
+    if failure := failure_in_child(lambda: _try(make()), seconds=_SECONDS, most_bytes=_MEMORY):
+        raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file whole?")
+    encoder = make()
     added = config.get("added_tokens_decoder") or {}
     try:
         missing = [
             (int(id), token) for id, token in added.items() if encoder.token_to_id(str(token["content"])) is None
         ]
-        for id, token in sorted(missing, key=lambda pair: pair[0]):
-            encoder.add_tokens([tokenizers.AddedToken(**{name: token[name] for name in _ADDED if name in token})])
+        missing.sort(key=lambda pair: pair[0])
+        tokens = [{name: token[name] for name in _ADDED if name in token} for _, token in missing]
+        encoder.add_tokens([tokenizers.AddedToken(**token) for token in tokens])
+        for id, token in missing:
             if encoder.token_to_id(token["content"]) != id:
                 raise ValueError(f"{token['content']!r} cannot have the id {id}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -139,6 +150,17 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     return encoder
 
 
+_SECONDS, _MEMORY = 60.0, 4 << 30
+_SAMPLE = ["a", "Hello, w\u00f6rld of 12 tokens\t\n", "\u4e16\u754c \U0001f44d"]
+
+
+def _try(encoder: tokenizers.Tokenizer) -> None:
+    """Tokenize some texts. That one has no tokens is no error, but of that text."""
+    with suppress(Exception):
+        encoder.encode_batch_fast(_SAMPLE, add_special_tokens=False)
+
+
+_MOST_TOKENS = 1 << 24
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """Properties of an added token."""
 

@@ -12,7 +12,7 @@ from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
-from megatron.common.screen import open_closed_streams
+from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
 from megatron.model.spec import ArchitectureSpec
 
@@ -117,7 +117,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
     Each message of a ``UserError`` is one line on stderr. After Ctrl-C the exit code is 130, after the reader of
     stdout has closed it 141, without a message, as a shell reports these signals.
     """
-    open_closed_streams()
+    ignore_lost_output(terminals_only=True)
     try:
         restrict_new_files(os.environ)
         main()

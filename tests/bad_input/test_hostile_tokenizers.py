@@ -1,0 +1,75 @@
+"""A tokenizer.json at which the library panics, or which expands without end, is refused in a line, with code 3."""
+
+import io
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.common.errors import ConfigError, DataError, one_line
+from megatron.common.processes import failure_in_child
+from megatron.common.screen import LossyStream
+from megatron.tokenizer import published
+from megatron.tokenizer.published import HuggingFaceTokenizer
+
+END = {"content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"}
+GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+
+
+def written(folder: Path, changes: dict[str, Any], config: dict[str, Any] | None = None) -> str:
+    tree = {"version": "1.0", "added_tokens": [{**END, "id": 2}], "model": WORDS, **changes}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **(config or {})}))
+    (file := folder / "tokenizer.json").write_text(json.dumps(tree))
+    return str(file)
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "a panic": {"model": {**WORDS, "type": "BPE", "merges": ["a b"], "continuing_subword_prefix": "####"}},
+    "an abort": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}},
+    "an id of 32 bits": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 2**32 - 1}}},
+    "an id of 33 bits": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 2**33}}},
+    "a text that grows": {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 4}},
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_the_library_cannot_bear_is_refused(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "_MEMORY", 1 << 27)
+    with pytest.raises(DataError, match="tokenizer.json"):
+        HuggingFaceTokenizer(written(tmp_path, BROKEN[case]))
+
+
+def test_a_text_without_tokens_is_an_error_of_the_text(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(written(tmp_path, {"model": {**WORDS, "unk_token": "<unk>"}}))
+    assert tokenizer.tokenize("a") == [0]
+    with pytest.raises(DataError, match="cannot encode this text"):
+        tokenizer.tokenize("c")
+
+
+def test_thousands_of_added_tokens_take_no_minute(tmp_path: Path) -> None:
+    added = {str(number): {**END, "content": f"<{number}>"} for number in range(3, 20_000)}
+    signal.alarm(20)
+    assert HuggingFaceTokenizer(written(tmp_path, {}, {"added_tokens_decoder": added})).vocab_size == 20_000
+    signal.alarm(0)
+
+
+def test_a_child_that_never_ends_is_ended() -> None:
+    assert failure_in_child(signal.pause, seconds=0.05, most_bytes=1 << 30) == "takes more than 0.05 s"
+    assert failure_in_child(lambda: bytearray(1 << 31), seconds=10, most_bytes=1 << 28) == "MemoryError"
+    assert failure_in_child(lambda: None, seconds=10, most_bytes=1 << 28) is None
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_never_reach_a_terminal() -> None:
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        LossyStream(stream, "stdout").write("\x1b[2Ja\tb\n\x9b\x07")
+    assert (terminal.getvalue(), file.getvalue()) == ("\\x1b[2Ja\tb\n\\x9b\\x07", "\x1b[2Ja\tb\n\x9b\x07")
+    assert len(str(ConfigError("x" * 10**6))) < 5000 and one_line("\x1b") == "\\x1b"
