@@ -49,9 +49,7 @@ switch "$CHECKPOINT_IN_CPU" --checkpoint-in-cpu
 switch "$SYNCHRONIZE_EACH_LAYER" --synchronize-each-layer
 switch "$PROFILE_BACKWARD" --profile-backward
 
-# A rank that was killed is reported by the others, where there are any.
-LOG_LEVEL=$([ "$GPUS" = 1 ] && echo error || echo critical)
-HOSTS=(--log_level "$LOG_LEVEL" --num_gpus "$GPUS" --master_port "$MASTER_PORT")
+HOSTS=(--log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT")
 if [ -n "$HOSTFILE" ]; then HOSTS+=(--log_level warning --hostfile "$HOSTFILE" ${NODES:+--num_nodes "$NODES"}); fi
 
 arguments --load "$SAVE" --zero-reduce-bucket-size "$REDUCE_BUCKET" --zero-allgather-bucket-size "$ALLGATHER_BUCKET" \

@@ -33,7 +33,7 @@ if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 # DRY_RUN=1 prints the command instead of running it.
 # shellcheck disable=SC1091
 source "$(dirname "$0")/../tools/dry_run.sh"
-run deepspeed --log_level error --num_gpus "$GPUS" --master_port "$MASTER_PORT" \
+run deepspeed --log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT" \
     "$(realpath "$(dirname "$0")/../tools/evaluate.py")" \
     --task "$TASK" --strict-lambada --valid-data "$VALID_DATA" --overlapping-eval "$OVERLAPPING_EVAL" --load "$LOAD" \
     ${VOCAB:+--vocab-file "$VOCAB"} ${MERGES:+--merge-file "$MERGES"} \

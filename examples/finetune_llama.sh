@@ -66,8 +66,8 @@ if [ ! "$PREFIX.idx" -nt "$DATA" ]; then
     run python "$HERE/tools/preprocess_data.py" --input "$DATA" --format "$FORMAT" --output-prefix "$TOKENS" \
         "${TOKENIZER[@]}" ${CHAT_TEMPLATE:+--chat-template "$CHAT_TEMPLATE"} ${END:+"$END"} --workers "$WORKERS"
 fi
-run deepspeed --log_level "$([ "$GPUS" = 1 ] && echo error || echo critical)" --num_gpus "$GPUS" \
-    --master_port "$MASTER_PORT" "$HERE/pretrain_gpt2.py" --load-hf "$HF_MODEL" "${TOKENIZER[@]}" --sft \
+run deepspeed --log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT" \
+    "$HERE/pretrain_gpt2.py" --load-hf "$HF_MODEL" "${TOKENIZER[@]}" --sft \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" --zero-stage "$ZERO_STAGE" \
     --seq-length "$SEQ_LENGTH" --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" \
     "${LENGTH[@]}" --lr "$LR" --lr-decay-style cosine --warmup 0.03 --weight-decay 0 --clip-grad 1.0 \

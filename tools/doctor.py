@@ -51,6 +51,7 @@ def main() -> None:
     else:
         if bandwidth is not None:
             print(all_reduce_lines(bandwidth, ranks, color=color))
+        count += bandwidth is not None and bandwidth.bytes_per_second is None
         state = f"{counted(count, 'check')} failed" if count else "ready"
         print(f"{counted(len(results), 'host')}, {counted(ranks, 'rank')}: {state}")
     if not is_ready(results, bandwidth):

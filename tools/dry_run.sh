@@ -9,4 +9,11 @@ quoted() { # words as one types them
     done
     echo
 }
-run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+run() {
+    if ((${DRY_RUN:-0})); then quoted "$@" && return; fi
+    local code=0
+    "$@" || code=$?
+    # With this code deepspeed exits if signal 256 - CODE ended a rank, which a single rank has no other to report.
+    ((code < 225 || code > 254)) || echo "$(basename "$0"): error: signal $((256 - code)) ended a process" >&2
+    return "$code"
+}

@@ -19,6 +19,16 @@ from megatron.model.spec import ArchitectureSpec
 
 _NEAR = 0.8
 """Similarity from which on a known flag is suggested for an unknown one."""
+_OF_OTHER_LIBRARIES = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--train-iters",
+    "--output-dir": "--save",
+    "--per-device-train-batch-size": "--batch-size",
+    "--gradient-accumulation-steps": "--gas",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--max-grad-norm": "--clip-grad",
+}
+"""Names of other libraries for flags of ours, in whose values units may differ: they are suggested, not replaced."""
 
 
 class Given(NamedTuple):
@@ -117,10 +127,10 @@ class _Reader:
         elif (outcome := outcome_of(name.removeprefix("--"), values)) is not None and given.value is False:
             pass  # off, as if it were not given
         elif outcome is None:
-            guess = did_you_mean(
-                name, [known for known, _ in self.known.values()], otherwise="see --help", cutoff=_NEAR
-            )
-            problems.append(f"{at}unknown flag {name}: {guess}")
+            known = [known for known, _ in self.known.values()]
+            name = _OF_OTHER_LIBRARIES.get(name, name)
+            guess = did_you_mean(name, known, otherwise="see --help", cutoff=_NEAR)
+            problems.append(f"{at}unknown flag {given.name}: {guess}")
         elif outcome.kind == "replaced":
             for replacement in group(outcome.text.split(), given.place):
                 self.read(replacement)

@@ -109,10 +109,13 @@ class RunConfig:
     def is_logged(self, iteration: int) -> bool:
         """Whether the metrics of ``iteration`` are logged, which they always are for the last one.
 
-        Without ``--log-interval`` the first five iterations of each start are logged, too.
+        Without ``--log-interval`` the first five iterations are logged, too. After a resume an interval of which less
+        than half is left joins the next one: the mean of a few losses among means of many looks like a spike.
         """
-        is_early = self.logging.log_interval is None and 0 < iteration - self.train.resumed_after <= 5
-        return is_early or iteration % self.log_interval == 0 or iteration == self.train.train_iters
+        is_early = self.logging.log_interval is None and 0 < iteration <= 5
+        is_whole = iteration - self.train.resumed_after >= self.log_interval / 2
+        is_due = iteration % self.log_interval == 0 and is_whole
+        return is_early or is_due or iteration == self.train.train_iters
 
 
 @cache

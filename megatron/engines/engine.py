@@ -264,6 +264,8 @@ class SequentialEngine(Engine):
                 self._end_micro_batch(number)
         loss, *parts = self._mean_over_ranks(losses)
         self.mean_loss_parts = dict(zip(loss_parts(self.module), parts, strict=True))
+        if self.global_rank == 0 and self.monitor.enabled:  # DeepSpeed does so with a pipeline only
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
         return loss
 
     def eval_batch(self, batches: Iterator[Batch]) -> Tensor:

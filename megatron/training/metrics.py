@@ -24,6 +24,8 @@ from megatron.training.callbacks import warn_if_unwritable
 
 _QUIET_SECONDS = 5.0
 """After so long without a line there is one on a terminal."""
+_COLUMNS = 160
+"""A progress line that would be longer continues on the next one."""
 _EVALUATED = 25
 """Batches of an evaluation between two lines elsewhere."""
 
@@ -72,10 +74,11 @@ class MetricsLogger:
         self._samples += self._run.train.batches.size(iteration)
 
     def has_line(self, iteration: int) -> bool:
-        """Whether to call ``report`` for ``iteration``: it is logged, or a terminal was quiet for long."""
+        """Whether to call ``report`` for ``iteration``: it is logged, first after a resume, or a terminal was quiet."""
         if self._run.is_logged(iteration):
             return True
-        is_due = self._is_quiet() and self._run.logging.log_interval is None
+        is_first = 0 < iteration - self._run.train.resumed_after <= 5
+        is_due = (is_first or self._is_quiet()) and self._run.logging.log_interval is None
         if is_due:
             self._printed = time.monotonic()  # on a GPU the line follows after the next iteration
         return is_due
@@ -215,7 +218,14 @@ def _progress_line(iteration: int, last: int, averaged: int, values: Mapping[str
     ]
     if "global_batch_size" in values:
         parts.insert(1, f"batch {values['global_batch_size']}")
-    return " | ".join(parts)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 5 > _COLUMNS:
+            lines[-1], part = f"{lines[-1]} |", f"  {part}"
+            lines.append(part)
+        else:
+            lines[-1] += f" | {part}"
+    return "\n".join(lines)
 
 
 def _memory_gb() -> float:

@@ -169,6 +169,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
     "words, message",
     [
         ("--hiden-size 64", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--learning_rate 1e-4", "unknown flag --learning_rate: did you mean --lr?"),
         ("--zzzzzzzzzz 1", "unknown flag --zzzzzzzzzz: see --help"),
         ("--lr", "--lr: needs a value"),
         ("--data-path", "--data-path: needs a value"),

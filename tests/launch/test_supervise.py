@@ -35,6 +35,7 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ("exit 0", 0, ""),
         ("exit 75", 75, ""),
         ("kill -KILL $$", 137, ""),
+        ('touch "$RANK_EXIT_CODES/rank 0"; exit 245', 6, "-c: error: rank 0 was killed by SIGSEGV\n"),
         ('touch "$RANK_EXIT_CODES/rank 0"; echo -n 0 > "$RANK_EXIT_CODES/rank 0"', 0, ""),
         ('touch "$RANK_EXIT_CODES/rank 1"', 6, f"{EXITED} rank 1 of this host was killed\n"),
         (

@@ -75,7 +75,7 @@ def test_the_script_starts_as_many_processes_as_were_planned(planned, tmp_path, 
     assert (
         words[1:place]
         == {
-            "deepspeed": "--log_level error --num_gpus 4".split(),
+            "deepspeed": "--log_level critical --num_gpus 4".split(),
             "accelerate": f"launch --config_file {config} --deepspeed_config_file {json_file}".split(),
         }[launcher]
     )

@@ -77,7 +77,7 @@ def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
     for switch, text in _SWITCHES.items():
         parser.add_argument(f"--{switch}", action="store_true", help=text)
     levels = ("debug", "info", "warning", "error", "critical")
-    parser.add_argument("--log_level", default="warning", choices=levels, help="info shows the command, values and all")
+    parser.add_argument("--log_level", default="critical", choices=levels, help="info shows the command with values")
     parser.add_argument("script", help="the program to start")
     parser.add_argument("arguments", nargs=REMAINDER, help="its arguments")
     launch = parser.parse_args(argv)

@@ -68,8 +68,8 @@ def supervise(
     ``exit_codes``, which is removed at the end unless it is given.
 
     The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, the
-    exit code is the rank's: 6 for a rank that was killed. If all ranks of this host have saved after a signal, it is
-    75; after a second signal, n, which ends the run at once, it is 128 + n.
+    exit code is the rank's: 6 for a rank that was killed, also if it was the only one of this host. If all ranks of
+    this host have saved after a signal, it is 75; after a second signal, n, which ends the run at once, it is 128 + n.
     Raises FileNotFoundError or PermissionError if there is no such launcher.
     """
     _inherit_orphans()
@@ -101,6 +101,11 @@ def supervise(
         code = PREEMPTED
     elif len(forwarded) > 1:
         code = 128 + forwarded[-1]
+    elif code > 0 and list(codes.values()) == [""]:  # there is no other rank on this host that would report it
+        # DeepSpeed's launcher exits with 256 - n.
+        by = f" by {signal.Signals(256 - code).name}" if 256 - code in list(signal.Signals) else ""
+        print_error(f"rank {next(iter(codes))} was killed{by}")
+        code = LaunchError.exit_code
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
     return LauncherExit(code, bool(forwarded), was_stopped)
 

@@ -77,7 +77,7 @@ def script(one: Candidate) -> str:
 set -euo pipefail
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
-start=(deepspeed --log_level {"warning" if several else "error"} {hosts})
+start=(deepspeed --log_level {"warning" if several else "critical"} {hosts})
 if [ "${{LAUNCHER:-deepspeed}}" = accelerate ]; then
     start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})
     start+=(--deepspeed_config_file "$here/{JSON_FILE}")

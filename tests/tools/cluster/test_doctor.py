@@ -1,5 +1,6 @@
 """tools/doctor.py on hosts with one problem each: it is reported, on its host alone, with a fix."""
 
+import importlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from support.local_hosts import LocalHosts, mounting_refused
 from support.programs import TINY_MODEL, Programs
 
 from megatron.launch.environment import free_port
+from megatron.tools.cluster.all_reduce import AllReduceResult
 
 ROOT = Path(__file__).resolve().parents[3]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
@@ -79,6 +81,18 @@ def training(folder: Path) -> list[str]:
         "--data-path", "data/tiny_text_document", "--vocab-file", "data/vocab.json",
         "--save", "checkpoints", "--load", str(folder / "checkpoints"),
     ]  # fmt: skip
+
+
+def test_hosts_are_not_ready_if_only_the_all_reduce_fails(monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    doctor = importlib.import_module("doctor")
+    failed = AllReduceResult(None, {"host-a": "no route to host"})
+    monkeypatch.setattr(doctor, "examine_hosts", lambda _: ({"host-a": {}}, []))
+    monkeypatch.setattr(doctor, "all_reduce", lambda *_: failed)
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--num_gpus", "1"])
+    with pytest.raises(SystemExit) as end:
+        doctor.main()
+    assert end.value.code == 6 and capsys.readouterr().out.endswith("1 host, 1 rank: 1 check failed\n")
 
 
 def test_healthy_hosts_are_ready_with_their_bandwidth(local_hosts: LocalHosts, folder: Path) -> None:

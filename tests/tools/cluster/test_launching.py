@@ -70,7 +70,7 @@ def test_flags_reach_deepspeed(hostfile: Path) -> None:
     words = launcher_arguments(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
     assert words[-1] == "x.py" and set(words[:-1]) == {
         f"--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--num_nodes=2", "--num_gpus=1",
-        "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=warning",
+        "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=critical",
     }  # fmt: skip
 
 
