@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron.cli.batch_sizes import GLOBAL, ramp_up, read_steps, solve_batch
 from megatron.cli.provided import Provided
 from megatron.common.environment import expected_device, local_rank, world_size
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, DataError
 from megatron.config import (
     ActivationConfig,
     DataConfig,
@@ -209,7 +210,9 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
         batch_steps=steps if len(steps) > 1 else _EMPTY,
     )
     if train.epochs is not None and run.data.sft:
-        samples = train.epochs * samples_per_epoch(run.data)
+        samples = 1.0
+        with suppress(DataError):  # which the check of the data raises again
+            samples = train.epochs * samples_per_epoch(run.data)
         train = replace(train, train_iters=math.ceil(samples / batch.global_size))
     if train.train_samples is not None:
         iterations = train.batches.iterations(train.train_samples)

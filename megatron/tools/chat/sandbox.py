@@ -23,7 +23,7 @@ MOST_LETTERS = 1 << 27
 """In an answer."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what an assistant generates: code points that are no characters. Messages with them are rejected before."""
-_MARK = re.compile(r"<\|[^\s|<>]+\|>")
+_MARK = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_\w+>|</?s>")
 
 Text = tuple[str, list[tuple[int, int]]]
 """A text, and the ranges of its characters that count in the loss."""

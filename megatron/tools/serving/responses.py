@@ -78,7 +78,10 @@ class CompletionResponse:
         return {
             "tokens": [self._text(token) for token, _, _ in entries],
             "token_logprobs": [found.chosen for _, found, _ in entries],
-            "top_logprobs": [{self._text(token): value for token, value in found.top} for _, found, _ in entries],
+            "top_logprobs": [
+                {self._text(one): value for one, value in (*found.top, (token, found.chosen))}
+                for token, found, _ in entries
+            ],
             "text_offset": [offset for _, _, offset in entries],
         }
 
