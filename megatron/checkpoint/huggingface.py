@@ -129,7 +129,7 @@ def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLa
         return {WEIGHT: F.pad(shard, padding)}
 
     # Adapters, which the folder lacks, keep their values.
-    load_states(engine, read, architecture_of(config).named_parameters(config))
+    load_states(engine, read, folder, architecture_of(config).named_parameters(config))
     return Loaded(0, (f"weights of {folder}, with a new optimizer",))
 
 

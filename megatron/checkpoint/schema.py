@@ -35,6 +35,8 @@ def form_errors(place: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if "inline_container" in str(error):
+            raise  # of torch's writer, if a disk is full
         problem = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{place} lacks a part, or holds one of another form ({problem})") from error
 
@@ -86,6 +88,13 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
     return int(step)
 
 
+def check_steps(place: object, steps: set[int | None]) -> None:
+    """Raises CheckpointError if parameters, of which some may have none, have several step counts."""
+    counts = sorted(count for count in steps if count is not None)
+    if len(counts) > 1:
+        raise CheckpointError(f"{place}: the optimizer's step counts are {counts}, and should be equal")
+
+
 def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool, has_spec: bool) -> dict[str, Any]:
     """The contents by name of the files that DeepSpeed loads on this rank, which are as ``engine`` needs them.
 
@@ -112,9 +121,9 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
         return steps
 
     with optimizer_notified(engine):
-        steps = {step for found in on_all_ranks(read) for step in found if step is not None}
-    if len(steps) > 1 and has_spec:
-        raise CheckpointError(f"{saved.path}: the optimizer's step counts are {sorted(steps)}, and should be equal")
+        steps = set().union(*on_all_ranks(read))
+    if has_spec:
+        check_steps(saved.path, steps)
     return contents
 
 

@@ -33,6 +33,7 @@ from megatron.checkpoint.files import (
     write_text,
 )
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
+from megatron.checkpoint.sample_history import check_history
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder
 from megatron.common.reading import LARGEST_SETTINGS, read_bytes, read_json
@@ -154,6 +155,7 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     description = checked_description(description, str(path / RUN_FILE))
     if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
         raise CheckpointError(f"{path} holds iteration {description['iteration']}: its folder was copied or renamed")
+    check_history(description, str(path / RUN_FILE))
     return SavedRun(folder, tag, description)
 
 

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optimizer_file, rank_weights, stage_states
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.schema import Updates, check_state, check_steps, form_errors
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import CheckpointError, ResourceError, first_line
@@ -37,6 +38,7 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.engines.state import (
     MasterWeight,
     master_weights,
+    moment_names,
     optimizer_notified,
     parameter_shapes,
     restore_loss_scale,
@@ -48,6 +50,7 @@ from megatron.parallel.expert import expert_group_of
 
 SHARED_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "zero/optimizer_state.pt"
+_WEIGHTS_ALONE = Updates()
 SOURCE_FILE = "source.txt"
 
 
@@ -162,12 +165,23 @@ def _write(saved: SavedRun, folder: Path) -> None:
     source = _source_hash(saved)
     config = saved.whole_model_config()
     specs = architecture_of(config).named_parameters(config)
-    steps = [_write_parameter(folder / "zero" / name, specs[name], parts) for name, parts in _parameters(saved)]
-    shared = read_file(model_file(saved.path, saved.layout, 0))
-    common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
-    torch.save(common, folder / SHARED_FILE)
-    if saved.has_optimizer:
-        torch.save(_optimizer(saved, shared, steps[0]), folder / OPTIMIZER_FILE)
+    with form_errors(saved.path):
+        steps: dict[str, Any] = {}
+        counted: set[int | None] = set()
+        for name, parts in _parameters(saved):
+            state = _full_state(specs[name], parts)
+            counted.add(check_state(saved.path, name, state, specs[name].shape, Updates(most=saved.iteration)))
+            _write_parameter(folder / "zero" / name, specs[name], state)
+            steps[name] = state.get("step")
+        check_steps(saved.path, counted)
+        if missing := specs.keys() - steps.keys():
+            raise CheckpointError(f"{saved.path} holds no weight {min(missing)}")
+        shared = read_file(model_file(saved.path, saved.layout, 0))
+        common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
+        torch.save(common, folder / SHARED_FILE)
+        if saved.has_optimizer:
+            step = next(iter(steps.values()))
+            torch.save(_optimizer(saved, shared, step), folder / OPTIMIZER_FILE)
     (folder / SOURCE_FILE).write_text(source)
 
 
@@ -188,20 +202,23 @@ def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
             yield name, [{WEIGHT: shard[name].float().clone()} for shard in shards]
 
 
-def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) -> Any:
-    """Write one parameter from its shards on the tensor-parallel ranks. Returns its step count."""
+def _full_state(spec: ParameterSpec, parts: Sequence[State]) -> State:
+    """The state of a parameter, without padding, from its shards on the tensor-parallel ranks."""
+    state, dim = dict(parts[0]), spec.shard_dim
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            full = value if dim is None else torch.cat([part[key] for part in parts], dim)
+            state[key] = full[: spec.shape[0]].clone() if spec.is_vocabulary else full
+    return state
+
+
+def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
     folder.mkdir(parents=True)
-    dim = spec.shard_dim
-    for key, value in parts[0].items():
-        if not (isinstance(value, Tensor) and value.dim()):
-            torch.save(value, folder / f"{key}.pt")
-            continue
-        full: dict[str, Any] = {"param": value if dim is None else torch.cat([part[key] for part in parts], dim)}
-        full |= {} if dim is None else {"cat_dim": dim}
-        if spec.is_vocabulary:
-            full |= {"param": full["param"][: spec.shape[0]].clone(), "vocab_tensor": True}  # without padding
-        torch.save(full, folder / f"{key}.pt")
-    return parts[0].get("step")
+    remarks: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
+    remarks |= {"vocab_tensor": True} if spec.is_vocabulary else {}
+    for key, value in state.items():
+        is_tensor = isinstance(value, Tensor) and value.dim()
+        torch.save({"param": value, **remarks} if is_tensor else value, folder / f"{key}.pt")
 
 
 def _optimizer(saved: SavedRun, shared: dict[str, Any], step: Any) -> dict[str, Any]:
@@ -229,40 +246,54 @@ def load_weights_and_optimizer(
 ) -> None:
     """Load the weights of the universal checkpoint ``folder`` into ``engine``, and with ``optimizer`` the moments.
 
-    With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError if a
-    parameter is missing or has another shape.
+    With ``only``, parameters of other names keep their values. Every rank calls it. Raises as ``load_states``.
     """
+    updates = _WEIGHTS_ALONE
+    if optimizer:
+        with form_errors(folder / SHARED_FILE):
+            shared = read_file(folder / SHARED_FILE)
+            has_state = shared["skipped_steps"] < shared["iteration"]
+        updates = Updates(moment_names(engine.basic_optimizer) if has_state else (), shared["iteration"])
 
     def read(name: str, parameter: nn.Parameter) -> State:
         full = read_state(folder, name, optimizer=optimizer)
-        path = folder / "zero" / name
-        return {key: _local_shard(value, parameter, tensor_group, path) for key, value in full.items()}
+        return {key: _local_shard(value, parameter, tensor_group) for key, value in full.items()}
 
-    load_states(engine, read, only)
+    load_states(engine, read, folder, only, updates)
     if optimizer:
         restore_loss_scale(engine, read_file(folder / OPTIMIZER_FILE))
 
 
 def load_states(
-    engine: DeepSpeedEngine, read: Callable[[str, nn.Parameter], State], only: Container[str] | None = None
+    engine: DeepSpeedEngine,
+    read: Callable[[str, nn.Parameter], State],
+    source: Path,
+    only: Container[str] | None = None,
+    updates: Updates = _WEIGHTS_ALONE,
 ) -> None:
     """Load the state that ``read`` returns of each parameter, this tensor-parallel rank's shard, into ``engine``.
 
-    With ``only``, parameters of other names keep their values. Every rank calls it.
+    With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError, which names
+    ``source``, if a state is missing, or is not as its parameter and ``updates`` of those that are trained require.
     """
+    steps: set[int | None] = set()
     masters = master_weights(engine)
     with optimizer_notified(engine), torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if only is not None and name not in only:
                 continue
-            state = read(name, parameter)
+            with form_errors(source):
+                state = read(name, parameter)
+            needed = updates if parameter.requires_grad else _WEIGHTS_ALONE
+            steps.add(check_state(source, name, state, getattr(parameter, "ds_shape", parameter.shape), needed))
+            check_steps(source, steps)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(state[WEIGHT])
             if parameter in masters:
                 _copy_state(masters[parameter], state, engine.basic_optimizer)
 
 
-def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, path: Path) -> Any:
+def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup) -> Any:
     """This rank's experts and tensor-parallel shard of a full weight or moment; a step count as it is."""
     if not (isinstance(value, Tensor) and value.dim()):
         return value
@@ -275,8 +306,6 @@ def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, path:
         if missing > 0 and dim == 0:
             value = F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))  # the vocabulary's padding, without moments
         value = value.chunk(group.size(), dim)[group.rank()]
-    if value.shape != shape:
-        raise CheckpointError(f"{path} is {list(value.shape)} on this rank, and the model's {list(shape)}")
     return value
 
 

@@ -1,5 +1,7 @@
 """A checkpoint whose hashes are right and whose content is not that of the run is refused before anything is copied."""
 
+import copy
+import json
 import math
 import os
 import re
@@ -14,6 +16,9 @@ from checkpoint.conftest import LAYOUTS, SETTINGS
 from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.tracker import newest, tag_at, write_description
+from megatron.checkpoint.universal import cached
+from megatron.common.errors import CheckpointError
 
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -126,6 +131,16 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
 }
 
 
+WEIGHT = "zero/3.attention.dense.weight"
+CONVERTED: list[tuple[str, Change, str]] = [
+    (f"{WEIGHT}/fp32.pt", put("param", lambda t: t.int()), "dense.weight.fp32 is int32"),
+    (f"{WEIGHT}/exp_avg.pt", put("param", lambda t: t[:-1].clone()), r"dense.weight.exp_avg is float32 \[31, 32\]"),
+    (f"{WEIGHT}/exp_avg_sq.pt", put("param", with_element(-1)), "dense.weight.exp_avg_sq is from -1 on"),
+    (f"{WEIGHT}/exp_avg.pt", drop("param"), "lacks a part"),
+]
+"""Changes of a checkpoint that has been converted already."""
+
+
 @pytest.mark.parametrize("layout", CASES)
 def test_content_that_does_not_fit_is_refused(
     saved_on, run_ranks_once, programs: Programs, tmp_path: Path, layout: str
@@ -139,6 +154,14 @@ def test_content_that_does_not_fit_is_refused(
         )
         files.append(sealed(folders[-1], name, change))
         texts.append(text)
+    if layout == "one":
+        for name, change, text in CONVERTED:
+            folders.append(shutil.copytree(saved_on("tp2-pp2-zero1"), tmp_path / str(len(folders))))
+            files.append(cached(newest(folders[-1]))[0])
+            texts.append(text)
+            content = torch.load(files[-1] / name, weights_only=False)
+            change(content)
+            torch.save(content, files[-1] / name)
     folders.append(saved_on(layout))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split()]
     ranks = run_ranks_once(processes, messages_of_loading, words, [str(folder) for folder in folders])
@@ -156,7 +179,6 @@ def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
     from megatron.checkpoint.load import load_checkpoint, select_checkpoint
     from megatron.checkpoint.save import Checkpointer
     from megatron.cli import parse_run
-    from megatron.common.errors import CheckpointError
     from megatron.engines.build import build_engine
     from megatron.training.learning_rates import annealing_lr
     from megatron.training.preflight import check
@@ -175,6 +197,42 @@ def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
                 said.append(f"loaded {load_checkpoint(engine, to_load, layout, saved).iteration}")
             except CheckpointError as error:
                 said.append(str(error))
-                if "rng_state" not in str(error):
+                if "rng_state" not in str(error) and "_universal" not in str(error):
                     assert all(map(torch.equal, weights, engine.module.parameters())), error
     return said
+
+
+def test_it_is_not_converted_for_another_layout(saved_on, tmp_path: Path) -> None:
+    changes = [case for case in CASES["tp2-pp2-zero1"] if case[0] == ZERO and not isinstance(case[1], str)]
+    for number, (name, change, _) in enumerate(changes):
+        folder = shutil.copytree(saved_on("tp2-pp2-zero1"), tmp_path / str(number))
+        shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
+        sealed(folder, name, change)
+        with pytest.raises(CheckpointError, match=re.escape(str(folder / "global_step3"))):
+            cached(newest(folder))
+
+
+HISTORY: list[tuple[Change, str]] = [
+    (put("ledger/0/end_place", lambda place: place - 1), "3 iterations have 95 samples"),
+    (put("ledger/0/last", lambda _: "3"), "history"),
+    (put("ledger", lambda ledger: ledger * 2), "iteration 3 and sample 96 are not followed by the next ones"),
+    (put("ledger", lambda _: 5), "history"),
+    (put("consumed_samples", lambda _: 32), "it ends with iteration 3 and sample 96, not 3 and 32"),
+    (put("left_out_samples", lambda _: [[0, 8], [4, 12]]), "the skipped samples 4 to 12 are not after sample 8"),
+    (put("left_out_samples", lambda _: [[8, 0]]), "the skipped samples 8 to 0"),
+    (put("left_out_samples", lambda _: [[0.5, 8]]), "history"),
+]
+
+
+def test_a_history_that_does_not_fit_is_refused(saved_on, tmp_path: Path) -> None:
+    tag = shutil.copytree(saved_on("one") / "global_step3", tmp_path / "global_step3")
+    description = json.loads((tag / "run.json").read_text())
+    assert tag_at(tag).iteration == 3
+    for change, text in HISTORY:
+        change(changed := copy.deepcopy(description))
+        (tag / "run.json").unlink()
+        (tag / "manifest.json").unlink()
+        write_description(tag, changed)
+        with pytest.raises(CheckpointError, match=text) as caught:
+            tag_at(tag)
+        assert str(caught.value).startswith(str(tag / "run.json"))
