@@ -6,7 +6,6 @@ spike. No torch here. In ``run.json`` the history is called ``ledger``.
 """
 
 import hashlib
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,24 +79,23 @@ def _up_to(iteration: int, segment: Segment) -> Segment:
 
 def check_history(description: Mapping[str, Any], path: str) -> None:
     """Raises CheckpointError unless the history in a ``run.json``, its counts and the skipped samples fit together."""
-    finished, place, skipped = 0, 0, 0
-    try:
-        for segment in read_history(description, path):
-            iterations, samples = segment.last - finished, segment.end_place - place
-            if (segment.finished, segment.first_place) != (finished, place) or iterations < 0:
-                raise ValueError(f"iteration {finished} and sample {place} are not followed by the next ones")
-            if segment.global_batch_size and samples != iterations * segment.global_batch_size:
-                raise ValueError(f"{iterations} iterations have {samples} samples")
-            finished, place = operator.index(segment.last), operator.index(segment.end_place)
-        counts = description["iteration"], description.get("consumed_samples", place)
-        if counts != (finished, place):
-            raise ValueError(f"it ends with iteration {finished} and sample {place}, not {counts[0]} and {counts[1]}")
-        for start, stop in description.get("left_out_samples", ()):
-            if not skipped <= operator.index(start) < operator.index(stop):
-                raise ValueError(f"the skipped samples {start} to {stop} are not after sample {skipped}")
-            skipped = stop
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the history of samples is wrong: {error}") from None
+    finished, place, skipped, problem = 0, 0, 0, ""
+    for segment in read_history(description, path):
+        iterations, samples = segment.last - finished, segment.end_place - place
+        if (segment.finished, segment.first_place) != (finished, place) or iterations < 0 or samples < 0:
+            problem = problem or f"iteration {finished} and sample {place} are not followed by the next ones"
+        elif segment.global_batch_size and samples != iterations * segment.global_batch_size:
+            problem = problem or f"{iterations} iterations have {samples} samples"
+        finished, place = segment.last, segment.end_place
+    counts = description["iteration"], description.get("consumed_samples", place)
+    if counts != (finished, place):
+        problem = problem or f"it ends with iteration {finished} and sample {place}, not {counts[0]} and {counts[1]}"
+    for start, stop in description.get("left_out_samples", ()):
+        if not skipped <= start < stop:
+            problem = problem or f"the skipped samples {start} to {stop} are not after sample {skipped}"
+        skipped = stop
+    if problem:
+        raise CheckpointError(f"{path}: the history of samples is wrong: {problem}")
 
 
 def read_history(description: Mapping[str, Any], path: str) -> tuple[Segment, ...]:

@@ -28,11 +28,15 @@ class BlendWindow(NamedTuple):
         """``sources`` and ``places``, [length]: the data set of each sample, and how many before it are of the same
         one."""
         sources = np.fromiter(_draw(self.shares, self.taken, self.length), np.uint16, self.length)
+        return {"sources": sources, "places": self.places(sources)}
+
+    def places(self, sources: np.ndarray) -> np.ndarray:
+        """How many samples before each are of the same data set, from the data set of each."""
         places = np.empty(self.length, np.uint32 if self.length + sum(self.taken) < 1 << 32 else np.int64)
         for source, before in enumerate(self.taken):
             is_its_own = sources == source
             places[is_its_own] = np.arange(before, before + np.count_nonzero(is_its_own), dtype=places.dtype)
-        return {"sources": sources, "places": places}
+        return places
 
 
 class BlendOrder:

@@ -14,7 +14,7 @@ from megatron.data.bert_dataset import BertDataset
 from megatron.data.blend_order import BlendOrder, BlendWindow
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import Span
-from megatron.data.map_cache import Recipe, cache_folder, cached, digest
+from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
@@ -165,7 +165,16 @@ def _blended(
     folder = cache_folder(data, sources[0].indexed.prefix)
 
     def load(window: BlendWindow) -> Mapping[str, np.ndarray]:
-        recipe = Recipe(("sources", "places"), 6 * window.length, window.build)
+        end = window.length + sum(window.taken)
+        forms = {
+            "sources": Form(np.uint16, (window.length,), len(sources)),
+            "places": Form(np.uint32 if end < 1 << 32 else np.int64, (window.length,), end),
+        }
+
+        def fits(arrays: Mapping[str, np.ndarray]) -> bool:
+            return np.array_equal(arrays["places"], window.places(arrays["sources"]))
+
+        recipe = Recipe(forms, 6 * window.length, window.build, fits)
         return cached(folder, f"blend_{window.length}ns_{digest((window.shares, sum(window.taken)))}", recipe)
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)

@@ -26,7 +26,7 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import Span, unknown_token
-from megatron.data.map_cache import Arrays, Recipe, cache_folder, cached_epoch, digest
+from megatron.data.map_cache import ROWS, Arrays, Form, Recipe, cache_folder, cached_epoch, digest
 from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 
@@ -70,10 +70,28 @@ class SampleStream:
 
     def recipe(self, epoch: int) -> Recipe:
         """How the maps of ``epoch`` are built."""
-        samples = self.first_sample(epoch + 1) - self.first_sample(epoch)
-        return Recipe(
-            ("documents", "samples", "shuffle"), 8 * len(self.lengths) + 12 * samples, partial(self.build, epoch)
-        )
+        first, end = self.first_sample(epoch), self.first_sample(epoch + 1)
+        samples, documents, longest = end - first, len(self.lengths), int(self.lengths.max())
+        positions = (self.epoch_of(end) + 1 - epoch) * documents
+        widest = _fitting(max(positions, longest), np.int32)
+        forms = {
+            "documents": Form(_fitting(documents, np.int32), (positions,), documents, covers=True),
+            "samples": Form(widest, (samples + 1, 2), (positions, longest)),
+            "shuffle": Form(_fitting(samples, np.uint32), (samples,), samples, covers=True),
+        }
+        return Recipe(forms, 8 * documents + 12 * samples, partial(self.build, epoch), partial(self._fits, epoch))
+
+    def _fits(self, epoch: int, arrays: Arrays) -> bool:
+        """Whether each sample starts ``seq_length`` tokens after the one before, within its document."""
+        ends = np.cumsum(self.lengths[arrays["documents"]], dtype=np.int64)
+        begins = ends - self.lengths[arrays["documents"]]
+        samples, offset = arrays["samples"], self.first_sample(epoch) * self.seq_length - epoch * self.tokens
+        for begin in range(0, len(samples), ROWS):
+            positions, offsets = samples[begin : begin + ROWS].T
+            tokens = offset + self.seq_length * np.arange(begin, begin + len(positions), dtype=np.int64)
+            if not np.array_equal(begins[positions] + offsets, tokens) or (tokens >= ends[positions]).any():
+                return False
+        return True
 
     def build(self, epoch: int) -> Arrays:
         """Compute the maps of ``epoch``, in which a sample starts."""

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,18 +23,32 @@ LARGE = 1 << 24
 """Bytes of the arrays of an epoch, from which on they are stored. It takes less than a second to build smaller ones."""
 
 
+class Form(NamedTuple):
+    """What a stored array must be. None of its numbers is negative."""
+
+    dtype: type[np.integer]
+    shape: tuple[int, ...]
+    """-1 for a length that only the content decides."""
+    ends: int | tuple[int, ...]
+    """What the numbers are below, or those of each column."""
+    covers: bool = False
+    """Whether every number below ``ends`` is there."""
+
+
 class Recipe(NamedTuple):
     """What is needed to build some arrays."""
 
-    names: tuple[str, ...]
-    """Names of the arrays, which end the names of their files."""
+    forms: Mapping[str, Form]
+    """Of the arrays by name, which ends the names of their files."""
     nbytes: int
     """Their size, at least."""
     build: Callable[[], Arrays]
+    fits: Callable[[Arrays], bool] = lambda arrays: True
+    """Whether stored arrays of these forms fit together."""
 
 
 def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
-    """The arrays stored in ``folder`` under ``name``; they are built and stored if absent or broken.
+    """The arrays stored in ``folder`` under ``name``; they are built and stored if absent or not what the recipe says.
 
     Any number of processes may call this at once: one builds while the others wait. Even without locks each file
     appears whole or not at all. If nothing can be written, the arrays stay in this process's memory.
@@ -46,17 +60,17 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
         ResourceError: the disk is too small for the arrays; nothing is built.
     """
     with contextlib.suppress(OSError, ValueError):
-        return _load(folder, name, recipe.names)
+        return _load(folder, name, recipe)
     with _lock(folder / f"{name}.lock"):
         with contextlib.suppress(OSError, ValueError):
-            return _load(folder, name, recipe.names)
+            return _load(folder, name, recipe)
         _check_disk(folder, recipe.nbytes)
         arrays = recipe.build()
         with contextlib.suppress(OSError, ValueError):
             for key, array in arrays.items():
                 with replace_file(folder / f"{name}_{key}.npy") as file:
                     np.save(file, array, allow_pickle=False)
-            return _load(folder, name, recipe.names)
+            return _load(folder, name, recipe)
     return arrays
 
 
@@ -96,13 +110,36 @@ def _check_disk(folder: Path, size: int) -> None:
         )
 
 
-def _load(folder: Path, name: str, keys: Sequence[str]) -> Arrays:
-    """Map the stored arrays into memory. Raises OSError if one is absent, ValueError if one is broken."""
-    # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    paths = {key: folder / f"{name}_{key}.npy" for key in keys}
-    for path in paths.values():
-        check_regular(path)
-    return {key: np.asarray(np.lib.format.open_memmap(path, mode="r")) for key, path in paths.items()}
+def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
+    """Map the stored arrays into memory. Raises OSError if one is absent, ValueError unless it fits ``recipe``."""
+    arrays = {}
+    for key, form in recipe.forms.items():
+        check_regular(path := folder / f"{name}_{key}.npy")
+        # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
+        arrays[key] = array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+        if array.dtype != form.dtype or len(array.shape) != len(form.shape):
+            raise ValueError(f"{path} is not of {form}")
+        if any(size != found for size, found in zip(form.shape, array.shape, strict=True) if size != -1):
+            raise ValueError(f"{path} is not of {form}")
+        if array.size and (array.min() < 0 or (array.max(axis=0) >= form.ends).any()):
+            raise ValueError(f"{path} has numbers beyond those of {form}")
+        if form.covers and not _covers(array, int(np.max(form.ends))):
+            raise ValueError(f"{path} lacks numbers of {form}")
+    if not recipe.fits(arrays):
+        raise ValueError(f"{folder / name}: the arrays do not fit together")
+    return arrays
+
+
+ROWS = 1 << 22
+"""Rows of an array that are checked at a time, to need little memory."""
+
+
+def _covers(array: np.ndarray, end: int) -> bool:
+    """Whether all numbers below ``end`` are in ``array``, [n]."""
+    seen = np.zeros(end, np.bool_)
+    for begin in range(0, len(array), ROWS):
+        seen[array[begin : begin + ROWS]] = True
+    return bool(seen.all())
 
 
 @contextlib.contextmanager

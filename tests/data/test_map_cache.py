@@ -1,6 +1,7 @@
 """The maps on disk: complete or absent, rebuilt if damaged, equal for all processes."""
 
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -58,6 +59,31 @@ def test_a_broken_file_is_rebuilt(tmp_path: Path, name: str, damage: str) -> Non
     assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
     assert path.read_bytes() == content
     assert not (tmp_path / "sprung").exists()
+
+
+WRONG: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "out of range": lambda array: array + array.max().astype(array.dtype),
+    "negative": lambda array: array.astype(np.int64) - 1,
+    "negative in the same type": lambda array: np.where(array == 3, -1, array.astype(np.int64)).astype(array.dtype),
+    "a number twice": lambda array: np.where(array == 3, 2, array).astype(array.dtype),
+    "floats": lambda array: array.astype(np.float32),
+    "booleans": lambda array: array.astype(np.bool_),
+    "of the other byte order": lambda array: array.astype(array.dtype.newbyteorder()),
+    "too short": lambda array: array[:-1],
+    "flat": lambda array: array.reshape(-1, 1),
+    "empty": lambda array: array[:0],
+}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_numbers_that_do_not_fit_are_rebuilt(tmp_path: Path, name: str) -> None:
+    IndexMaps(**cached(tmp_path, "x", RECIPE))
+    path, right = tmp_path / name, np.load(tmp_path / name)
+    changes = WRONG | ({"in reverse": lambda array: array[::-1]} if name != "x_shuffle.npy" else {})
+    for change in changes.values():
+        np.save(path, change(right))
+        assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+        np.testing.assert_array_equal(np.load(path), right)
 
 
 def test_without_a_folder_to_write_maps_stay_in_memory(tmp_path: Path) -> None:
