@@ -4,6 +4,7 @@ import faulthandler
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from typing import NoReturn
 
 from megatron.common.environment import check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, UserError
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.processes import exit_with_launcher
 from megatron.common.screen import ignore_lost_output
+from megatron.launch.host_limits import check_host, failure_of_host
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Environment variable: a folder in which each rank leaves its exit code."""
@@ -54,9 +56,16 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     ignore_lost_output()
     exit_with_launcher(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
+    threading.excepthook = _report_thread
     rank, is_first_on_host = _place()
     _write_exit_code(rank, "")
     _exit(_exit_code(main, rank, is_first_on_host), rank)
+
+
+def _report_thread(failed: threading.ExceptHookArgs) -> None:
+    """Print what ended a thread, but for limits of the host such as a full disk, which the main thread reports."""
+    if failed.exc_value is None or failure_of_host(failed.exc_value) is None:
+        threading.__excepthook__(failed)
 
 
 def _exit(exit_code: int, rank: int) -> NoReturn:
@@ -82,6 +91,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
     """The exit code of ``main``; what it raises is printed."""
     try:
         restrict_new_files(os.environ)
+        check_host(os.environ)
         exit_code = main() or 0
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")
@@ -101,6 +111,9 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
         if is_connection_lost(error):
             print_error(f"rank {rank}: another rank failed first")
             return LaunchError.exit_code
+        if (limit := failure_of_host(error)) is not None:
+            print_error(f"rank {rank}: {limit}" if rank else limit)
+            return ResourceError.exit_code
         reason = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
         if (reason := reason or failure_of_nccl(error)) is not None:
             print_error(f"rank {rank}: {reason}")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.cli.provided import read_number
-from megatron.common.errors import ConfigError, UserError
+from megatron.common.errors import ConfigError, ResourceError, UserError
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
+from megatron.launch.host_limits import failure_of_host
 from megatron.model.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         # The interpreter flushes stdout once more on its way out; give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except Exception as error:
+        if (limit := failure_of_host(error)) is None:
+            raise
+        print(f"{Path(sys.argv[0]).name}: error: {limit}", file=sys.stderr)
+        sys.exit(ResourceError.exit_code)
     sys.exit(0)
 
 

@@ -49,12 +49,14 @@ class MetricsLogger:
         self._file: TextIO | None = None
         self._board: Any = None
         if is_main_rank and run.logging.metrics_file:
-            Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
+            with warn_if_unwritable("metrics"):
+                Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
         if is_main_rank and run.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do not use it
 
-            self._board = SummaryWriter(run.logging.tensorboard_dir)
+            with warn_if_unwritable("TensorBoard's file"):
+                self._board = SummaryWriter(run.logging.tensorboard_dir)
 
     def info(self, text: str) -> None:
         """Print ``text`` on the main rank."""
@@ -65,7 +67,10 @@ class MetricsLogger:
     def text(self, name: str, text: str) -> None:
         """Add ``text`` to TensorBoard."""
         if self._board:
-            self._board.add_text(name, f"```\n{text}\n```")
+            with warn_if_unwritable("TensorBoard's file"):
+                self._board.add_text(name, f"```\n{text}\n```")
+                return
+            self._board = None
 
     def add(self, iteration: int, loss: Tensor, status: StepStatus) -> None:
         """Add an iteration to the log interval."""

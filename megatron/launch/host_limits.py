@@ -1,0 +1,96 @@
+"""What the host must allow a rank: open files, memory to address, threads, file systems, and the loopback."""
+
+import errno
+import os
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.common.errors import ResourceError, first_line
+
+_FILES, _MOST_FILES = 128, 4096
+_ADDRESSES = 1 << 29
+_THREADS = 16
+_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TEXTS = (
+    *map(os.strerror, _ERRNOS),
+    "can't start new thread",
+    "can't allocate memory",
+    "failed to map segment",  # the dynamic loader
+)
+
+
+def check_host(environ: Mapping[str, str]) -> None:
+    """Raise the limit of open files if it is low. Raises ResourceError with a line for each thing that is missing.
+
+    Without these libraries fail later, in ways of their own, or wait for ever.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _MOST_FILES:
+        soft = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if problems := list(_low_limits()) or list(_missing(environ)):
+        raise ResourceError(problems)
+
+
+def _low_limits() -> Iterator[str]:
+    for limit, name, least, flag in (
+        (resource.RLIMIT_NOFILE, "open files", _FILES, "-n"),
+        (resource.RLIMIT_AS, "bytes of address space", _ADDRESSES, "-v"),
+        (resource.RLIMIT_FSIZE, "bytes of a file", 1 << 12, "-f"),
+    ):
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY and allowed < least:
+            yield f"the limit of {name} is {allowed:,}, and a rank needs {least:,} or more: raise ulimit {flag}"
+
+
+def _missing(environ: Mapping[str, str]) -> Iterator[str]:
+    if sys.platform == "linux":
+        if not Path("/proc/self").exists():
+            yield "/proc is missing, from which libraries read the memory and the devices of this host: mount it"
+        if not os.access("/dev/shm", os.W_OK | os.X_OK):
+            yield "/dev/shm is missing or cannot be written, by which processes share memory: mount a tmpfs there"
+    try:
+        _start_threads()
+    except RuntimeError:
+        yield f"this host does not allow {_THREADS} threads more: raise ulimit -u, or the limit of the container"
+    if environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):
+        try:
+            _connect_to_itself()
+        except OSError as error:
+            yield f"127.0.0.1 cannot be reached ({error.strerror or error}), by which ranks meet: ip link set lo up"
+
+
+def _start_threads() -> None:
+    """Start some threads at once. Raises RuntimeError if that is not allowed."""
+    end, threads = (
+        threading.Event(),
+        [threading.Thread(target=lambda: end.wait(), daemon=True) for _ in range(_THREADS)],
+    )
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        end.set()
+
+
+def _connect_to_itself() -> None:
+    """Raises OSError if this host does not reach itself."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        socket.create_connection(server.getsockname(), timeout=5).close()
+
+
+def failure_of_host(error: BaseException) -> str | None:
+    """The line for an error about a limit of this host, whatever library raises it; None for any other."""
+    text = first_line(error)
+    is_limit = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _ERRNOS)
+    if not is_limit and not (isinstance(error, RuntimeError | ImportError) and any(part in text for part in _TEXTS)):
+        return None
+    return f"a limit of this host is reached ({text}): see ulimit -a, and the free space of disks and memory"

@@ -1,0 +1,83 @@
+"""What the host does not allow is a line with code 7, before libraries wait for it or fail in their own ways."""
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron.common.errors import ResourceError
+from megatron.launch import host_limits
+from megatron.launch.host_limits import check_host, failure_of_host
+
+RANK = "import sys; sys.argv=['train']; from megatron.launch.rank import run_rank; run_rank(lambda: 0)"
+
+
+def limited(kind: int, value: int) -> subprocess.CompletedProcess[str]:
+    """The end of a rank that does nothing, under a limit."""
+    return subprocess.run(
+        [sys.executable, "-c", RANK],
+        cwd=Path(__file__).resolve().parents[2],
+        preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "advice"),
+    [(resource.RLIMIT_NOFILE, 16, "-n"), (resource.RLIMIT_AS, 1 << 28, "-v"), (resource.RLIMIT_FSIZE, 0, "-f")],
+)
+def test_a_low_limit_is_one_line(kind: int, value: int, advice: str) -> None:
+    ended = limited(kind, value)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 7 and line.startswith("train: error: ") and line.endswith(f"raise ulimit {advice}")
+
+
+def raised(error: Exception):
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "said"),
+    [
+        (threading.Thread, "start", raised(RuntimeError("can't start new thread")), "threads"),
+        (socket, "create_connection", raised(OSError(errno.ENETUNREACH, "Network is unreachable")), "127.0.0.1"),
+        (os, "access", lambda *_: False, "/dev/shm"),
+        (host_limits, "Path", lambda _: Path("/nowhere"), "/proc"),
+    ],
+)
+def test_what_is_missing_is_named(
+    owner: object, name: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_host({})
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(ResourceError, match=said) as caught:
+        check_host({})
+    assert len(caught.value.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_limit"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at device.cc:186] rv != -1. Too many open files"), True),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (RuntimeError("shape mismatch"), False),
+        (KeyError("Too many open files"), False),
+    ],
+)
+def test_limits_are_told_from_bugs(error: Exception, is_limit: bool) -> None:
+    assert (failure_of_host(error) is not None) == is_limit
