@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.parameter_state import WEIGHT, State
+from megatron.checkpoint.safetensors_files import no_floats
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
 from megatron.checkpoint.universal import load_states
 from megatron.common.errors import CheckpointError
@@ -36,6 +37,9 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     if problems := shape_problems(config, {name: tuple(one.shape) for name, one in outlines.items()}, source):
         more = [f"{source}: {len(problems)} such lines in all"] if len(problems) > _SHOWN else []
         raise CheckpointError(problems[:_SHOWN] + more)
+    wanted = (_present(name, tensors) for theirs in source_shapes(config).values() for name in theirs)
+    if problems := no_floats(outlines, wanted, source):
+        raise CheckpointError(problems[:_SHOWN])
     sources = {ours: [_present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
     needed = {name for names in sources.values() for name in names}
     for name, other in format_of(config).tied.items():

@@ -1,12 +1,14 @@
 """Headers of safetensors files, one or several with an index: names, types and shapes. No torch here."""
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 
 from megatron.common.errors import CheckpointError, first_line
-from megatron.common.reading import check_regular
+from megatron.common.reading import check_regular, parse_json
 from megatron.model.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
@@ -48,9 +50,37 @@ def _entries_of(file: Path) -> dict[str, Entry]:
         check_regular(file)
         with safetensors.safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in sorted(slices.items())}
-    except (safetensors.SafetensorError, OSError) as error:
+            entries = {
+                name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in sorted(slices.items())
+            }
+        _check_header(file)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise broken(file, error) from None
+    return entries
+
+
+def _check_header(file: Path) -> None:
+    """Raises ValueError if a tensor is there twice, of which the library, which checks all else, takes the last."""
+    with open(file, "rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))  # at most 100 MB, as the library has checked
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = Counter(name for name, _ in pairs)
+        if len(names) < len(pairs):
+            raise ValueError(f"{names.most_common(1)[0][0]} is there twice")
+        return dict(pairs)
+
+    parse_json(header, object_pairs_hook=unique)
+
+
+def no_floats(tensors: Mapping[str, Any], names: Iterable[str], source: str) -> list[str]:
+    """A line for each of the weights ``names`` among ``tensors`` that is not of floating point."""
+    types = {name: tensors[name].dtype for name in names if name in tensors}
+    return [
+        f"{source}: {name} is of type {str(dtype).removeprefix('torch.')}, and a weight is of floating point"
+        for name, dtype in types.items()
+        if not dtype.is_floating_point
+    ]
 
 
 def shards_of(index: Path) -> list[Path]:

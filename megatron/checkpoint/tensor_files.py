@@ -60,11 +60,35 @@ def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
     try:
         check_archive(path)
         with torch.serialization.safe_globals(ALLOWED):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        check_nesting(content)
+        return content
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
+
+
+_DEEPEST, _LARGEST = 64, 1 << 26
+
+
+def check_nesting(content: Any) -> None:
+    """Raises ValueError for containers within containers that never end, as when one holds itself, or too many."""
+    counted: dict[int, int] = {}
+
+    def count(value: Any, depth: int) -> int:
+        """Values in ``value``, of which what is there several times counts each time."""
+        if not isinstance(value, Mapping | list | tuple):
+            return 1
+        if id(value) not in counted:
+            if depth > _DEEPEST:
+                raise ValueError("it is nested too deep")
+            parts = value.values() if isinstance(value, Mapping) else value
+            counted[id(value)] = 1 + sum(count(part, depth + 1) for part in parts)
+        return counted[id(value)]
+
+    if (values := count(content, 0)) > _LARGEST:
+        raise ValueError(f"it unfolds to {values:,} values")
 
 
 def check_identity(path: Path, iteration: int) -> None:

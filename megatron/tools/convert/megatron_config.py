@@ -44,7 +44,8 @@ class GivenModel:
 def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
     """The model without padding.
 
-    Raises ConfigError if a property is neither in the files nor given, CheckpointError for a model of another kind.
+    Raises ConfigError if a property is neither in the files nor given, CheckpointError if the files contradict each
+    other or have a model of another kind.
     """
     saved = vars(shards.args)
     if wrong := [name for name in _OTHER_MODELS if saved.get(name) and saved[name] != [1]]:
@@ -103,7 +104,8 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     elif not 0 < vocab_size <= rows:
         problems.append(f"the vocabulary has {vocab_size} tokens, but {shards.folder} only {rows} rows")
     if problems or not (heads and vocab_size):
-        raise ConfigError(problems)
+        is_of_files = heads and vocab_size and not (given.heads or given.vocab_size)
+        raise (CheckpointError if is_of_files else ConfigError)(problems)
     return heads, vocab_size
 
 

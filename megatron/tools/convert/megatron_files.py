@@ -9,6 +9,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.run_file import RUN_FILE
+from megatron.checkpoint.safetensors_files import no_floats
+from megatron.checkpoint.tensor_files import check_nesting
 from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
@@ -48,6 +51,7 @@ def _read(path: Path) -> dict[str, Any]:
             value = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, and should hold a dictionary")
+        check_nesting(value)
     except Exception as error:  # torch raises many types for a damaged file
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
     return value
@@ -114,6 +118,7 @@ def read_shards(path: Path) -> Shards:
             layers.setdefault(int(match[2]), {})[int(match[1])] = file
     files = [_read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))[: 1 if layers else None]]
     if layers:
+        _check_gapless([-1, *layers], f"{folder}/layer_LL-model_XX-model_states.pt")
         states = [_of_layers(folder, rank, numbered) for rank, numbered in sorted(layers.items())]
     elif files:  # DeepSpeed without a pipeline
         states = [_of_stages(folder, [file], "module") for file in files]
@@ -176,6 +181,7 @@ def _rank_files(folder: Path) -> list[list[Path]]:
             found.setdefault(int(match[1]), {})[int(match[2] or 0)] = file
     if not found:
         raise CheckpointError(f"{folder}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
+    _check_gapless([-1, *found], f"{folder}/mp_rank_XX")
     for rank, stages in found.items():
         _check_gapless([-1, *stages], f"{folder}/mp_rank_{rank:02d}_PPP")
     return [[stages[stage] for stage in sorted(stages)] for _, stages in sorted(found.items())]
@@ -219,9 +225,10 @@ def _of_layers(folder: Path, rank: int, files: Mapping[int, Path]) -> State:
 
 
 def _check_gapless(numbers: Sequence[int], files: str) -> None:
-    missing = set(range(min(numbers, default=0), max(numbers, default=0))) - set(numbers)
-    if missing:
-        raise CheckpointError(f"{files}: number {min(missing)} is missing between {min(numbers)} and {max(numbers)}")
+    for number, following in pairwise(sorted(numbers)):
+        if following > number + 1:
+            first, last = min(numbers), max(numbers)
+            raise CheckpointError(f"{files}: number {number + 1} is missing between {first} and {last}")
 
 
 def _named(tree: Mapping[str, Any], prefix: str = "") -> State:
@@ -243,6 +250,8 @@ def tensor_of(shards: Shards, name: str, *, rank: int = 0, dims: int | None = No
     if name not in shards.states[rank]:
         raise CheckpointError(f"{shards.folder} holds no {name}")
     tensor = shards.states[rank][name]
+    if problems := no_floats(shards.states[rank], [name], str(shards.folder)):
+        raise CheckpointError(problems)
     if dims not in (None, tensor.dim()):
         raise CheckpointError(f"{shards.folder}: {name} is {list(tensor.shape)}, and should have {dims} dimensions")
     return tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import check_disk_space
-from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, shards_of
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, no_floats, shards_of
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
@@ -81,6 +81,7 @@ def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) ->
         for name, spec in expected.items()
         if name in weights and outlines[name].shape != spec.shape
     ]
+    problems += no_floats(outlines, expected, source)
     if problems:
         raise CheckpointError(
             problems[:_SHOWN] + [f"{source}: {len(problems)} such lines in all"] * (len(problems) > _SHOWN)

@@ -265,6 +265,20 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "latest").write_text("../elsewhere"),
         "no checkpoint of Megatron",
     ),
+    "a gap of many ranks": (
+        lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").rename(
+            folder / "global_step7" / "layer_02-model_1000000000-model_states.pt"
+        ),
+        "number 2 is missing between",
+    ),
+    "weights that contain themselves": (
+        changed(2, lambda state: state.update({"more": state})),
+        "layer_02-model_00-model_states.pt cannot be read (it is nested too deep)",
+    ),
+    "integers": (
+        changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.ones(16, dtype=torch.int64)})),
+        "bias is of type int64",
+    ),
     "another shape": (
         changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.rand(3)})),
         "2.mlp.dense_4h_to_h.bias is [3], and the model's [16]",

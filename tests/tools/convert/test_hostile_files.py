@@ -31,6 +31,7 @@ HOSTILE = {
     "tensors that overlap": safetensors_bytes({"a": entry(0, 8), "b": entry(4, 12)}),
     "a shape that overflows": safetensors_bytes({"a": entry(0, 16, [1 << 62, 1 << 62])}),
     "a shape that is not the data's": safetensors_bytes({"a": entry(0, 16, [1 << 40])}),
+    "a tensor twice": WHOLE.replace(b'"b"', b'"a"'),
     "data after the end": safetensors_bytes({"a": entry(0, 1 << 40, [1 << 38])}),
     "half of a file": WHOLE[:-6],
 }
