@@ -7,6 +7,7 @@ of DeepSpeed.
 """
 
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -106,7 +107,8 @@ def continue_without_reports(engine: Any) -> None:
     """Do not end a run because a profile or a file of DeepSpeed's monitors cannot be written: print a warning, once.
 
     DeepSpeed: runtime/engine.py, ``step`` lets the OSError of a full disk end the run, and
-    profiling/flops_profiler/profiler.py leaves stdout redirected to the file.
+    profiling/flops_profiler/profiler.py leaves stdout redirected to the file. It replaces a file that exists, and waits
+    for a reader of a named pipe: the profile gets another name then.
     Test: tests/engines/test_deepspeed.py.
     """
     for part, name, what in (
@@ -125,6 +127,8 @@ def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., No
         nonlocal works
         screen = sys.stdout
         try:
+            if works and settings.get("output_file"):
+                settings["output_file"] = _unused(settings["output_file"])
             if works:
                 write(*args, **settings)
         except OSError as error:
@@ -132,3 +136,12 @@ def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., No
             print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", flush=True)
 
     return guarded
+
+
+def _unused(name: str) -> str:
+    """``name`` with the first number that makes it new, if there is such a file already; devices are not files."""
+    numbered = (f"{name}.{number}" if number else name for number in itertools.count())
+    free = next(path for path in numbered if not os.path.lexists(path) or path.startswith("/dev/"))
+    if free != name:
+        print(f"  {name} exists already: writing {free}", flush=True)
+    return free

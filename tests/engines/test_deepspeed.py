@@ -40,6 +40,19 @@ def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixt
     ]
 
 
+@pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), os.mkfifo], ids=["a file", "a named pipe"])
+def test_a_profile_does_not_replace_what_exists(tmp_path, make) -> None:
+    make(tmp_path / "profile")
+    written = []
+    profiler = types.SimpleNamespace(print_model_profile=lambda output_file: written.append(output_file))
+    engine = types.SimpleNamespace(flops_profiler=profiler, monitor=types.SimpleNamespace(write_events=None))
+    continue_without_reports(engine)
+    (tmp_path / "profile.1").write_text("an earlier one")
+    for name in ("profile", "new"):
+        profiler.print_model_profile(output_file=str(tmp_path / name))
+    assert written == [str(tmp_path / "profile.2"), str(tmp_path / "new")]
+
+
 def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
     from deepspeed.comm import comm
 
