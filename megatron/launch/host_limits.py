@@ -42,7 +42,7 @@ def _low_limits() -> Iterator[str]:
     for limit, name, least, flag in (
         (resource.RLIMIT_NOFILE, "open files", _FILES, "-n"),
         (resource.RLIMIT_AS, "bytes of address space", _ADDRESSES, "-v"),
-        (resource.RLIMIT_FSIZE, "bytes of a file", 1 << 12, "-f"),
+        (resource.RLIMIT_FSIZE, "bytes of a file", 1, "-f"),
     ):
         allowed, _ = resource.getrlimit(limit)
         if allowed != resource.RLIM_INFINITY and allowed < least:

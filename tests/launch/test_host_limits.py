@@ -21,7 +21,7 @@ RANK = "import sys; sys.argv=['train']; from megatron.launch.rank import run_ran
 def limited(kind: int, value: int) -> subprocess.CompletedProcess[str]:
     """The end of a rank that does nothing, under a limit."""
     return subprocess.run(
-        [sys.executable, "-c", RANK],
+        [sys.executable, "-B", "-c", RANK],  # or truncated bytecode would stay
         cwd=Path(__file__).resolve().parents[2],
         preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
         stderr=subprocess.PIPE,

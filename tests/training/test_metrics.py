@@ -146,7 +146,7 @@ def test_the_first_iterations_are_logged_and_then_about_every_thirtieth_of_the_r
 
 def test_full_disk_does_not_end_the_run(programs, tmp_path):
     settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
-    command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
+    command = (sys.executable, "-B", "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
     finished = programs.run(
         "bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command, "--metrics-file", tmp_path / "few"
     ).ok()
