@@ -5,6 +5,7 @@
     python tools/convert_checkpoint.py from-hf gpt2 --output checkpoints/gpt2
     python tools/convert_checkpoint.py from-megatron old/global_step1000 --output checkpoints/old
     python tools/convert_checkpoint.py to-universal checkpoints/my
+    python tools/convert_checkpoint.py reshard checkpoints/my --model-parallel-size 2 --pipe-parallel-size 2
 
 Nothing is overwritten, and a conversion that fails leaves no output.
 """
@@ -12,9 +13,11 @@ Nothing is overwritten, and a conversion that fails leaves no output.
 import argparse
 import inspect
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import _project_root  # noqa: F401
@@ -36,8 +39,9 @@ from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
-from megatron.common.errors import ConfigError
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
+from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, run_tool
 
 
@@ -51,7 +55,10 @@ class Command:
 
 def main() -> None:
     """Parse the arguments, and run the sub-command."""
-    args = _parser().parse_args()
+    parser = _parser()
+    args, args.words = parser.parse_known_args()
+    if args.words and args.command != "reshard":
+        parser.error(f"unrecognized arguments: {' '.join(args.words)}")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     COMMANDS[args.command].run(args)
 
@@ -262,6 +269,53 @@ def _to_universal_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint folder or one tag of it")
 
 
+def _reshard(args: argparse.Namespace) -> None:
+    """Write a checkpoint for another layout, optimizer included, without training: bit for bit the same state.
+
+    Further flags of the training program, such as --zero-stage, hold for the new layout, which otherwise has the
+    settings of the old one. Each rank of it is a process on this host, on its CPUs: the memory must hold all of them.
+    Training loads a checkpoint on any layout; this does the work before, and elsewhere.
+    """
+    stages, copies = args.pipe_parallel_size, args.data_parallel_size
+    if min(args.model_parallel_size, copies, stages + 1) < 1:
+        raise ConfigError("--model-parallel-size and --data-parallel-size must be 1 or more, --pipe-parallel-size 0")
+    if args.output is None:
+        kept = {"tp": args.model_parallel_size, "pp": stages, "dp": copies}
+        name = "-".join([args.path.name, *(f"{axis}{size}" for axis, size in kept.items() if size > 1)])
+        args.output = args.path.with_name(name)
+    is_rank = "RANK" in os.environ
+    saved = tag_at(args.path) if is_rank else find_source(args, "tag", "folder").saved
+    assert saved is not None, "a checkpoint of this suite"
+    words = [*args.words, "--model-parallel-size", str(args.model_parallel_size), "--pipe-parallel-size", str(stages)]
+
+    from megatron.tools.convert.reshard import reshard, resharded_run
+
+    replica = args.model_parallel_size * max(stages, 1)
+    run = resharded_run(saved, words, replica, copies, args.output)
+    if is_rank:
+        return reshard(saved, run)
+
+    from megatron.tools.verify.runs import rank_context, run_ranks
+
+    flags = ["--data-parallel-size", str(copies), "--output", str(args.output.absolute())]
+    with TemporaryDirectory() as folder:
+        log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *words, *flags]
+        if failure := run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit):
+            shutil.rmtree(args.output, ignore_errors=True)
+            raise CheckpointError(f"{args.output} is not written: {failure}")
+    print(f"{args.output}: {saved.path} after iteration {saved.iteration}, from {saved.layout}")
+
+
+def _reshard_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help="a checkpoint folder or one tag of it")
+    add("--output", type=Path, metavar="NAME", help="checkpoint folder to write (default: PATH with the layout)")
+    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="TP")
+    add("--pipe-parallel-size", "--pipeline-model-parallel-size", type=int, default=0, metavar="N", help="PP")
+    add("--data-parallel-size", type=int, default=1, metavar="N", help="DP, by which ZeRO divides the optimizer")
+    add("--time-limit", type=float, default=86400, metavar="S", help="seconds that it may take")
+
+
 COMMANDS = {
     "merge": Command(_merge_flags, _merge),
     "to-hf": Command(_to_hf_flags, _to_hf),
@@ -270,6 +324,7 @@ COMMANDS = {
     "merge-lora": Command(_merge_lora_flags, _merge_lora),
     "to-peft": Command(_to_peft_flags, _to_peft),
     "to-universal": Command(_to_universal_flags, _to_universal),
+    "reshard": Command(_reshard_flags, _reshard),
 }
 
 
@@ -283,4 +338,6 @@ def _parser() -> ToolParser:
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:  # of reshard
+        run_rank(main)
     run_tool(main)

@@ -12,6 +12,9 @@ from support.refusals import refusal
 from support.whole_models import TOKENS, logits_and_weights
 from torch import Tensor
 
+from megatron.checkpoint.tracker import newest
+from megatron.checkpoint.universal import cached, read_state
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 TOOL = "tools/convert_checkpoint.py"
 
@@ -168,3 +171,23 @@ def test_changed_weights_are_refused(programs: Programs, copy: Path, tmp_path: P
     finished = programs.warm(1, TOOL, "merge", copy, "--output", tmp_path / "one.safetensors")
     assert finished.returncode == 4 and finished.output.count("\n") == 1 and str(file) in finished.output
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_reshard_keeps_every_bit(programs: Programs, copy: Path, tmp_path: Path):
+    """Weights and optimizer, from TP 2 x PP 2 to PP 2 x DP 2 at another ZeRO stage, with the position in the data."""
+    output = tmp_path / "resharded"
+    flags = ["--pipe-parallel-size", "2", "--data-parallel-size", "2", "--zero-stage", "0"]
+    programs.warm(4, TOOL, "reshard", copy / "global_step3", "--output", output, *flags).ok()
+    before, after = newest(copy), newest(output)
+    assert (after.layout.model_parallel_size, after.layout.zero_stage) == (1, 0)
+    assert after.history == before.history and after.description["settings"] == before.description["settings"]
+    (old, _), (new, _) = cached(before), cached(after)
+    names = {path.name for path in (old / "zero").iterdir() if path.is_dir()}
+    assert names == {path.name for path in (new / "zero").iterdir() if path.is_dir()} and len(names) == 52
+    for name in names:
+        one, other = read_state(old, name), read_state(new, name)
+        assert {"exp_avg", "exp_avg_sq"} < one.keys() == other.keys()
+        for key, value in one.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[key])), (name, key)
+    wrong = programs.warm(1, TOOL, "reshard", copy, "--model-parallel-size", "3")
+    assert wrong.returncode == 2 and "--num-attention-heads 4 is not a multiple" in wrong.output

@@ -1,0 +1,89 @@
+"""Write a checkpoint for another layout without training: ranks of the new layout load it and save it, on CPUs.
+
+Each rank loads as a run that resumes on the new layout does, through the universal form beside the checkpoint.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import yaml
+
+from megatron.checkpoint.compatibility import at_saved_sample, check_compatible
+from megatron.checkpoint.run_file import SavedRun
+from megatron.cli import read_run
+from megatron.common.errors import CheckpointError, ConfigError
+from megatron.config import DataConfig, RunConfig, sections
+from megatron.config.fields import flag_name
+from megatron.config.model import padded_vocabulary
+from megatron.launch.environment import prepare_environment
+from megatron.model.architectures import ARCHITECTURES
+
+_NEW = ("parallel", "checkpoint", "logging", "observe")
+"""Sections of the configuration that the new run does not take over."""
+_OF_BATCHES = ("batch-size", "gas", "compile")
+"""Flags that depend on the layout or the device, and on which no weight depends."""
+
+
+def resharded_run(saved: SavedRun, words: Sequence[str], replica: int, copies: int, output: Path) -> RunConfig:
+    """The run that saved ``saved`` on the layout of the flags ``words``, with ``copies`` replicas of ``replica`` ranks.
+
+    Raises ConfigError for flags that the program or its rules reject, CheckpointError if the run cannot be changed so.
+    """
+    architecture = ARCHITECTURES.get(saved.model["architecture"])
+    if architecture is None or not architecture.is_language_model or not saved.config.get("settings"):
+        raise CheckpointError(
+            f"{saved.path} does not have the flags of a run of this suite: use --load on the new layout"
+        )
+    new = {flag_name(field)[2:] for name in _NEW for field in fields(sections()[name]) if "flag" in field.metadata}
+    settings = {name: value for name, value in saved.config["settings"].items() if name not in {*new, *_OF_BATCHES}}
+    size, micro = (saved.config["train"][name] for name in ("global_batch_size", "micro_batch_size"))
+    if size % copies:
+        raise ConfigError(f"--data-parallel-size {copies} does not divide the global batch of {size} samples")
+    words = [*words, "--batch-size", str(math.gcd(micro, size // copies)), "--save", str(output)]
+    words += ["--load", str(saved.folder), *([] if saved.has_optimizer else ["--no-load-optim", "--no-save-optim"])]
+    words += [] if saved.has_rng else ["--no-load-rng"]
+    words += [] if "step-batch-size-schedule" in settings else ["--global-batch-size", str(size)]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(replica * copies)}
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(settings, file)
+        file.flush()
+        run = read_run(["--config", file.name, *words], environ, architecture).checked()
+    before, data = saved.whole_model_config(), saved.config["data"]
+    vocabulary = padded_vocabulary(
+        before.vocab_size, run.parallel.model_parallel_size, run.model.make_vocab_size_divisible_by
+    )
+    derived = {
+        field.name: data[field.name] for field in fields(DataConfig) if not field.metadata and field.name in data
+    }
+    known = {name: getattr(before, name) for name in ("vocab_size", "eod_token", "decoder_start_token")}
+    model = replace(run.model, **known, padded_vocab_size=vocabulary)
+    run = replace(run, settings={name: value for name, value in run.settings.items() if name != "load"})
+    run = at_saved_sample(saved, replace(run, model=model, data=replace(run.data, **derived)))
+    check_compatible(saved, run)
+    return run
+
+
+def reshard(saved: SavedRun, run: RunConfig) -> None:
+    """Load ``saved`` and save it on the layout of ``run``. Every rank must call it."""
+    prepare_environment(os.environ, run.parallel)
+
+    from megatron.checkpoint.load import load_checkpoint
+    from megatron.checkpoint.save import Checkpointer, lock_folder
+    from megatron.cli.settings_file import settings_text
+    from megatron.engines import deepspeed_silenced
+    from megatron.engines.build import build_engine
+    from megatron.training.learning_rates import annealing_lr
+    from megatron.training.setup import initialized_ranks
+
+    with initialized_ranks(run, ()) as (layout, _), lock_folder(run) as lock:
+        with deepspeed_silenced(run.logging.verbose):
+            engine = build_engine(run, layout, annealing_lr(run))
+            settings = settings_text(run)
+            checkpointer = Checkpointer(engine, run, lambda _: None, saved.history, lock, settings=settings)
+            loaded = load_checkpoint(engine, run, layout, saved)
+        checkpointer.save(loaded.iteration, saved.skipped_samples)
+        checkpointer.finish()
