@@ -1,4 +1,4 @@
-"""Which runs are extracted: the command lines of three starts of a program. No torch here."""
+"""Which runs are extracted: the command lines of the starts of a program. No torch here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from megatron.cli.flags import read_flags
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.tools.command_line import read_architecture
+from megatron.tools.verify.request import LAYOUT_FIELDS
 
 ITERATIONS = 3
 """Of each start: in the first buffers are made and shapes exchanged, in the second lines are logged."""
@@ -18,6 +19,11 @@ _REPLACED = (
     "run_dir", "tensorboard_dir", "profile_dir", "local_rank", "load_hf", "no_load_optim", "no_load_rng", "finetune",
     "data_cache_path",
 )  # fmt: skip
+_OF_LAYOUT = (
+    *LAYOUT_FIELDS, "tp_comm_overlap", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size",
+    "pipeline_partition", "repartition_from",
+)  # fmt: skip
+"""What a run on one rank has otherwise."""
 _SAVED = "{folder}/checkpoint"
 
 
@@ -28,8 +34,8 @@ class Start:
     name: str
     words: tuple[str, ...]
     world_size: int
-    loads: bool = False
-    """Whether it loads what the first start has saved."""
+    loads: str | None = None
+    """The start that has saved what it loads."""
     ends_by_signal: bool = False
     nothing_counts: bool = False
     """Whether numbers that depend on the data are extreme; the communication must be the first start's."""
@@ -40,6 +46,8 @@ def make_starts(
 ) -> tuple[RunConfig, list[Start]]:
     """The run that ``argv`` configures for ``program``, and its starts: fresh, with empty batches, and resumed.
 
+    The last two are one rank with the batch of all, which saves, and the run that loads it.
+
     Raises ConfigError with a line for each thing that is wrong.
     """
     architecture = read_architecture(program)
@@ -47,19 +55,22 @@ def make_starts(
     if problems:
         raise ConfigError(problems)
     words = [word for name, value in values.items() if name not in _REPLACED for word in value.words]
-    if not {"train_iters", "train_samples"} & values.keys():
-        words += ["--train-iters", str(4 * ITERATIONS)]
-    if "eval_iters" not in values:
-        words += ["--eval-iters", "1"]
-    words += ["--num-workers", "0", "--log-interval", "2", "--eval-interval", "2", "--save", _SAVED]
-    fresh = Start("fresh start", (*words, "--save-interval", "2", "--exit-interval", str(ITERATIONS)), world_size)
-    memory = ["--snapshot-interval", "1", "--snapshot-dir", "{folder}"]
-    words += ["--auto-resume", "--async-save", "--save-interval", "1"]
+    common = [] if {"train_iters", "train_samples"} & values.keys() else ["--train-iters", str(4 * ITERATIONS)]
+    common += [] if "eval_iters" in values else ["--eval-iters", "1"]
+    common += ["--num-workers", "0", "--log-interval", "2", "--eval-interval", "2", "--save", _SAVED]
+    saving = [*common, "--save-interval", "2", "--exit-interval", str(ITERATIONS)]
+    fresh = Start("fresh start", (*words, *saving), world_size)
     empty = replace(fresh, name="empty batches", nothing_counts=True)
-    again = Start("resumed", (*words, *memory), world_size, loads=True, ends_by_signal=True)
+    memory = ["--snapshot-interval", "1", "--snapshot-dir", "{folder}"]
+    again = (*words, *common, "--auto-resume", "--async-save", "--save-interval", "1", *memory)
+    resumed = Start("resumed", again, world_size, loads=fresh.name, ends_by_signal=True)
     run = _checked(fresh, environ, architecture)
-    _checked(again, environ, architecture)
-    return run, [fresh, empty, again]
+    _checked(resumed, environ, architecture)
+    kept = [word for name, value in values.items() if name not in (*_REPLACED, *_OF_LAYOUT) for word in value.words]
+    kept += ["--zero-stage", str(run.zero.zero_stage), "--batch-size", str(run.train.global_batch_size)]
+    one = Start("one rank", (*kept, *saving), 1)
+    relaid = Start("from one rank", (*fresh.words, "--auto-resume"), world_size, loads=one.name)
+    return run, [fresh, empty, resumed, one, relaid]
 
 
 def _checked(start: Start, environ: Mapping[str, str], architecture: object) -> RunConfig:

@@ -44,20 +44,22 @@ def verify(
     prepare: Prepare | None = None,
 ) -> Iterator[Finding]:
     """Extract and check the ``starts`` one after the other. Files are kept in ``folder`` meanwhile."""
-    chosen = representatives(run)
-    stands_for = sorted(set(chosen))
-    others = sorted(set(range(run.parallel.world_size)) - set(chosen))
+    of_run = representatives(run)
+    others = sorted(set(range(run.parallel.world_size)) - set(of_run))
     sampled = sorted(random.Random(seed).sample(others, min(sample, len(others))))
     expected: dict[int, Trace] = {}
+    loaded = {start.loads for start in starts}
     for number, start in enumerate(starts):
+        chosen = of_run if start.world_size == run.parallel.world_size else [0] * start.world_size
+        stands_for = sorted(set(chosen))
         # A rank of the sample that resumed would read what ranks that are not run have saved.
-        compared = [] if start.loads or start.nothing_counts else sampled
+        compared = sampled if start is starts[0] else []
         ranks = chosen[-1:] if start.nothing_counts and len(stands_for) < len(chosen) else stands_for
         job = Job(program, start.words, start.world_size, folder / str(number), prepare, start.nothing_counts)
         job = replace(job, signal_in=2 * ITERATIONS - 1 if start.ends_by_signal else None)
         if start.loads:
             for rank in ranks:
-                shutil.copytree(folder / "saved", job.folder_of(rank) / "checkpoint")
+                shutil.copytree(folder / start.loads, job.folder_of(rank) / "checkpoint")
         running = extract(job, [*ranks, *compared], processes)
         bar = progress_bar(running, total=len(ranks) + len(compared), desc=start.name, unit=" ranks")
         traces = {trace.rank: trace for trace in bar}
@@ -66,9 +68,9 @@ def verify(
             if expected and start.nothing_counts
             else _checked(start, chosen, traces, compared)
         )
-        if not expected:
-            expected = traces
-            _gather(job, stands_for, folder / "saved")
+        expected = expected or traces
+        if start.name in loaded:
+            _gather(job, stands_for, folder / start.name)
         shutil.rmtree(job.folder)
 
 
@@ -132,14 +134,13 @@ def _of(event: Any) -> str:
     return ", ".join(map(str, event.calls)) if isinstance(event, Issue) else f"waits at {event.place}"
 
 
-def _gather(job: Job, ranks: Sequence[int], folder: Path) -> Path:
+def _gather(job: Job, ranks: Sequence[int], folder: Path) -> None:
     """The checkpoints of all ranks as one, in ``folder``."""
     for rank in ranks:
         shutil.copytree(job.folder_of(rank) / "checkpoint", folder, dirs_exist_ok=True)
     for manifest in folder.glob(f"*/{MANIFEST}"):
         manifest.unlink()
         write_manifest(manifest.parent, {})
-    return folder
 
 
 def table(findings: Sequence[Finding]) -> str:

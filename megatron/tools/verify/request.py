@@ -125,7 +125,7 @@ def grids(processes: int) -> Iterator[Layout]:
                 yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual, context, experts)
 
 
-_LAYOUT_FIELDS = (
+LAYOUT_FIELDS = (
     "model_parallel_size",
     "pipe_parallel_size",
     "zero_stage",
@@ -139,6 +139,7 @@ _LAYOUT_FIELDS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
 )
+"""Names of the fields that a layout's flags set."""
 _TOOL_FIELDS = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
 _REPLACED = ("attention_dropout", "hidden_dropout", "eval_iters", "log_interval", "global_batch_size")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -197,7 +198,7 @@ def make_request(
     architecture = read_architecture(program)
     values, problems, _ = read_flags(argv, architecture)
     owned = (
-        (_LAYOUT_FIELDS, "the layouts: choose it by their names"),
+        (LAYOUT_FIELDS, "the layouts: choose it by their names"),
         (_TOOL_FIELDS, "the comparison: remove it"),
     )
     for names, owner in owned:
