@@ -6,6 +6,7 @@ optimizers. ``overrides.py`` compares all of it with the installed DeepSpeed. Ea
 of DeepSpeed.
 """
 
+import functools
 import importlib
 import itertools
 import logging
@@ -122,13 +123,14 @@ def continue_without_reports(engine: Any) -> None:
 def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., None]:
     """``write``, which does nothing any more after an OSError."""
     works = True
+    unused = functools.cache(_unused)  # of an iteration's micro-batches the last one's profile is kept
 
     def guarded(*args: Any, **settings: Any) -> None:
         nonlocal works
         screen = sys.stdout
         try:
             if works and settings.get("output_file"):
-                settings["output_file"] = _unused(settings["output_file"])
+                settings["output_file"] = unused(settings["output_file"])
             if works:
                 write(*args, **settings)
         except OSError as error:

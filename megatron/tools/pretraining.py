@@ -53,9 +53,9 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     from megatron.training.preflight import check, data_warnings
 
     run, _ = check(run)
+    prepare_environment(os.environ, run.parallel)
     for warning in data_warnings(run) if is_main_rank else ():
         print_warning(warning)
-    prepare_environment(os.environ, run.parallel)
     if run.logging.dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for
         from megatron.tools.planning.dry_run import dry_run

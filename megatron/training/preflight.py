@@ -43,7 +43,7 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     errors: list[UserError] = []
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
     _attempt(errors, DataError, lambda: data_warnings(run))
-    whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
+    whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, is_sound=not errors))
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
     if whole is not None and saved is None and whole.checkpoint.load_hf:
@@ -87,7 +87,7 @@ def data_warnings(run: RunConfig) -> list[str]:
     return lines
 
 
-def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
+def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
     """``run`` with its vocabulary sizes, and the hashes of its data and tokenizer if a checkpoint needs them."""
     data = replace(run.data, merge_file=used_merges(run.data.tokenizer_type, run.data.merge_file))
     is_provided = architecture_of(run.model).provider is not None
@@ -97,7 +97,7 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     vocabulary = tokenizer_of(data)
     if vocabulary.tokens is not None and not data.mock_data and not is_provided:
         check_token_type(data, vocabulary.tokens)
-    if not (run.checkpoint.override or data.mock_data or is_provided):
+    if is_sound and not (run.checkpoint.override or data.mock_data or is_provided):
         if others := other_tokenizers(data.prefixes, vocabulary):
             raise DataError(others)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
@@ -109,7 +109,7 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     )
     if architecture_of(run.model).is_encoder_decoder:
         model = replace(model, decoder_start_token=span_vocabulary(data).bos)
-    if with_hashes and (run.checkpoint.save or run.checkpoint.load):
+    if is_sound and (run.checkpoint.save or run.checkpoint.load):
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file, eod=vocabulary.eod)
         content = MOCK_DATA if data.mock_data else "" if is_provided else data.data_hash or blend_hash(data.contents)
         data = replace(data, data_hash=content, tokenizer_hash=hash_of_tokenizer)

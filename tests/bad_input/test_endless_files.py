@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.command_lines import parse
@@ -22,7 +23,7 @@ from megatron.checkpoint.snapshot_files import read_start
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.common import reading
 from megatron.common.errors import DataError, UserError
-from megatron.data.map_cache import _load
+from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import config_of
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.preprocess import corpus
@@ -47,7 +48,7 @@ OPENED: dict[str, Callable[[Path], object]] = {
     "weights.pt": lambda path: check_identity(path, 1),
     "model.safetensors": read_entries,
     "copied": lambda path: copy_file(path, path.with_name("copy")),
-    "map_rows.npy": lambda path: _load(path.parent, "map", ["rows"]),
+    "map_rows.npy": lambda path: _load(path.parent, "map", Recipe({"rows": Form(np.int64, (-1,), 1)}, 8, dict)),
     ".metadata": lambda path: read_shards(path.parent),
     "latest": lambda path: read_shards(path.parent),
     "mp_rank_00_model_states.pt": lambda path: read_shards(path.parent),

@@ -36,8 +36,8 @@ def place(programs: Programs, tmp_path: Path) -> Path:
             3,
             [
                 'the training split of whole by --split "1,0,0" (200 of 200 documents) holds no document of two '
-                "sentences: make the data set with tools/preprocess_data.py --split-sentences, or use more text or "
-                "another --split"
+                "sentences: make the data set with tools/preprocess_data.py --split-sentences, or use another "
+                "--split or more text"
             ],
         ),
         (

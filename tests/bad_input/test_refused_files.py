@@ -56,7 +56,7 @@ DATA: dict[str, tuple[Damage, str, list[str]]] = {
         "--seq-length 9000 --max-position-embeddings 9000 --split 1",
         [
             'the training split of tiny_text_document by --split "1" (documents 0 to 199 of 200: 6875 tokens) holds no '
-            "sample of 9000+1 tokens: use more text, a smaller --seq-length or another --split"
+            "sample of 9000+1 tokens: use a smaller --seq-length, another --split or more text"
         ],
     ),
     "a name that is too long": (whole, f"--data-path {'x' * 300}", [f"{'x' * 300}.bin: File name too long"]),

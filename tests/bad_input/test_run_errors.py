@@ -21,7 +21,7 @@ def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layo
     processes, flags = LAYOUTS[layout]
     words = [*(f"w{n}" for n in range(50)), "<unk>", "<|endoftext|>"]
     (tmp_path / "small.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
-    flags = [*flags.split(), "--vocab-file", str(tmp_path / "small.json"), "--save", str(tmp_path / "ck")]
+    flags = [*flags.split(), "--override", "--vocab-file", str(tmp_path / "small.json"), "--save", str(tmp_path / "ck")]
     ended = programs.pretrain(processes, *BRIEF, *flags)
     lines = [line for line in ended.output.splitlines() if line.startswith("pretrain_gpt2.py: error: ")]
     causes = [line for line in lines if "another rank failed first" not in line]

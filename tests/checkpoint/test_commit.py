@@ -28,7 +28,10 @@ from megatron.common.errors import CheckpointError
 from megatron.config import CheckpointConfig
 
 KEEP_ALL = CheckpointConfig()
-ONE_PROCESS = {"--model-parallel-size": 1, "--pipe-parallel-size": 0, "data-parallel size": 1, "--zero-stage": 0}
+ONE_PROCESS = {
+    "--model-parallel-size": 1, "--pipe-parallel-size": 0, "--ds-sequence-parallel-size": 1, "data-parallel size": 1,
+    "--zero-stage": 0,
+}  # fmt: skip
 KEEP_ONE = CheckpointConfig(keep_last=1)
 CHANGES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync")
 """Functions of ``os`` that change what is on the disk."""

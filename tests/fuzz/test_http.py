@@ -139,7 +139,7 @@ async def answer(app: Any, path: str, headers: list[tuple[bytes, bytes]], body: 
 def test_requests(requests: list[tuple[bytes, list[tuple[bytes, bytes]]]], name: str) -> None:
     async def talk() -> list[tuple[int, bytes]]:
         queue = RequestQueue(most_waiting=2, seconds=20)
-        service = Service("my", 0, Words(), RequestLimits(64, 32, 4), 4000, None, local_only=True)  # type: ignore[arg-type]
+        service = Service("my", 0, Words(), RequestLimits(64, 32, 4), None, 4000, None, local_only=True)  # type: ignore[arg-type]
         group = SimpleNamespace(size=lambda: 1)
         driver = asyncio.create_task(asyncio.to_thread(Driver(queue, Chosen(), RankBroadcast(group)).run))  # type: ignore[arg-type]
         app = build_app(service, queue)

@@ -7,6 +7,7 @@ samples FIRST LAST FACTOR     the loss of a batch with one of these samples is m
 signal RANK ITERATION NAMES   that rank receives these signals at the start of that iteration
 evaluation RANK ITERATION NAMES  that rank receives them during the evaluation after that iteration
 start RANK NAMES              that rank receives them while it builds the engine, inside of a library for a minute
+launcher RANK ITERATION NAMES the process that started that rank receives them
 terminal RANK ITERATION NAMES all processes of its group receive them, as Ctrl-C in a terminal has it
 sleep RANK ITERATION          that rank hangs
 hold RANK ITERATION           that rank hangs and holds Python's lock
@@ -57,6 +58,7 @@ def fail():
     raise ValueError("an error of this rank alone")
 
 
+RECEIVERS = {"signal": os.getpid, "launcher": os.getppid, "terminal": lambda: 0}
 FAULTS = {
     "sleep": lambda: time.sleep(1000),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),
@@ -76,9 +78,9 @@ def train_batch(engine, batches, hooks):
         layers[f"{numbers[1] + 1:.0f}"].input_layernorm.weight.data[0] = torch.nan
     if kind in ("raise", "signal") and iteration == numbers[1]:
         dist.barrier()  # by now the others have printed the iteration before, and count this one
-    if kind in ("signal", "terminal") and [dist.get_rank(), iteration] == numbers:
+    if kind in RECEIVERS and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
-            os.kill(os.getpid() if kind == "signal" else 0, getattr(signal, name))
+            os.kill(RECEIVERS[kind](), getattr(signal, name))
     if kind == "memory" and [dist.get_rank(), iteration] == numbers[:2]:
         size = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (size + int(numbers[2] * 1e6),) * 2)

@@ -227,7 +227,7 @@ def test_large_vocabulary(tmp_path: Path) -> None:
     line += f"--split 8,1,1 --tokenizer-model {tmp_path} --vocab-size 70016 --save {tmp_path}/s --data-path {tmp_path}"
     run = check(parse_run(f"{line}/a_text_document".split(), CPU))[0]
     assert (run.model.vocab_size, run.model.padded_vocab_size, run.model.eod_token) == (70_016, 70_016, 2)
-    other = check(parse_run(f"{line}/a_text_document --eod-token <s>".split(), CPU))[0]
+    other = check(parse_run(f"{line}/a_text_document --eod-token <s> --override".split(), CPU))[0]
     assert run.data.tokenizer_hash != other.data.tokenizer_hash
     with pytest.raises(DataError, match="b.bin stores tokens as uint16, which does not hold the 70000 tokens of"):
         check(parse_run(f"{line}/b".split(), CPU))

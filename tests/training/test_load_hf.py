@@ -146,7 +146,7 @@ def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_of_another_program(folders):
-    with pytest.raises(ConfigError, match="is a GPT-2 model, and this is pretrain_bert.py"):
+    with pytest.raises(ConfigError, match="is a Llama model, and this is pretrain_bert.py"):
         parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, ARCHITECTURES["BERT"])
 
 
