@@ -52,7 +52,7 @@ def main() -> None:
         with atomic_file(args.json, "--json") as file:
             file.write(json.dumps(as_dict(findings), indent=2) + "\n")
     if problems := [f"{finding.start}: {text}" for finding in findings for text in finding.problems]:
-        raise LaunchError(problems)
+        raise LaunchError(line for problem in problems for line in problem.splitlines())
     print(f"no rank of {args.world_size} can hang", flush=True)
 
 

@@ -1,6 +1,7 @@
 """Processes that end with the one that started them, and exit signals: no rank trains on without a launcher."""
 
 import ctypes
+import faulthandler
 import os
 import re
 import resource
@@ -191,6 +192,7 @@ _LONGEST_FAILURE = 1000
 def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_bytes: int) -> NoReturn:
     code = 1
     try:
+        faulthandler.disable()  # it would write to a file that is open elsewhere
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, 1), os.dup2(nowhere, 2)
         os.environ["RUST_BACKTRACE"] = "0"  # it takes seconds, and nobody sees it

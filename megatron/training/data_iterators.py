@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.checkpoint.collective_errors import on_all_ranks
+from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.config import RunConfig
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.data import SPLITS
@@ -122,15 +122,15 @@ class DataIterators:
 
         Raises UserError on all ranks if they cannot be built.
         """
-        builds = not self._run.parallel.local_rank if self._run.data.no_shared_disk else self._layout.rank == 0
         built: list[Datasets] = []
 
         def build() -> list[str]:
-            if builds:
-                built.append(self._open())
-            return [split for split in SPLITS for datasets in built if getattr(datasets, split) is not None]
+            if self._run.parallel.local_rank and self._run.data.no_shared_disk:
+                return []
+            built.append(self._open())
+            return [split for split in SPLITS if getattr(built[0], split) is not None]
 
-        self._splits = {split for splits in on_all_ranks(build) for split in splits}
+        self._splits = set(on_all_ranks(build)[0] if self._run.data.no_shared_disk else on_rank_0(build))
         if not self._reads:
             return None
         return built[0] if built else self._open()

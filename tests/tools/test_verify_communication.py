@@ -1,6 +1,7 @@
 """Ranks are extracted one by one; each planted fault is found, and its words name the ranks and the operation."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import Programs
 from support.ranks import fork_server
 
 from megatron.tools.communication.check import Counterexample, check, programs
@@ -16,7 +18,7 @@ from megatron.tools.communication.trace import Call, Event, Issue, Trace, Wait
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
-    " --vocab-size 512 --batch-size 2 --gas 2 --train-iters 2 --eval-iters 0 --num-workers 0 --lr 1e-3 --zero-stage 1"
+    " --vocab-size 512 --batch-size 2 --gas 2 --train-iters 2 --eval-iters 1 --num-workers 0 --lr 1e-3 --zero-stage 1"
     " --bf16 --model-parallel-size 2 --pipe-parallel-size 2"
 ).split()
 
@@ -190,3 +192,34 @@ def test_a_rank_that_is_not_like_its_class_is_named(traces: list[Trace]) -> None
     other = replace(traces[4], rank=7)
     assert "rank 7 is not like rank 0" in (_difference(other, traces[0]) or "")
     assert _difference(traces[0], traces[2]) is None
+
+
+FAULTY = """
+import os, runpy
+import torch.distributed as dist
+from pretrain_gpt2 import ARCHITECTURE
+
+all_reduce = dist.all_reduce
+
+def all_reduce_of_this_rank(tensor, op=dist.ReduceOp.SUM, **options):
+    is_wrong = os.environ["RANK"] == "1" and op == dist.ReduceOp.MAX and tensor.shape == (64,)
+    return all_reduce(tensor, dist.ReduceOp.SUM if is_wrong else op, **options)
+
+if __name__ == "__main__":
+    dist.all_reduce = all_reduce_of_this_rank
+    runpy.run_path("PROGRAM", run_name="__main__")
+"""
+
+
+def test_a_program_with_a_fault_ends_the_tool(programs: Programs, tmp_path: Path) -> None:
+    """The largest logits are summed on one rank; nothing else keeps two ranks from training and loading."""
+    (tmp_path / "faulty.py").write_text(FAULTY.replace("PROGRAM", str(PROGRAM)))
+    words = [*FLAGS[: FLAGS.index("--model-parallel-size")], "--model-parallel-size", "2", "--num-layers", "1"]
+    tool = "tools/verify_communication.py", "--world-size", "2"
+    ended = programs.python(*tool, "--program", tmp_path / "faulty.py", *words)
+    assert ended.returncode == 6, ended.output
+    found = "call different operations as number [0-9]+ of their group of ranks 0, 1, in training:"
+    assert re.search(f"error: fresh start: ranks 0 and 1 {found}", ended.output), ended.output
+    assert re.search(r"rank 0: all_reduce of 64 float32 \(MAX\) at .*/faulty.py:[0-9]+", ended.output)
+    assert re.search(r"rank 1: all_reduce of 64 float32 \(SUM\) at .*/faulty.py:[0-9]+", ended.output)
+    assert "no rank can hang" not in ended.output

@@ -1,13 +1,11 @@
 """Tensors that are being sent or received, and what uses them meanwhile."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class _Buffer(NamedTuple):
@@ -20,15 +18,14 @@ class _Buffer(NamedTuple):
     what: str
 
 
-class BufferWatch(TorchDispatchMode):
-    """While inside, ``found`` is called with a line for each use of a buffer that is not waited for.
+class BufferWatch:
+    """Calls ``found`` with a line for each use of a buffer that is not waited for.
 
     Nothing may read or write what an operation writes, and nothing may write what it reads. Freed it may be: torch's
     process groups keep it until then.
     """
 
     def __init__(self, found: Callable[[str], None], place: Callable[[], str]):
-        super().__init__()
         self._found, self._place = found, place
         self._under_way: dict[Any, list[_Buffer]] = {}
         self._by_storage: dict[int, list[_Buffer]] = {}
@@ -58,10 +55,10 @@ class BufferWatch(TorchDispatchMode):
             if buffers:
                 self._found(f"nothing waits for {buffers[0].what}")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self._under_way and not func.is_view:
-            self._check(_uses(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def computed(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Torch's operation ``func``, which makes no view, begins."""
+        if self._under_way:
+            self._check(_uses(func, args, kwargs))
 
     def _check(self, uses: Iterable[tuple[Tensor, bool]]) -> None:
         """``uses`` are tensors, and whether each is written."""
@@ -83,9 +80,15 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def _uses(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Tensor, bool]]:
-    for number, argument in enumerate(func._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
+    for number, (name, writes) in enumerate(_arguments(func)):
+        value = args[number] if number < len(args) else kwargs.get(name)
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(leaf, Tensor):
                 yield leaf, writes
+
+
+@cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Names of the arguments, and whether they are written."""
+    arguments = func._schema.arguments
+    return [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in arguments]

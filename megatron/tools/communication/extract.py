@@ -1,5 +1,6 @@
 """Run ranks one by one, each alone in a process, and collect what they communicate."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -77,6 +78,7 @@ def extract(job: Job, ranks: Sequence[int], processes: int) -> Iterator[Trace]:
 def _run(job: Job, rank: int) -> None:
     """Be ``rank``, in a process of its own."""
     die_with_parent()
+    gc.disable()  # a process that ends soon
     folder = job.folder_of(rank)
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -85,7 +87,11 @@ def _run(job: Job, rank: int) -> None:
     try:
         words = [word.replace("{folder}", str(folder)) for word in job.words]
         recorder = Recorder(rank, job.signal_in)
-        with one_rank(job.world_size, rank), memoryless(nothing_counts=job.nothing_counts), recording(recorder):
+        with (
+            one_rank(job.world_size, rank),
+            memoryless(nothing_counts=job.nothing_counts, computed=recorder.buffers.computed),
+            recording(recorder),
+        ):
             if job.prepare is not None:
                 job.prepare(rank)
             recorder.trace.exit_code = run_program(job.program, words)

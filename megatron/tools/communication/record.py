@@ -159,8 +159,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
             (OneRankGroup, "observer", recorder),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        with recorder.buffers:
-            yield
+        yield
         recorder.buffers.finish()
 
 

@@ -24,6 +24,7 @@ from megatron.tools.one_rank.accelerator import DEVICE, AnyGenerator, Memoryless
 from megatron.tools.one_rank.group import OneRankGroup
 
 aten = torch.ops.aten
+Computed = Callable[[Any, tuple, dict], None]
 _LARGEST = 1024
 """Elements of a tensor that a program reads on the host; larger ones it saves, and they stay on the device."""
 _FEW = 8
@@ -40,8 +41,9 @@ _DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
 class _Memoryless(TorchDispatchMode):
     """Operations on the device. The shapes of their results are remembered: torch finds them in Python."""
 
-    def __init__(self, nothing_counts: bool) -> None:
+    def __init__(self, nothing_counts: bool, computed: Computed | None) -> None:
         super().__init__()
+        self._computed = computed
         self._known: dict[Any, Any] = {}
         self._empty = nothing_counts
         self._agreed: dict[int, StorageWeakRef] = {}
@@ -74,6 +76,8 @@ class _Memoryless(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.is_view:
             return func(*args, **(kwargs or {}))
+        if self._computed is not None:
+            self._computed(func, args, kwargs or {})
         result = self._dispatched(func, args, kwargs or {})
         if self._agreed and self._follows(args, kwargs or {}):
             self.agree_on(result if isinstance(result, tuple) else (result,))
@@ -226,8 +230,11 @@ def _agreed_by(max_across_ranks: Callable[..., Tensor]) -> Callable[..., _Agreed
 
 
 @contextmanager
-def memoryless(*, nothing_counts: bool = False) -> Iterator[None]:
-    """While inside, programs find this device in place of CUDA's. DS_ACCELERATOR has to be ``cuda``."""
+def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None) -> Iterator[None]:
+    """While inside, programs find this device in place of CUDA's. DS_ACCELERATOR has to be ``cuda``.
+
+    ``computed`` is called with each operation of torch that makes no view, and its arguments, before it.
+    """
     from megatron.checkpoint import save
     from megatron.engines import build
     from megatron.ops import attention
@@ -268,7 +275,7 @@ def memoryless(*, nothing_counts: bool = False) -> Iterator[None]:
             (build, "build_module", _on_device(build.build_module)),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        mode = stack.enter_context(_Memoryless(nothing_counts))
+        mode = stack.enter_context(_Memoryless(nothing_counts, computed))
         if nothing_counts:
             for name in ("allreduce", "broadcast"):
                 stack.enter_context(patch.object(OneRankGroup, name, _agreeing(getattr(OneRankGroup, name), mode)))
