@@ -20,7 +20,9 @@ from megatron.checkpoint.universal import load_states
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import GPT2_FORMAT, PREFIX, format_of, read_config, shape_problems, source_shapes
+from megatron.model.huggingface import GPT2_FORMAT, format_of, read_config, shape_problems, source_shapes
+from megatron.model.huggingface.formats import PREFIX, present
+from megatron.model.spec import sizes_of
 from megatron.parallel.expert import local_experts
 from megatron.parallel.layout import ParallelLayout
 
@@ -37,13 +39,13 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     if problems := shape_problems(config, {name: tuple(one.shape) for name, one in outlines.items()}, source):
         more = [f"{source}: {len(problems)} such lines in all"] if len(problems) > _SHOWN else []
         raise CheckpointError(problems[:_SHOWN] + more)
-    wanted = (_present(name, tensors) for theirs in source_shapes(config).values() for name in theirs)
+    wanted = (present(name, tensors) for theirs in source_shapes(config).values() for name in theirs)
     if problems := no_floats(outlines, wanted, source):
         raise CheckpointError(problems[:_SHOWN])
-    sources = {ours: [_present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
+    sources = {ours: [present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
     needed = {name for names in sources.values() for name in names}
     for name, other in format_of(config).tied.items():
-        other = _present(other, tensors)
+        other = present(other, tensors)
         if name in tensors and name not in needed and not tensors[name].equal(tensors[other]):
             table = other.removeprefix(PREFIX)
             raise CheckpointError(
@@ -71,13 +73,9 @@ def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTen
     )
 
 
-def _present(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """``name`` as it is in a file, which may be that of a model without a head."""
-    return name if name in tensors else name.removeprefix(PREFIX)
-
-
 def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """Our weight ``name``, or a rank's shard of whole groups of it, from the tensors that it consists of."""
+    config = sizes_of(config, name)
     if format_of(config) is GPT2_FORMAT:
         return _from_gpt2(name, theirs[0], config)
     if "key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]; or without the first
@@ -92,6 +90,7 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
 
 def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
     """The tensors that our weight ``name`` consists of."""
+    config = sizes_of(config, name)
     if format_of(config) is GPT2_FORMAT:
         return [_to_gpt2(name, ours, config)]
     if "key_value" in name:
@@ -158,8 +157,9 @@ class _Shards:
             return self.weights[name]
         if spec.is_vocabulary:
             ends = min(self.tokens, rank * rows), min(self.tokens, (rank + 1) * rows)
-            return self.tensors.part(_present(next(iter(sources)), self.tensors), 0, *ends)
-        if format_of(config) is GPT2_FORMAT or ("query_key_value" in name and config.query_groups % size):
+            return self.tensors.part(present(next(iter(sources)), self.tensors), 0, *ends)
+        groups = sizes_of(config, name).query_groups
+        if format_of(config) is GPT2_FORMAT or ("query_key_value" in name and groups % size):
             return self.weights[name].chunk(size, dim)[rank]
         dim -= len(spec.shape) - len(next(iter(sources.values())))  # gate and up are stacked, and so are experts
         if spec.is_expert:

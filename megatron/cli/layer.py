@@ -14,7 +14,7 @@ from megatron.cli.provided import Provided, Source, read_value
 from megatron.common.errors import did_you_mean
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name, negative_flag
-from megatron.model.architectures import BERT, GPT2, T5
+from megatron.model.architectures import BERT, GPT2, LLAVA, T5
 from megatron.model.spec import ArchitectureSpec
 
 _NEAR = 0.8
@@ -215,7 +215,8 @@ def _owner(field: Field) -> str:
     metadata = field.metadata["flag"]
     if metadata["masked_lm"] is None and metadata["encoder_decoder"] is None:
         return "for pretraining"
-    owner = T5 if metadata["encoder_decoder"] == "only" else BERT if metadata["masked_lm"] else GPT2
+    owner = LLAVA if metadata["vision"] else T5 if metadata["encoder_decoder"] == "only" else GPT2
+    owner = BERT if metadata["masked_lm"] else owner
     return f"{owner.name}'s, for {owner.program}"
 
 

@@ -82,6 +82,8 @@ def has_flag(field: Field, architecture: ArchitectureSpec) -> bool:
     metadata = field.metadata["flag"]
     if not architecture.is_language_model:
         return not metadata["pretraining"]
+    if metadata["vision"] and not architecture.reads_images:
+        return False
     kind = metadata["encoder_decoder"]
     if architecture.is_encoder_decoder and kind:
         return kind != "not"

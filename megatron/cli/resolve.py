@@ -47,6 +47,8 @@ def resolve_run(
     run = replace(run, activation=_activation(run.activation))
     run = replace(run, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
+    if architecture.reads_images:
+        run = replace(run, data=replace(run.data, image_slots=run.model.image_slots))
     observe = replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace)
     if observe.run_dir is not None and run.logging.metrics_file is None:
         run = replace(run, logging=replace(run.logging, metrics_file=str(Path(observe.run_dir) / METRICS)))
@@ -146,6 +148,9 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
 
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
     model = _both_stacks(run) if architecture.is_encoder_decoder else run.model
+    if architecture.reads_images:  # ``num_layers`` is from here on of the encoder of images, too
+        layers = model.num_layers + model.vision_layers
+        model = replace(model, num_layers=layers, text_seq_length=run.data.seq_length)
     packs = run.data.sft and not architecture.is_encoder_decoder
     if not model.has_experts:
         model = replace(model, num_experts=0)

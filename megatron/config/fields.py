@@ -28,6 +28,7 @@ def flag(
     metavar: str | None = None,
     masked_lm: bool | None = None,
     encoder_decoder: str | None = None,
+    vision: bool = False,
     pretraining: bool = False,
     needs: Relations = (),
     ignored_without: Relations = (),
@@ -39,7 +40,8 @@ def flag(
     ``switches`` are more flags, each with the value it sets; ``within`` is the interval of valid numbers, such as
     ``"[0, 1)"``; ``masked_lm`` restricts the flag to masked (True) or causal (False) language models, ``pretraining``
     to both. Models with an encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have
-    this one, too ("also"), that no other model has it ("only"), or that they have not ("not").
+    this one, too ("also"), that no other model has it ("only"), or that they have not ("not"). ``vision`` restricts it
+    to models that read images.
 
     For ``needs``, ``ignored_without`` and ``excludes`` see ``Relations``; ``instead_of`` names fields of which only one
     may be provided.
@@ -55,7 +57,8 @@ def flag(
         "metavar": metavar,
         "masked_lm": masked_lm,
         "encoder_decoder": encoder_decoder,
-        "pretraining": pretraining or masked_lm is not None or encoder_decoder == "only",
+        "vision": vision,
+        "pretraining": pretraining or masked_lm is not None or encoder_decoder == "only" or vision,
         "needs": _with_reasons(needs),
         "ignored_without": _with_reasons(ignored_without),
         "excludes": _with_reasons(excludes),

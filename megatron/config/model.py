@@ -1,14 +1,15 @@
 """The model: its sizes, regularization and kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.experts import AdapterConfig, ExpertConfig, as_runs
 from megatron.config.fields import derived, flag
 from megatron.config.positions import PositionConfig
+from megatron.config.vision import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
+class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig, VisionConfig):
     """Network size, regularization and kernels."""
 
     model_preset: str | None = flag(
@@ -16,7 +17,7 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     )
     num_layers: int = flag(
         0,
-        "Transformer layers; T5: of the encoder.",
+        "Transformer layers; T5: of the encoder; LLaVA: of the language model.",
         aliases=("encoder-num-layers",),
         within="[1, 20000]",
         required=True,
@@ -187,6 +188,8 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     decoder_seq_length: int = derived(0)
     decoder_start_token: int = derived(-1)
     """Token that the decoder of an encoder-decoder model reads first."""
+    quick_gelu: bool = derived(False)
+    """Whether GELU is approximated as x sigmoid(1.702 x), as CLIP does."""
     classes: tuple[str, ...] = derived(())
     """Names of the classes of a classifier, in the order of its outputs."""
 
@@ -204,6 +207,32 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     def query_groups(self) -> int:
         """Number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def language_model(self) -> "ModelConfig":
+        """The model without an encoder of images; its layers are numbered from 1 on."""
+        return replace(self, architecture="GPT-2", num_layers=self.num_layers - self.vision_layers, vision_num_layers=0)
+
+    @property
+    def vision_model(self) -> "ModelConfig":
+        """The encoder of images: transformer layers with layer norms and biases, without dropout."""
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return ModelConfig(
+            **shared,
+            hidden_size=self.vision_hidden_size,
+            num_attention_heads=self.vision_num_attention_heads,
+            ffn_hidden_size=self.vision_ffn_hidden_size,
+            layernorm_epsilon=self.vision_layernorm_epsilon,
+            openai_gelu=self.vision_encoder == "siglip",
+            quick_gelu=self.vision_encoder == "clip",
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+        )
+
+    def layer_has_experts(self, layer_number: int) -> bool:
+        """Whether a transformer layer, numbered from 1 on with those of an encoder, has a mixture of experts."""
+        own = layer_number - self.vision_layers
+        return own > 0 and super().layer_has_experts(own)
 
     @property
     def is_gated(self) -> bool:
@@ -241,6 +270,14 @@ class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     def qkv_bias(self) -> bool:
         """Whether the projection to queries, keys and values has a bias."""
         return self.linear_bias or self.add_qkv_bias
+
+
+_SHARED = (
+    *("architecture", "num_layers", "init_method_std", "use_cpu_initialization", "seed", "dtype", "fused_kernels"),
+    *("compile", "bias_dropout_fusion", "gradient_accumulation_fusion", "recomputes_attention"),
+    *("fp8_format", "fp8_recipe", "fp8_min_size"),
+)
+"""Settings that the encoder of images has in common with the language model."""
 
 
 def default_ffn_hidden_size(model: ModelConfig) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from megatron.config import RunConfig
+from megatron.config import ModelConfig, RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.engines.compiler import import_compiler_late
 from megatron.engines.containers import Layers, SequentialModel, build_layers
@@ -22,10 +22,10 @@ from megatron.engines.schedules import PipelinedEngine
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
 from megatron.model.partition import layers_per_chunk, partition_boundaries
+from megatron.model.spec import is_trained
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import schedule_of
-from megatron.parallel.tensor.lora import train_adapters_only
 
 check_overrides()  # all modules that override something are imported above
 
@@ -40,8 +40,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=dict(run.ds_config))
     module = build_module(run, layout)
-    if run.model.lora_rank:
-        train_adapters_only(module)
+    freeze(module, run.model)
     if run.model.compile and run.zero.zero_stage == 3:
         # Weights are gathered by hooks of modules, for which the compiler would end a graph: not within a layer.
         set_z3_leaf_modules(module, [ParallelTransformerLayer], raise_if_not_found=False)
@@ -58,6 +57,13 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
         )
     assert isinstance(engine, Engine), "DeepSpeed chooses the engine elsewhere"
     return engine
+
+
+def freeze(module: nn.Module, model: ModelConfig) -> None:
+    """Freeze the parameters of ``module`` that training does not change."""
+    if model.lora_rank or model.vision_num_layers:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(is_trained(model, name))
 
 
 def our_engines(run: RunConfig, layout: ParallelLayout) -> Any:

@@ -8,7 +8,8 @@ torch module of each layer is named by its import path, and imported only when a
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, lru_cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -64,6 +65,11 @@ class KeptActivations:
     """Bytes, not elements, of indices and their masks."""
 
 
+def times(kept: KeptActivations, tokens: Fraction) -> KeptActivations:
+    """What a layer keeps of that many tokens for each one that costs are counted for."""
+    return KeptActivations(**{name: round(value * tokens) for name, value in vars(kept).items()})
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One entry of the list of layers."""
@@ -91,6 +97,9 @@ class LayerSpec:
     kept: KeptActivations = KeptActivations()
     tied: str | None = None
     """Key that layers with the same parameters share; None for a layer with its own."""
+    part: str = "language"
+    """The part of a vision-language model that it belongs to, of ``megatron.config.vision.PARTS``; "" for weights that
+    are never trained."""
     is_block: bool = False
     """Whether it is one of the ``num_layers`` transformer layers, which the pipeline divides and recomputation runs
     again."""
@@ -132,6 +141,8 @@ class ArchitectureSpec:
     that is no language model: its samples are rows of a table, each with a class."""
     is_encoder_decoder: bool = False
     """Whether samples are texts with masked spans, for an encoder, and the spans, for a decoder (T5)."""
+    reads_images: bool = False
+    """Whether samples are conversations with images (LLaVA)."""
     defaults: tuple[str, ...] = ()
     """Command-line arguments that its program adds."""
     provider: Any = None
@@ -167,9 +178,29 @@ class ArchitectureSpec:
         return {prefix + parameter.name: parameter for prefix, layer in layers for parameter in layer.parameters}
 
 
+def part_of(config: ModelConfig, name: str) -> str:
+    """The part of a vision-language model that the parameter ``name`` belongs to; of others the language model."""
+    return _parts(config)[name[: name.index(".", len(_TIED) if name.startswith(_TIED) else 0) + 1]]
+
+
+@lru_cache(maxsize=8)
+def _parts(config: ModelConfig) -> dict[str, str]:
+    """The part of each layer by the prefix of its parameters' names."""
+    return {prefix: layer.part for prefix, layer in architecture_of(config).prefixed_layers(config)}
+
+
+def sizes_of(config: ModelConfig, name: str) -> ModelConfig:
+    """The sizes of the layer that has the parameter ``name``: of the encoder of images, or of the language model."""
+    is_vision = config.vision_num_layers and part_of(config, name) == "vision"
+    return config.vision_model if is_vision else config
+
+
 def is_trained(config: ModelConfig, name: str) -> bool:
-    """Whether training changes the parameter ``name``: with ``--lora-rank`` only adapters."""
-    return not config.lora_rank or ".lora." in name
+    """Whether training changes the parameter ``name``: with ``--lora-rank`` of a language model only adapters."""
+    part = part_of(config, name) if config.vision_num_layers else "language"
+    if not part or part in config.frozen_parts:
+        return False
+    return part != "language" or not config.lora_rank or ".lora." in name
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
@@ -185,9 +216,12 @@ def active_parameters(config: ModelConfig) -> int:
     return sum(spec.numel // spec.shape[0] * chosen if spec.is_expert else spec.numel for spec in specs)
 
 
+_TIED = "tied_modules."
+
+
 def parameter_prefix(index: int, layer: LayerSpec) -> str:
     """What the names of a layer's parameters begin with in modules and checkpoints: its index, or its tied key."""
-    return f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}."
+    return f"{index}." if layer.tied is None else f"{_TIED}{layer.tied}."
 
 
 def fp8_weights(config: ModelConfig, layer: LayerSpec, tensor_parallel_size: int) -> tuple[ParameterSpec, ...]:

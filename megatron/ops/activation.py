@@ -35,8 +35,15 @@ def expert_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """GELU, exact or OpenAI's tanh approximation."""
+    """GELU, exact, OpenAI's tanh approximation, or CLIP's."""
+    if config.quick_gelu:
+        return quick_gelu
     return partial(F.gelu, approximate=_gelu_kind(config))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -55,7 +55,7 @@ class Attention:
         self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None, dropout: float = 0.0
     ) -> Tensor:
         """Attention within segments and windows."""
-        if segment_ids is None and self.window is not None and self.window >= query.size(2) - 1:
+        if segment_ids is None and (self.window is None or self.window >= query.size(2) - 1):
             return self.dense(query, key, value, dropout=dropout)
         return self._limited(query, key, value, segment_ids, dropout)
 
@@ -85,7 +85,6 @@ class Attention:
         )
 
     def _limited(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float) -> Tensor:
-        assert self.causal or segment_ids is not None, "without segment ids padding cannot be masked"
         limits = self.kernels[dropout > 0].limits
         if limits == "varlen":
             return attend_varlen(query, key, value, segment_ids, self.window)

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch.testing import assert_close
 
 from megatron.config import ModelConfig, ParallelConfig
+from megatron.engines.build import freeze
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
 
 S, H = 12, 16
@@ -68,7 +68,7 @@ def run_layer(layout: ParallelLayout, config: ModelConfig) -> list[Tensor]:
     model_parallel_manual_seed(3, layout)
     layer = ParallelTransformerLayer(config, layout, layer_number=1)
     if config.lora_rank:
-        train_adapters_only(layer)
+        freeze(layer, config)
     shard = S // layout.tensor_group.size() if layout.sequence_parallel else S
     hidden = torch.randn(2, shard, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
     output = layer(hidden) + layer(hidden)

@@ -11,12 +11,12 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.build import freeze
 from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of as read_config
 from megatron.model.huggingface import source_shapes
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.convert.lora import merged, write_peft
 from megatron.tools.convert.whole_model import WholeModel
 
@@ -57,7 +57,7 @@ def built(config: ModelConfig, layout: ParallelLayout, weights: dict[str, Tensor
             if specs[name].is_vocabulary:
                 whole = torch.nn.functional.pad(whole[:53], (0, 0, 0, config.padded_vocab_size - 53))
             parameter.data.copy_(whole if dim is None else whole.chunk(t, dim)[layout.tensor_group.rank()])
-    train_adapters_only(model)
+    freeze(model, config)
     return model.train()
 
 

@@ -141,9 +141,9 @@ def counted_operations(run: RunConfig) -> tuple[int, int]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.config import ActivationConfig
+    from megatron.engines.build import freeze
     from megatron.engines.containers import sequential_model
     from megatron.parallel.layout import ParallelLayout
-    from megatron.parallel.tensor.lora import train_adapters_only
 
     softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees
     layout = ParallelLayout.create(ParallelConfig(world_size=1))
@@ -154,7 +154,7 @@ def counted_operations(run: RunConfig) -> tuple[int, int]:
     with FlopCounterMode(display=False) as forward:
         model.eval()(tokens)
     if run.model.lora_rank:
-        train_adapters_only(model)
+        freeze(model, run.model)
     with FlopCounterMode(display=False) as iteration:
         model.train()(tokens, (tokens, torch.ones_like(tokens).float())).backward()
     return forward.get_total_flops(), iteration.get_total_flops()

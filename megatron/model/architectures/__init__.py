@@ -1,14 +1,15 @@
-"""The architectures: GPT-2, BERT, BERT with a classifier as its head, and T5, a file for each family. No torch here.
+"""The architectures: GPT-2, BERT, BERT with a classifier as its head, T5 and LLaVA, a file for each. No torch here.
 
 By its flags, GPT-2 also is a model of the Llama family.
 """
 
 from megatron.model.architectures.bert import BERT, CLASSIFIER
 from megatron.model.architectures.gpt2 import GPT2
+from megatron.model.architectures.llava import LLAVA
 from megatron.model.architectures.t5 import T5
 from megatron.model.spec import ARCHITECTURES, architecture_of, register
 
-__all__ = ["ARCHITECTURES", "BERT", "CLASSIFIER", "GPT2", "T5", "architecture_of"]
+__all__ = ["ARCHITECTURES", "BERT", "CLASSIFIER", "GPT2", "LLAVA", "T5", "architecture_of"]
 
-for _spec in (GPT2, BERT, CLASSIFIER, T5):
+for _spec in (GPT2, BERT, CLASSIFIER, T5, LLAVA):
     register(_spec)

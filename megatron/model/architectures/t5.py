@@ -17,7 +17,7 @@ from megatron.model.architectures.layers import (
     word_embedding,
     word_logits,
 )
-from megatron.model.spec import ArchitectureSpec, KeptActivations, LayerSpec, ParameterSpec
+from megatron.model.spec import ArchitectureSpec, KeptActivations, LayerSpec, ParameterSpec, times
 
 T5_LAYERS = "megatron.model.t5"
 
@@ -29,7 +29,7 @@ def _t5(config: ModelConfig) -> list[LayerSpec]:
     """
     untied, words = config.untie_embeddings_and_output_weights, word_embedding(config, f"{T5_LAYERS}:T5Embedding")
     ratio = _decoder_tokens(config)
-    embedding = replace(words, kept=_times(words.kept, ratio))
+    embedding = replace(words, kept=times(words.kept, ratio))
     norm = final_norm(config)
     head = output_layer(config) if untied else word_logits(config, words.module)
     return [
@@ -46,8 +46,8 @@ def _t5(config: ModelConfig) -> list[LayerSpec]:
         _stack_positions(config, ratio),
         *_stack(config, decoder_layer(config), config.decoder_num_layers, "decoder"),
         LayerSpec(forward=f"{T5_LAYERS}:without_encoder_output"),
-        replace(norm, kept=_times(norm.kept, ratio)),
-        replace(head, matmul_flops=round(head.matmul_flops * ratio), kept=_times(head.kept, ratio)),
+        replace(norm, kept=times(norm.kept, ratio)),
+        replace(head, matmul_flops=round(head.matmul_flops * ratio), kept=times(head.kept, ratio)),
     ]
 
 
@@ -70,7 +70,7 @@ def decoder_layer(config: ModelConfig) -> LayerSpec:
     statistics = 2 if norm == "LayerNorm" else 1
     across = KeptActivations(residual=h, local=h, masks=h, statistics=statistics, sharded=2 * q)
     both = KeptActivations(**{name: value + getattr(across, name) for name, value in vars(own.kept).items()})
-    kept = _times(both, ratio)
+    kept = times(both, ratio)
     return LayerSpec(
         f"{T5_LAYERS}:DecoderParallelTransformerLayer",
         parameters=parameters,
@@ -99,16 +99,12 @@ def _stack_positions(config: ModelConfig, ratio: Fraction = Fraction(1)) -> Laye
     """What is added to the embedded tokens of a stack: both read one table of positions."""
     layer, has_table = positions(config), config.has_position_table
     module = f"{T5_LAYERS}:{'StackPositions' if has_table else 'StackDropout'}"
-    return replace(layer, module=module, tied="positions" if has_table else None, kept=_times(layer.kept, ratio))
+    return replace(layer, module=module, tied="positions" if has_table else None, kept=times(layer.kept, ratio))
 
 
 def _decoder_tokens(config: ModelConfig) -> Fraction:
     """Tokens of the decoder for each of the encoder."""
     return Fraction(config.decoder_seq_length or 1, config.encoder_seq_length or 1)
-
-
-def _times(kept: KeptActivations, ratio: Fraction) -> KeptActivations:
-    return KeptActivations(**{name: round(value * ratio) for name, value in vars(kept).items()})
 
 
 T5 = ArchitectureSpec(

@@ -1,6 +1,6 @@
 """What a Hugging Face folder says of its model: config.json, and names and shapes of its weights. No torch here.
 
-GPT-2, the models of the Llama family, BERT and T5 1.1 are converted in both directions.
+GPT-2, the models of the Llama family, BERT, T5 1.1 and LLaVA are converted in both directions.
 """
 
 import re
@@ -12,13 +12,28 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.common.reading import LARGEST_JSON, LARGEST_SETTINGS, parse_json, read_bytes
 from megatron.config import ModelConfig
 from megatron.config.positions import ROTATION
-from megatron.model.architectures import GPT2, T5
+from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.model.huggingface.bert_and_t5 import BERT_CLASSES, BERT_FORMAT, T5_FORMAT, T5_SHAPE
-from megatron.model.huggingface.formats import GPT2_FORMAT, PREFIX, Format, Shapes, config_from, config_to, shapes_of
+from megatron.model.huggingface.formats import (
+    GPT2_FORMAT,
+    Format,
+    Shapes,
+    canonical,
+    config_from,
+    config_to,
+    shapes_of,
+)
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
+from megatron.model.huggingface.llava import LLAVA_FORMAT, OTHER_FLAGS, SHAPE
 
 HF_CONFIG = "config.json"
-FORMATS: dict[str, Format] = {"gpt2": GPT2_FORMAT, **LLAMA_FORMATS, "megatron-bert": BERT_FORMAT, "t5": T5_FORMAT}
+FORMATS: dict[str, Format] = {
+    "gpt2": GPT2_FORMAT,
+    **LLAMA_FORMATS,
+    "megatron-bert": BERT_FORMAT,
+    "t5": T5_FORMAT,
+    "llava": LLAVA_FORMAT,
+}
 """By ``model_type``."""
 _BUFFER = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)")
 """Tensors in older files that are no weights: the causal mask, the frequencies of the rotation, the positions."""
@@ -53,8 +68,10 @@ def format_of(config: ModelConfig) -> Format:
         return BERT_FORMAT
     if config.architecture == T5.name:
         return T5_FORMAT
+    if config.architecture == LLAVA.name:
+        return LLAVA_FORMAT
     if config.architecture != GPT2.name:
-        names = ", ".join((GPT2.name, *BERT_CLASSES, T5.name))
+        names = ", ".join((GPT2.name, *BERT_CLASSES, T5.name, LLAVA.name))
         raise ConfigError(f"the model is {config.architecture}, and to-hf supports {names}; use merge")
     is_llama = config.has_rotary_embedding or config.swiglu or config.normalization == "RMSNorm"
     return FORMATS["llama"] if is_llama else GPT2_FORMAT
@@ -90,6 +107,7 @@ _OTHER_FLAGS = (
     "pre_tokens",
     "moe_router_topk",
     "moe_router_pre_softmax",
+    *OTHER_FLAGS,
 )
 
 
@@ -98,6 +116,8 @@ def shape_of(config: ModelConfig) -> dict[str, Any]:
     shape = {name: getattr(config, _RESOLVED.get(name, name)) for name in _SHAPE}
     if format_of(config) is T5_FORMAT:
         shape |= {name: getattr(config, name) for name in T5_SHAPE} | {"num_layers": config.encoder_num_layers}
+    if format_of(config) is LLAVA_FORMAT:
+        shape |= {name: getattr(config, name) for name in SHAPE} | {"num_layers": config.language_model.num_layers}
     return shape | ({"max_position_embeddings": config.position_rows} if config.has_position_table else {})
 
 
@@ -147,12 +167,8 @@ def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], s
 
     Names that repeat a weight, such as that of a head that is the embedding, are accepted.
     """
-    names = {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
-    expected = {
-        name.removeprefix(PREFIX): shape
-        for sources in source_shapes(config).values()
-        for name, shape in sources.items()
-    }
+    names = {canonical(name): shape for name, shape in shapes.items()}
+    expected = {canonical(name): shape for sources in source_shapes(config).values() for name, shape in sources.items()}
     problems = [f"{source} holds no weight {name}" for name in expected if name not in names]
     problems += [
         f"{source} holds {name}, which the model does not have"

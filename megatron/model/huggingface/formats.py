@@ -3,7 +3,7 @@
 ``Format`` is what differs between them; the functions below read and write any of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ Fields = dict[str, Any]
 """Values of ModelConfig by field."""
 PREFIX = "transformer."
 """Which names have in files of a complete GPT-2, and not in those of the model without a head."""
+TOWER = "vision_tower.vision_model."
+"""Which names of an encoder of images have in files of older versions of transformers; newer ones leave out a part."""
 RESIDUAL = "the residual taken before the norm (no --apply-residual-connection-post-layernorm)"
 """What models of most formats have, for messages."""
 _GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
@@ -61,6 +63,16 @@ class Format:
     """Whether linear layers are Conv1D: y = x W + b, where ours is y = x W^T + b."""
 
 
+def canonical(name: str) -> str:
+    """The one name of a weight that has several in files."""
+    return name.removeprefix(PREFIX).replace(TOWER, "vision_tower.")
+
+
+def present(name: str, names: Container[str]) -> str:
+    """``name`` as it is among ``names`` of files."""
+    return next((one for one in (name, name.removeprefix(PREFIX), canonical(name)) if one in names), canonical(name))
+
+
 def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: int | None) -> ModelConfig:
     """The model that the config.json at ``path`` describes, with the vocabulary of its tokenizer if that is known.
 
@@ -68,6 +80,7 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
     """
     values, problems = _read_values(form, tree)
     fields, more = form.read(tree)
+    values |= fields
     problems += more
     if form.multiple and not problems:
         (large, factor), names = (
@@ -82,7 +95,7 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
     if not form.keeps_rows:
         values["vocab_size"] = vocab_size or values["vocab_size"]
-    values |= {"padded_vocab_size": values["vocab_size"], **fields}
+    values["padded_vocab_size"] = values["vocab_size"]
     values |= form.derive(values)
     if problems := field_problems(ModelConfig, values):
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
@@ -132,9 +145,10 @@ def shapes_of(form: Format, config: ModelConfig) -> Shapes:
     the same matrix of all experts of a layer.
     """
     sources: Shapes = {}
-    d = config.head_size
-    rows = (config.num_attention_heads * d, config.query_groups * d, config.query_groups * d)
     for ours, block, layer, parameter in _our_parameters(config):
+        sizes = config.vision_model if layer.part == "vision" else config
+        groups = sizes.query_groups * sizes.head_size
+        rows = (sizes.num_attention_heads * sizes.head_size, groups, groups)
         module, _, kind = parameter.name.rpartition(".")
         names, shape = form.names(config, block, layer, module), parameter.shape
         if form.transposes and layer.is_block:

@@ -76,9 +76,3 @@ class ParallelAdapter(DeferringModule):
         if self.group.size() > 1:
             inner = reduce_output(inner, self.group, self.sequence_dim)
         return linear(inner, self.B, deferred=self.deferred)
-
-
-def train_adapters_only(module: nn.Module) -> None:
-    """Freeze every parameter of ``module`` except adapters."""
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(f".{ADAPTER}." in name)

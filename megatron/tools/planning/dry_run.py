@@ -10,13 +10,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.common.units import with_prefix
 from megatron.config import ParallelConfig, RunConfig
 from megatron.engines import deepspeed_silenced
+from megatron.engines.build import freeze
 from megatron.engines.containers import SequentialModel, build_layers
 from megatron.model.architectures import architecture_of
 from megatron.model.embedding import without_segment_ids
 from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import chunks_of
-from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import stage_memory
 from megatron.training.summary import describe_config, describe_stages
@@ -58,8 +58,7 @@ def built_stage(run: RunConfig, layout: ParallelLayout) -> SequentialModel:
     of_stage = [layer if number in own else without_segment_ids for number, layer in enumerate(layers)]
     with torch.device("meta"):
         model = SequentialModel(of_stage, architecture.build_loss(run.model, layout), run.activation)
-    if run.model.lora_rank:
-        train_adapters_only(model)
+    freeze(model, run.model)
     return model
 
 

@@ -1,0 +1,108 @@
+"""Settings of a vision-language model: an encoder of images, and a projector to the language model (LLaVA)."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from megatron.config.fields import derived, flag
+
+_vision_flag = partial(flag, vision=True)
+
+PARTS = ("vision", "projector", "language")
+"""Parts of a vision-language model; any other model is a language model."""
+
+
+class ImageSlots(NamedTuple):
+    """The images of a sample, of which some may be empty."""
+
+    slots: int
+    size: int
+    """Height and width in pixels."""
+    token: int
+    """The placeholder, of which a text has ``tokens`` for each image."""
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Encoder of images and projector."""
+
+    vision_encoder: str = _vision_flag(
+        "clip",
+        "Kind of the encoder: CLIP has a class token, a norm before the layers and quick GELU; SigLIP has a bias of "
+        "patches and tanh GELU.",
+        choices=("clip", "siglip"),
+    )
+    vision_num_layers: int = _vision_flag(0, "Layers of the encoder.", within="[1, 20000]", required=True)
+    vision_hidden_size: int = _vision_flag(1024, "Hidden size of the encoder.", within="[1, 1048576]")
+    vision_ffn_hidden_size: int = _vision_flag(4096, "Hidden size of the encoder's MLP.", within="[1, 8388608]")
+    vision_num_attention_heads: int = _vision_flag(16, "Attention heads of the encoder.", within="[1, 1048576]")
+    vision_layernorm_epsilon: float = _vision_flag(1e-5, "Epsilon of the encoder's norms.", within="(0, inf)")
+    vision_image_size: int = _vision_flag(336, "Height and width of images in pixels.", within="[1, 65536]")
+    vision_patch_size: int = _vision_flag(14, "Height and width of a patch in pixels.", within="[1, 65536]")
+    vision_feature_layer: int = _vision_flag(
+        -2,
+        "The layer whose output the projector reads, as in transformers: -1 is the last one, -2 the one before it. "
+        "Layers after it are kept for conversion, but not computed.",
+        within="[-20000, 20000]",
+    )
+    vision_feature_select_strategy: str = _vision_flag(
+        "default",
+        "Which outputs of the encoder the projector reads: all but the first one, CLIP's class token (default), or "
+        "all of them (full).",
+        choices=("default", "full"),
+    )
+    image_token_id: int = _vision_flag(
+        -1, "The placeholder token, of which there is one for each patch of an image.", within="[0, inf)", required=True
+    )
+    images_per_sample: int = _vision_flag(
+        1,
+        "Images that a sample has room for. Empty slots are computed as well, so that all ranks do the same work "
+        "whatever the data; a micro-batch has --batch-size times as many.",
+        within="[1, 65536]",
+    )
+    freeze_vision: bool = _vision_flag(False, "Do not train the encoder of images.", aliases=("freeze-vit",))
+    freeze_projector: bool = _vision_flag(False, "Do not train the projector.")
+    freeze_language_model: bool = _vision_flag(
+        False, "Do not train the language model.", aliases=("freeze-lm",), excludes=("lora_rank",)
+    )
+    vision_lr_mult: float = _vision_flag(1.0, "Learning rate of the encoder, times --lr.", within="[0, inf)")
+    projector_lr_mult: float = _vision_flag(1.0, "Learning rate of the projector, times --lr.", within="[0, inf)")
+    text_seq_length: int = derived(0)
+    """Tokens of a sample, placeholders included."""
+
+    @property
+    def vision_layers(self) -> int:
+        """Layers of the encoder that are computed, which come before those of the language model; 0 without encoder."""
+        layer, count = self.vision_feature_layer, self.vision_num_layers
+        return (layer if layer >= 0 else count + 1 + layer) if count else 0
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the encoder reads a token before those of the patches."""
+        return self.vision_encoder == "clip"
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Tokens of an image in the encoder: its patches, and the class token."""
+        return (self.vision_image_size // self.vision_patch_size) ** 2 + self.has_class_token
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image in the language model."""
+        return self.encoder_tokens - (self.vision_feature_select_strategy == "default")
+
+    @property
+    def image_slots(self) -> ImageSlots:
+        """The images of a sample."""
+        return ImageSlots(self.images_per_sample, self.vision_image_size, self.image_token_id, self.image_tokens)
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """The parts that are not trained at all."""
+        frozen = (self.freeze_vision, self.freeze_projector, self.freeze_language_model)
+        return tuple(part for part, is_frozen in zip(PARTS, frozen, strict=True) if is_frozen)
+
+    def learning_rate_of(self, part: str) -> float:
+        """What the learning rate of a part is multiplied by."""
+        return {"vision": self.vision_lr_mult, "projector": self.projector_lr_mult}.get(part, 1.0)

@@ -1,0 +1,95 @@
+"""LLaVA against the same network of transformers, and conversion in both directions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from megatron.checkpoint.huggingface import their_weights
+from megatron.config import ActivationConfig, ParallelConfig
+from megatron.engines.containers import sequential_model
+from megatron.model.llava import PIXELS
+from megatron.parallel.layout import ParallelLayout
+from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
+from megatron.tools.convert.whole_model import without_padding
+
+IMAGE, TOKENS = 63, torch.randint(0, 60, (2, 14), generator=torch.Generator().manual_seed(1))
+PICTURES = torch.randint(0, 256, (4, 28, 28, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+LABELS = TOKENS.roll(-1, 1)
+WEIGHTS = torch.full((2, 14), 1 / 28)
+
+
+def transformers_model(kind: str) -> torch.nn.Module:
+    """Tiny models with random weights: CLIP and Llama, SigLIP and Qwen2."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = {
+        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "initializer_range": 0.2},
+    }
+    image = {**sizes, "image_size": 28, "patch_size": 14}
+    if kind == "clip":
+        vision, language = transformers.CLIPVisionConfig(**image), transformers.LlamaConfig(**text)
+    else:
+        vision = transformers.SiglipVisionConfig(**image, vision_use_head=False)
+        language = transformers.Qwen2Config(**text, tie_word_embeddings=True)
+    strategy = "default" if kind == "clip" else "full"
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=language, image_token_index=IMAGE, vision_feature_select_strategy=strategy,
+        tie_word_embeddings=kind == "siglip",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_logits_gradients_and_weights_are_those_of_transformers(run_ranks, tmp_path: Path, kind: str):
+    run_ranks(1, equals_transformers, kind, tmp_path)
+
+
+def equals_transformers(kind: str, folder: Path):
+    """Two images in the first text, one in the second, whose second slot is empty."""
+    theirs = transformers_model(kind)
+    theirs.save_pretrained(folder / "theirs")
+    model = read_huggingface(folder / "theirs")
+    ours = sequential_model(model.config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
+    parameters = dict(ours.named_parameters())
+    assert list(parameters) == list(model.weights)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(model.weights[name])
+
+    tokens = TOKENS.clone()
+    tokens[0, 1:5], tokens[0, 7:11], tokens[1, 3:7] = IMAGE, IMAGE, IMAGE
+    mean, deviation = map(torch.tensor, PIXELS[kind])
+    pixels = ((PICTURES / 255 - mean) / deviation).permute(0, 3, 1, 2)
+    output = theirs(input_ids=tokens, pixel_values=pixels[:3], attention_mask=torch.ones_like(tokens)).logits
+    assert_close(ours((PICTURES, tokens)), output, rtol=1e-5, atol=1e-5)
+    loss = ours((PICTURES, tokens), (LABELS, WEIGHTS))
+    expected = torch.nn.functional.cross_entropy(output.flatten(0, 1), LABELS.flatten())
+    assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    gradients: dict[str, Tensor] = {
+        name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in parameters.items()
+    }
+    renamed = their_weights(without_padding(gradients, model.config), model.config)
+    for name, parameter in theirs.named_parameters():
+        of_file = name.removeprefix("model.").replace("lm_head", "language_model.lm_head")
+        of_file = of_file.replace("vision_tower.", "vision_tower.vision_model.")
+        if "lm_head" not in name:
+            of_file = of_file.replace("language_model.", "language_model.model.")
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert (renamed[of_file] - gradient).abs().max() <= 1e-5 * gradient.abs().max().clamp(min=1e-3), name
+
+    write_huggingface(folder / "again", model, None, max_shard_size=1 << 20, carried={})
+    again, report = type(theirs).from_pretrained(folder / "again", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert all(one.equal(theirs.state_dict()[name]) for name, one in again.state_dict().items())
