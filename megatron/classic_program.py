@@ -194,7 +194,7 @@ class ClassicProvider(ModelProvider):
 
     def batch(self, parts: Sequence[Tensor]) -> Batch:
         """All parts for the first stage, which passes them on, and again for the loss."""
-        return Batch(parts[0] if len(parts) == 1 else tuple(parts), tuple(parts))  # type: ignore[arg-type]
+        return Batch(parts[0] if len(parts) == 1 else tuple(parts), tuple(parts))
 
     def step(self, parts: Sequence[Tensor], model: nn.Module) -> tuple[Any, Any]:
         """What ``forward_step_func`` returns: the output of ``model``, and the function of the loss or None."""

@@ -6,6 +6,8 @@ from functools import cached_property, partial
 from megatron.config.batch_schedule import BatchSchedule, Steps
 from megatron.config.fields import derived, flag
 
+LR_MULTIPLIER = "lr_mult"
+"""What a group of parameters multiplies the learning rate by, where it is not 1, as in Megatron-LM."""
 _muon_flag = partial(flag, needs="optimizer=muon")
 
 

@@ -66,8 +66,8 @@ class VisionConfig:
     freeze_language_model: bool = _vision_flag(
         False, "Do not train the language model.", aliases=("freeze-lm",), excludes=("lora_rank",)
     )
-    vision_lr_mult: float = _vision_flag(1.0, "Learning rate of the encoder, times --lr.", within="[0, inf)")
-    projector_lr_mult: float = _vision_flag(1.0, "Learning rate of the projector, times --lr.", within="[0, inf)")
+    vision_lr_mult: float = _vision_flag(1.0, "Learning rate of the encoder, times --lr.", within="(0, inf)")
+    projector_lr_mult: float = _vision_flag(1.0, "Learning rate of the projector, times --lr.", within="(0, inf)")
     text_seq_length: int = derived(0)
     """Tokens of a sample, placeholders included."""
 

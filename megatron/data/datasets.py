@@ -13,6 +13,7 @@ from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset
 from megatron.data.blend_order import BlendOrder, BlendWindow
 from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.data.image_dataset import ImageDataset
 from megatron.data.indexed_dataset import Span
 from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
@@ -31,6 +32,8 @@ def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
         return PairDataset if data.sft else T5Dataset
     if masked_lm:
         return BertDataset
+    if data.image_slots:
+        return ImageDataset
     return SFTDataset if data.sft else GPT2Dataset
 
 

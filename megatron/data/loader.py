@@ -22,9 +22,10 @@ from megatron.data.datasets import Samples, rank_sample_indices, sample_at
 class Batch(NamedTuple):
     """A micro-batch, as both engines accept it."""
 
-    tokens: Tensor
+    tokens: Tensor | tuple[Tensor, ...]
     """int64 [b, s]; for BERT [b, 2, s], tokens and token types; with --sft tokens and segment ids; for T5 [b, s + r]:
-    tokens of the encoder, -1 for padding, and r of the decoder"""
+    tokens of the encoder, -1 for padding, and r of the decoder; for LLaVA
+    images, uint8 [b k, height, width, 3], and tokens and segment ids"""
     targets: tuple[Tensor, ...]
     """labels int64 [b, s], and loss_mask float32 [b, s]; for BERT also whether the sentences were swapped [b]"""
 
@@ -121,6 +122,14 @@ def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Ba
 def sft_batch(rows: Tensor) -> Batch:
     """rows [b, 4, s], tokens, segment ids, labels and loss mask -> a batch whose tokens [b, 2, s] are the first two."""
     return Batch(rows[:, :2].contiguous(), (rows[:, 2].contiguous(), rows[:, 3].float()))
+
+
+def image_batch(rows: Tensor, *, seq_length: int, image_size: int) -> Batch:
+    """rows uint8 [b, bytes] of ``ImageDataset`` -> a batch of images and text."""
+    text, images = rows.tensor_split([4 * 8 * seq_length], dim=1)
+    tokens, targets = sft_batch(text.contiguous().view(torch.int64).view(len(rows), 4, seq_length))
+    assert isinstance(tokens, Tensor)
+    return Batch((images.reshape(-1, image_size, image_size, 3), tokens), targets)
 
 
 def span_batch(rows: Tensor, *, decoder_seq_length: int) -> Batch:

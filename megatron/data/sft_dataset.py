@@ -21,21 +21,27 @@ TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 """Rows of a sample."""
 
 
-def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(
+    sizes: np.ndarray, capacity: int, images: np.ndarray | None = None, slots: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: each size, largest first, is put where it leaves the least space, or into a new bin.
 
     Args:
         sizes: from 1 to ``capacity``, in descending order, [n].
+        images: from 0 to ``slots``, of which a bin has so many, [n].
 
     Returns:
         ``members``, the indices of ``sizes`` bin by bin, int64 [n], and ``starts``, where each bin begins in them and
         their number, int64 [bins + 1].
     """
     bins: list[list[int]] = []
-    with_space: dict[int, list[int]] = {}
-    spaces: list[int] = []
-    for index, size in enumerate(sizes.tolist()):
-        at = bisect_left(spaces, size)
+    with_space: dict[tuple[int, int], list[int]] = {}
+    spaces: list[tuple[int, int]] = []
+    counts = [0] * len(sizes) if images is None else images.tolist()
+    for index, (size, count) in enumerate(zip(sizes.tolist(), counts, strict=True)):
+        at = bisect_left(spaces, (size, count))
+        while at < len(spaces) and spaces[at][1] < count:
+            at += 1
         if at < len(spaces):
             space = spaces[at]
             chosen = with_space[space].pop()
@@ -43,9 +49,10 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
                 del with_space[space], spaces[at]
             bins[chosen].append(index)
         else:
-            space, chosen = capacity, len(bins)
+            space, chosen = (capacity, slots), len(bins)
             bins.append([index])
-        if left := space - size:
+        left = space[0] - size, space[1] - count
+        if left[0]:
             if left not in with_space:
                 insort(spaces, left)
             with_space.setdefault(left, []).append(chosen)
@@ -56,8 +63,8 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 class SFTDataset(SourceSamples):
     """Samples of tokens, segment ids, labels and loss mask, int64 [4, seq_length].
 
-    Documents of the same length change places in every epoch, and so does the order of samples; how many samples an
-    epoch has does not change.
+    Documents of the same length and number of images change places in every epoch, and so does the order of samples;
+    how many samples an epoch has does not change.
 
     Attributes:
         samples_per_epoch: samples of an epoch.
@@ -70,10 +77,13 @@ class SFTDataset(SourceSamples):
         indexed, documents = source.indexed, source.documents
         self._starts = indexed.document_starts[documents.start : documents.stop + 1]
         positions = np.diff(self._starts) - 1
-        self._documents = np.flatnonzero(positions > 0)
-        self._sizes = positions[self._documents].clip(max=data.seq_length)
-        self.cut_documents = int(np.count_nonzero(positions > data.seq_length))
-        self._members, self._bins = pack(-np.sort(-self._sizes), data.seq_length)
+        sizes, self._images = self._limits(positions, data.seq_length)
+        self._documents = np.flatnonzero(sizes > 0)
+        self._sizes = sizes[self._documents]
+        self.cut_documents = int(np.count_nonzero(positions > sizes.clip(min=0)))
+        order = np.lexsort((self._images[self._documents], -self._sizes))
+        images, slots = self._images[self._documents[order]], data.image_slots[0] if data.image_slots else 0
+        self._members, self._bins = pack(self._sizes[order], data.seq_length, images, slots)
         self.samples_per_epoch = len(self._bins) - 1
         super().__init__(source, -(-samples // self.samples_per_epoch) * self.samples_per_epoch)
         self._loss_mask = _loss_mask_of(indexed)
@@ -103,6 +113,10 @@ class SFTDataset(SourceSamples):
         return (
             f"{split}: no token that counts is among the first {data.seq_length + 1} of a document: raise --seq-length"
         )
+
+    def _limits(self, positions: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and images of each document that a sample takes, of the ``positions`` that it has."""
+        return positions.clip(max=capacity), np.zeros_like(positions)
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         samples = np.zeros((len(indices), 4, self._seq_length), np.int64)
@@ -148,7 +162,8 @@ class SFTDataset(SourceSamples):
         """The documents of an epoch, longest first, those of one length shuffled; and the order of its samples."""
         random = np.random.RandomState([*self._seed_words, epoch])
         shuffled = random.permutation(len(self._sizes))
-        by_size = shuffled[np.argsort(-self._sizes[shuffled], kind="stable")]
+        images = self._images[self._documents[shuffled]]
+        by_size = shuffled[np.lexsort((images, -self._sizes[shuffled]))]
         return by_size, random.permutation(self.samples_per_epoch)
 
 

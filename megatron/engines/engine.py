@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.config import RunConfig
+from megatron.config.training import LR_MULTIPLIER
 from megatron.data.loader import Batch
 from megatron.engines import continue_without_reports
 from megatron.engines.containers import loss_parts
@@ -147,7 +148,8 @@ class Engine(DeepSpeedEngine):
         Tests: tests/training/test_layouts_agree.py, test_anomaly_detection.py, test_synchronizations.py.
         """
         self.settle()
-        self.step_learning_rate, self.skipped_before = self.get_lr()[0], self.skipped_steps
+        multiplier = self.optimizer.param_groups[0].get(LR_MULTIPLIER, 1)
+        self.step_learning_rate, self.skipped_before = self.get_lr()[0] / multiplier, self.skipped_steps
         step = self.optimizer.step
         with replaced(self, lr_scheduler=None):
             if self.zero_optimization():
@@ -290,7 +292,9 @@ class SequentialEngine(Engine):
 
     def _loss(self, batch: Batch) -> Tensor:
         targets = tuple(target.to(self.device) for target in batch.targets)
-        return self(batch.tokens.to(self.device), targets)
+        tokens = batch.tokens
+        inputs = tokens.to(self.device) if isinstance(tokens, Tensor) else tuple(one.to(self.device) for one in tokens)
+        return self(inputs, targets)
 
     def _mean_over_ranks(self, losses: list[Tensor]) -> Tensor:
         """The mean over micro-batches and ranks of each of their values, [n], in one all-reduce."""

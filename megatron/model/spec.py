@@ -180,6 +180,8 @@ class ArchitectureSpec:
 
 def part_of(config: ModelConfig, name: str) -> str:
     """The part of a vision-language model that the parameter ``name`` belongs to; of others the language model."""
+    if not config.vision_num_layers:
+        return "language"
     return _parts(config)[name[: name.index(".", len(_TIED) if name.startswith(_TIED) else 0) + 1]]
 
 
@@ -191,13 +193,12 @@ def _parts(config: ModelConfig) -> dict[str, str]:
 
 def sizes_of(config: ModelConfig, name: str) -> ModelConfig:
     """The sizes of the layer that has the parameter ``name``: of the encoder of images, or of the language model."""
-    is_vision = config.vision_num_layers and part_of(config, name) == "vision"
-    return config.vision_model if is_vision else config
+    return config.vision_model if part_of(config, name) == "vision" else config
 
 
 def is_trained(config: ModelConfig, name: str) -> bool:
     """Whether training changes the parameter ``name``: with ``--lora-rank`` of a language model only adapters."""
-    part = part_of(config, name) if config.vision_num_layers else "language"
+    part = part_of(config, name)
     if not part or part in config.frozen_parts:
         return False
     return part != "language" or not config.lora_rank or ".lora." in name

@@ -23,7 +23,16 @@ from megatron.data.datasets import (
     split_samples,
     with_skipped,
 )
-from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch, sft_batch, span_batch
+from megatron.data.loader import (
+    Batch,
+    MicroBatches,
+    batches,
+    image_batch,
+    masked_lm_batch,
+    next_token_batch,
+    sft_batch,
+    span_batch,
+)
 from megatron.data.sft_dataset import SFTDataset
 from megatron.model.architectures import architecture_of
 from megatron.ops.packed_attention import keep_on_host
@@ -193,6 +202,8 @@ class DataIterators:
             return span_batch(rows, decoder_seq_length=run.data.decoder_seq_length)
         if architecture_of(run.model).masked_lm:
             return masked_lm_batch(rows)
+        if run.data.image_slots:
+            return image_batch(rows, seq_length=run.data.seq_length, image_size=run.model.vision_image_size)
         if run.data.sft:
             return sft_batch(rows)
         return next_token_batch(rows, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import _LRScheduler
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import RunConfig
+from megatron.config.training import LR_MULTIPLIER
 
 EXPONENTIAL_FLOOR = 1e-3
 """Least fraction of the peak that the exponential curve aims at, for a geometric curve never reaches 0."""
@@ -278,7 +279,7 @@ class AnnealingLR(_LRScheduler):
         Not for each that it had at first: DeepSpeed removes the groups without parameters on a rank.
         """
         rate = self.schedule.learning_rate(self.position(self.num_iters), self.position(self.num_iters + 1))
-        return [rate] * len(self.optimizer.param_groups)
+        return [rate * group.get(LR_MULTIPLIER, 1) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """``num_iters`` and the schedule, under the names of Megatron-LM v1.1.5, WSD's and ``classic``."""

@@ -77,7 +77,8 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     for name, field in flag_fields().items():
         metadata = field.metadata["flag"]
         if name not in provided:
-            if metadata["required"] and (architecture.provider is None or _is_needed(name, provided)):
+            is_other = metadata["vision"] and not architecture.reads_images
+            if metadata["required"] and not is_other and (architecture.provider is None or _is_needed(name, provided)):
                 problems.append(f"{flag_name(field)} is required")
             continue
         value, source, within = provided[name].value, provided[name].source, metadata["within"]

@@ -9,9 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron.config import ModelConfig, RunConfig
+from megatron.config.training import LR_MULTIPLIER
+from megatron.config.vision import PARTS
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.model.architectures import architecture_of
-from megatron.model.spec import ArchitectureSpec
+from megatron.model.spec import ArchitectureSpec, part_of
 from megatron.ops.norm import uses_apex
 from megatron.parallel.layout import ParallelLayout
 
@@ -45,20 +47,29 @@ def _buckets(group: dict[str, Any], elements: int | None) -> Groups:
 def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
     """Parameter groups with and without weight decay, by the spec of ``model``; with expert parallelism one of experts.
 
+    They are without what is frozen. Parts whose learning rate is multiplied have groups of their own.
     Without a spec vectors and scalars, such as biases, are without, and no group is empty.
     """
     architecture = architecture_of(model)
     if architecture.provider is not None:
         return _groups_by_shape(module)
     specs = architecture.named_parameters(model)
-    parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
-    if model.lora_rank:  # only matrices, all of which decay; a frozen weight is not the optimizer's
-        return [{"params": [parameter for _, parameter in parameters if parameter.requires_grad]}]
-    groups: Groups = [
-        {"params": [parameter for decays, parameter in parameters if decays and not is_moe_param(parameter)]},
-        {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},
-    ]
-    experts = [parameter for _, parameter in parameters if is_moe_param(parameter)]
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    experts = [parameter for _, parameter in trained if is_moe_param(parameter)]
+    groups: Groups = []
+    for multiplier in dict.fromkeys(map(model.learning_rate_of, reversed(PARTS))):  # of the language model first
+        own = [
+            (specs[name].weight_decay, parameter)
+            for name, parameter in trained
+            if not is_moe_param(parameter) and model.learning_rate_of(part_of(model, name)) == multiplier
+        ]
+        settings = {} if multiplier == 1 else {LR_MULTIPLIER: multiplier}
+        groups += [
+            {"params": [parameter for decays, parameter in own if decays], **settings},
+            {"params": [parameter for decays, parameter in own if not decays], "weight_decay": 0.0, **settings},
+        ]
+    if model.lora_rank or model.vision_num_layers:  # adapters are matrices; parts may be frozen, or on other stages
+        groups = [group for group in groups if group["params"]]
     if experts:  # those that other data-parallel ranks do not hold
         groups.append({"params": experts, "moe": True, "name": experts[0].group_name})  # type: ignore[attr-defined]
     return groups
