@@ -85,7 +85,7 @@ def launcher_flags(launcher: str) -> frozenset[str]:
 
 @cache
 def all_flags() -> frozenset[str]:
-    scripts = [TRAINING, "pretrain_bert.py", "pretrain_t5.py", "tasks/main.py", "benchmarks/run.py"]
+    scripts = [TRAINING, "pretrain_bert.py", "pretrain_t5.py", "pretrain_vlm.py", "tasks/main.py", "benchmarks/run.py"]
     scripts += ["benchmarks/write_figures.py"]
     scripts += ["benchmarks/compare.py", "benchmarks/gpu/command.py"]
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]

@@ -48,7 +48,7 @@ def resolve_run(
     run = replace(run, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
     if architecture.reads_images:
-        run = replace(run, data=replace(run.data, image_slots=run.model.image_slots))
+        run = replace(run, data=replace(run.data, image_slots=tuple(run.model.image_slots)))
     observe = replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace)
     if observe.run_dir is not None and run.logging.metrics_file is None:
         run = replace(run, logging=replace(run.logging, metrics_file=str(Path(observe.run_dir) / METRICS)))

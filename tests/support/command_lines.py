@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from megatron.cli import ParsedRun, read_run
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
-from megatron.model.architectures import BERT, CLASSIFIER, GPT2, T5
+from megatron.model.architectures import BERT, CLASSIFIER, GPT2, LLAVA, T5
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 CUDA = {"DS_ACCELERATOR": "cuda"}
@@ -21,7 +21,13 @@ SMALL_BERT = SMALL.replace(
 """That of pretrain_bert.py."""
 SMALL_T5 = f"{SMALL_BERT} --decoder-num-layers 3 --decoder-seq-length 16"
 """That of pretrain_t5.py."""
+SMALL_LLAVA = (
+    f"{SMALL} --vision-num-layers 3 --vision-hidden-size 16 --vision-ffn-hidden-size 48 --vision-num-attention-heads 4"
+    " --vision-image-size 28 --image-token-id 60 --images-per-sample 3"
+)
+"""That of pretrain_vlm.py: 5 tokens of the encoder for each image, and 4 of the language model."""
 _BY_WORD = {
+    "llava": (SMALL_LLAVA, LLAVA),
     "t5": (SMALL_T5, T5),
     "bert": (SMALL_BERT, BERT),
     "classifier": (SMALL_BERT.replace("--data-path corpus ", ""), CLASSIFIER),
