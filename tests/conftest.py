@@ -38,10 +38,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _umask() -> Iterator[None]:
-    """Programs that a test calls in this process withhold permissions from all files that it creates later."""
+def _process() -> Iterator[None]:
+    """Programs that a test calls in this process change what holds for all that it creates and starts later."""
+    environ = dict(os.environ)
     yield
     os.umask(UMASK)
+    if os.environ != environ:
+        os.environ.clear()
+        os.environ.update(environ)
 
 
 @pytest.fixture(scope="session")
