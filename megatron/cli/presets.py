@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-GPT2_PROGRAM, BERT_PROGRAM = "pretrain_gpt2.py", "pretrain_bert.py"
+GPT2_PROGRAM, BERT_PROGRAM, VLM_PROGRAM = "pretrain_gpt2.py", "pretrain_bert.py", "pretrain_vlm.py"
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,31 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, t
     return _llama(*sizes, groups=8, base=1e6, positions=40960, tied=tied, more=flags)
 
 
+def _llava(
+    language: Preset, encoder: tuple[str, int, int, int, int, int, int], token: int, parameters: int | None = None,
+    *, seq_length: int, vocab_size: int = 0, **more: Any,
+) -> Preset:  # fmt: skip
+    """A language model of ``vocab_size`` rows with an encoder: kind, layers, hidden, MLP, heads, image, patch size."""
+    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "image_size", "patch_size")
+    kind, *numbers = encoder
+    flags: dict[str, Any] = {f"vision_{name}": number for name, number in zip(sizes, numbers, strict=True)}
+    flags |= {"vision_encoder": kind, "image_token_id": token}
+    if kind == "siglip":
+        flags |= {"vision_layernorm_epsilon": 1e-6, "vision_feature_layer": -1}
+        flags |= {"vision_feature_select_strategy": "full"}
+    rows = vocab_size or language.vocab_size
+    return Preset({**language.flags, "seq_length": seq_length, **flags, **more}, rows, parameters, VLM_PROGRAM)
+
+
+_CLIP_LARGE = ("clip", 24, 1024, 4096, 16, 336, 14)
+"""arXiv 2103.00020, as LLaVA-1.5 (arXiv 2310.03744) uses it."""
+_SIGLIP_LARGE = ("siglip", 26, 1152, 4304, 16, 384, 14)
+_SIGLIP_BASE = ("siglip", 12, 768, 3072, 12, 224, 16)
+"""arXiv 2303.15343."""
+_VICUNA_7B = _llama(32, 4096, 32, 11008, 4096, 32064, 0)
+_VICUNA_13B = _llama(40, 5120, 40, 13824, 4096, 32064, 0)
+_SMOLLM2 = _llama(30, 576, 9, 1536, 8192, 49152, 134_515_008, groups=3, base=100000.0, tied=True)
+
 PRESETS: dict[str, Preset] = {
     "gpt2": _gpt(12, 768, 12, 1024, 124_439_808),
     "gpt2-medium": _gpt(24, 1024, 16, 1024, 354_823_168),
@@ -141,4 +166,9 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, 8_190_735_360),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, 14_768_307_200),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, 32_762_123_264),
+    "smollm2-135m": _SMOLLM2,
+    "llava-1.5-7b": _llava(_VICUNA_7B, _CLIP_LARGE, 32000, 7_063_427_072, seq_length=2048),
+    "llava-1.5-13b": _llava(_VICUNA_13B, _CLIP_LARGE, 32000, 13_351_494_656, seq_length=2048),
+    "siglip-qwen2.5-0.5b": _llava(_qwen2(24, 896, 14, 4864, 2, 0, tied=True), _SIGLIP_LARGE, 151665, seq_length=2048),
+    "siglip-smollm2-222m": _llava(_SMOLLM2, _SIGLIP_BASE, 49152, seq_length=1024, vocab_size=49280),
 }

@@ -9,7 +9,7 @@ from megatron.config.vision import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig, VisionConfig):
+class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     """Network size, regularization and kernels."""
 
     model_preset: str | None = flag(

@@ -33,7 +33,18 @@ class VisionConfig:
         "patches and tanh GELU.",
         choices=("clip", "siglip"),
     )
-    vision_num_layers: int = _vision_flag(0, "Layers of the encoder.", within="[1, 20000]", required=True)
+    vision_num_layers: int = _vision_flag(
+        0,
+        "Layers of the encoder.",
+        within="[1, 20000]",
+        required=True,
+        needs={"sft": "conversations are packed as for instruction tuning"},
+        excludes={
+            "mock_data": "there are no mock images",
+            "optimizer=muon": "it divides the matrices of all layers into the heads of the language model",
+            "offload_param=nvme": "DeepSpeed would save checkpoints without the weights that are not trained",
+        },
+    )
     vision_hidden_size: int = _vision_flag(1024, "Hidden size of the encoder.", within="[1, 1048576]")
     vision_ffn_hidden_size: int = _vision_flag(4096, "Hidden size of the encoder's MLP.", within="[1, 8388608]")
     vision_num_attention_heads: int = _vision_flag(16, "Attention heads of the encoder.", within="[1, 1048576]")

@@ -61,7 +61,8 @@ class PatchEmbedding(nn.Module):
     def patches(self, images: Tensor) -> Tensor:
         """uint8 [i, height, width, 3] -> normalized pixels of the patches, fp32 [i, patches, 3 x patch x patch]."""
         mean, deviation = (torch.tensor(three, device=images.device) for three in PIXELS[self.kind])
-        pixels = (images / 255 - mean) / deviation
+        height, width = (size // self.patch * self.patch for size in images.shape[1:3])
+        pixels = (images[:, :height, :width] / 255 - mean) / deviation
         grid = pixels.unflatten(2, (-1, self.patch)).unflatten(1, (-1, self.patch))  # [i, rows, patch, columns, ..]
         return grid.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)
 

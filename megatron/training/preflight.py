@@ -100,6 +100,11 @@ def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
     if is_sound and not (run.checkpoint.override or data.mock_data or is_provided):
         if others := other_tokenizers(data.prefixes, vocabulary):
             raise DataError(others)
+    if run.model.image_token_id >= vocabulary.vocab_size:
+        raise ConfigError(
+            f"--image-token-id {run.model.image_token_id} is not in the vocabulary, which ends at "
+            f"{vocabulary.vocab_size - 1}"
+        )
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,

@@ -89,6 +89,8 @@ def layer_kinds(model: ModelConfig) -> list[str]:
 
 
 def _layers(model: ModelConfig) -> str:
+    if images := model.vision_layers:
+        return f"{counted(model.num_layers - images, 'layer')} after {images} of {model.vision_encoder}"
     if not model.encoder_num_layers:
         return counted(model.num_layers, "layer")
     return f"{model.encoder_num_layers} layers of the encoder and {model.decoder_num_layers} of the decoder"

@@ -17,7 +17,7 @@ from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name
-from megatron.model.architectures import ARCHITECTURES, GPT2
+from megatron.model.architectures import ARCHITECTURES
 from megatron.model.partition import layers_per_chunk
 
 CLASSIC = """
@@ -257,9 +257,12 @@ def test_the_default_width_of_a_gated_mlp_is_never_zero(hidden: int, mlp: int) -
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.parameters])
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     preset = PRESETS[name]
-    words = f"--model-preset {name} --mock-data --lr 1e-4 --train-iters 10 --batch-size 1".split()
-    model = replace(parse_run(words, CPU).model, vocab_size=preset.vocab_size, padded_vocab_size=preset.vocab_size)
-    assert sum(spec.numel for spec in GPT2.named_parameters(model).values()) == preset.parameters
+    architecture = next(spec for spec in ARCHITECTURES.values() if spec.program == preset.program)
+    data = "--data-path corpus --tokenizer-type NullTokenizer --vocab-size 64"
+    words = f"--model-preset {name} {data} --lr 1e-4 --train-iters 10 --batch-size 1".split()
+    model = parse_run(words, CPU, architecture).model
+    model = replace(model, vocab_size=preset.vocab_size, padded_vocab_size=preset.vocab_size)
+    assert sum(spec.numel for spec in architecture.named_parameters(model).values()) == preset.parameters
 
 
 @pytest.mark.parametrize(

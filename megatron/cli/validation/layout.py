@@ -19,13 +19,13 @@ def hidden_size(run: RunConfig) -> Messages:
     heads = run.model.num_attention_heads
     if run.model.kv_channels:
         return
-    yield from _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
+    yield from multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
 @rule("tensor-parallel ranks divide the heads", why="A rank computes complete attention heads.", of_transformers=True)
 def heads(run: RunConfig) -> Messages:
     heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
-    yield from _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
+    yield from multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
 
 
 @rule(
@@ -35,7 +35,7 @@ def heads(run: RunConfig) -> Messages:
 )
 def query_groups(run: RunConfig) -> Messages:
     groups = run.model.query_groups
-    yield from _multiple("--num-attention-heads", run.model.num_attention_heads, f"--num-query-groups {groups}", groups)
+    yield from multiple("--num-attention-heads", run.model.num_attention_heads, f"--num-query-groups {groups}", groups)
 
 
 @rule(
@@ -57,7 +57,7 @@ def query_groups_over_ranks(run: RunConfig) -> Messages:
 )
 def ffn_hidden_size(run: RunConfig) -> Messages:
     size, ranks = run.model.ffn_hidden_size, run.parallel.model_parallel_size
-    yield from _multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
+    yield from multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
 
 
 @rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
@@ -70,7 +70,7 @@ def sequence_length(run: RunConfig) -> Messages:
     if parallel.sequence_parallel:
         splits["--sequence-parallel's --model-parallel-size"] = parallel.model_parallel_size
     product = " x ".join(f"{name} {size}" for name, size in splits.items())
-    yield from _multiple("--seq-length", run.data.seq_length, product, math.prod(splits.values()))
+    yield from multiple("--seq-length", run.data.seq_length, product, math.prod(splits.values()))
 
 
 @rule(
@@ -84,7 +84,7 @@ def chunks_of_ranks(run: RunConfig) -> Messages:
     product = f"2 x --context-parallel-size {parallel.context_parallel_size}"
     if parallel.cp_comm_type == "a2a+p2p":
         product = f"2 x {ranks} ranks of a ring"
-    yield from _multiple("--seq-length", run.data.seq_length, product, 2 * ranks)
+    yield from multiple("--seq-length", run.data.seq_length, product, 2 * ranks)
 
 
 @rule(
@@ -123,7 +123,7 @@ def ulysses_heads(run: RunConfig) -> Messages:
     product = " x ".join(name for name, counts in sizes.items() if counts)
     if tensor > 1:
         product += f" x --model-parallel-size {tensor}"
-    yield from _multiple("--num-attention-heads", heads, product, tensor * ranks)
+    yield from multiple("--num-attention-heads", heads, product, tensor * ranks)
     groups = max(run.model.query_groups // tensor, 1)
     if not (_divides(groups, ranks) or _divides(ranks, groups)):
         yield (
@@ -178,7 +178,7 @@ def world_size(run: RunConfig) -> Messages:
     yield f"{counted(world, 'process')} cannot be split into {grid}: use {', or '.join(remedies)}"
 
 
-def _multiple(name: str, number: int, factors: str, factor: int) -> Messages:
+def multiple(name: str, number: int, factors: str, factor: int) -> Messages:
     """A message unless ``number`` is a multiple of ``factor``, which ``factors`` spells out as flags."""
     if not _divides(factor, number):
         yield f"{name} {number} is not a multiple of {factors}: use {nearest_multiples(number, factor)}"

@@ -190,8 +190,9 @@ def listed_layers(run: RunConfig) -> Messages:
     model, listed = run.model, run.model.moe_layer_freq
     if not isinstance(listed, str) or not model.has_experts:
         return
-    if (count := len(layers_of_runs(listed))) != model.num_layers > 0:
-        yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {model.num_layers}: give one each"
+    layers = model.num_layers - model.vision_layers
+    if (count := len(layers_of_runs(listed))) != layers > 0:
+        yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {layers}: give one each"
     elif not any(layers_of_runs(listed)):
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 

@@ -29,6 +29,9 @@ def _states(run: RunConfig, chunk: int) -> Any:
         if not _is_after_encoder(run, chunk):
             return hidden, _whole_numbers(b, s), _whole_numbers(b, r)
         return _hidden(run, b, r, h), hidden, _whole_numbers(b, s)
+    if run.model.vision_num_layers and not _is_after(run, chunk, "ImageEmbedding"):
+        images = _hidden(run, b * run.model.images_per_sample, run.model.encoder_tokens, run.model.vision_hidden_size)
+        return images, _whole_numbers(b, 2, run.data.seq_length)
     shards = run.parallel.model_parallel_size if run.parallel.sequence_parallel else 1
     sizes = (b, s // shards) if run.model.sequence_dim == 1 else (s // shards, b)
     hidden = _hidden(run, *sizes, h)
@@ -44,6 +47,12 @@ def _hidden(run: RunConfig, *sizes: int) -> Tensor:
 
 def _whole_numbers(*sizes: int) -> Tensor:
     return torch.empty(sizes, dtype=torch.int32, device="meta")
+
+
+def _is_after(run: RunConfig, chunk: int, name: str) -> bool:
+    """Whether the chunk, or one before it, has a layer of this class."""
+    end = partition_boundaries(layers_per_chunk(run), run.model)[chunk + 1]
+    return any(layer.class_name == name for layer in architecture_of(run.model).layers(run.model)[:end])
 
 
 def _is_after_encoder(run: RunConfig, chunk: int) -> bool:
