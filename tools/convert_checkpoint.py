@@ -3,6 +3,7 @@
     python tools/convert_checkpoint.py merge checkpoints/my --output my.safetensors
     python tools/convert_checkpoint.py to-hf checkpoints/my --output my-hf
     python tools/convert_checkpoint.py from-hf gpt2 --output checkpoints/gpt2
+    python tools/convert_checkpoint.py join-llava clip-vit-large-patch14-336 llama-2-7b --output llava-hf
     python tools/convert_checkpoint.py from-megatron old/global_step1000 --output checkpoints/old
     python tools/convert_checkpoint.py to-universal checkpoints/my
     python tools/convert_checkpoint.py reshard checkpoints/my --model-parallel-size 2 --pipe-parallel-size 2
@@ -89,7 +90,7 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_hf(args: argparse.Namespace) -> None:
-    """Write a folder for Hugging Face's transformers, from a checkpoint of GPT-2, the Llama family, BERT or T5.
+    """Write a folder for Hugging Face's transformers, from a checkpoint of any model but one of your own.
 
     Weights keep their type. The rows that pad the vocabulary are removed. Files of the tokenizer are copied from the
     Hugging Face folder that the model came from, if it did. BERT becomes a Megatron-BERT, and with a classifier as its
@@ -152,6 +153,38 @@ def _from_hf(args: argparse.Namespace) -> None:
 
 def _from_hf_flags(parser: argparse.ArgumentParser) -> None:
     paths(parser, "a Hugging Face folder", "checkpoint folder to write")
+
+
+def _join_llava(args: argparse.Namespace) -> None:
+    """Write a Hugging Face folder of a LLaVA, from folders of an encoder of images and a language model.
+
+    The encoder is a CLIP or SigLIP, the language model one of the Llama family, and the projector between them is new.
+    pretrain_vlm.py --load-hf FOLDER trains it. If the vocabulary has no row for the placeholder, it gets more.
+    """
+    check_output(args)
+
+    from megatron.model.huggingface import HF_CONFIG
+    from megatron.tools.convert.huggingface_files import carried_files
+    from megatron.tools.convert.join_llava import joined_llava
+    from megatron.tools.convert.load_and_save import write_huggingface
+
+    model = joined_llava(args.path, args.language_model, args.image_token_id, args.vision_feature_layer, args.seed)
+    carried = {name: file for name, file in carried_files(args.language_model).items() if name != HF_CONFIG}
+    with new_output(args) as folder:
+        write_huggingface(folder, model, None, max_shard_size=shard_size(args), carried=carried)
+    report(args, model)
+
+
+def _join_llava_flags(parser: argparse.ArgumentParser) -> None:
+    paths(parser, "a Hugging Face folder of a CLIP or SigLIP", "folder to write")
+    add = parser.add_argument
+    add("language_model", type=Path, metavar="LANGUAGE", help="a Hugging Face folder of the Llama family")
+    add("--image-token-id", type=int, required=True, metavar="N", help="the placeholder of images")
+    add(
+        "--vision-feature-layer", type=int, default=-2, metavar="N", help="layer that the projector reads (default: -2)"
+    )
+    add("--seed", type=int, default=1234, metavar="N", help="of the projector's weights (default: 1234)")
+    max_shard_size(parser)
 
 
 def _from_megatron(args: argparse.Namespace) -> None:
@@ -320,6 +353,7 @@ COMMANDS = {
     "merge": Command(_merge_flags, _merge),
     "to-hf": Command(_to_hf_flags, _to_hf),
     "from-hf": Command(_from_hf_flags, _from_hf),
+    "join-llava": Command(_join_llava_flags, _join_llava),
     "from-megatron": Command(_from_megatron_flags, _from_megatron),
     "merge-lora": Command(_merge_lora_flags, _merge_lora),
     "to-peft": Command(_to_peft_flags, _to_peft),

@@ -1,17 +1,24 @@
 """LLaVA against the same network of transformers, and conversion in both directions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.command_lines import parse
+from support.saved_tensors import saved_bytes
 from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ParallelConfig
-from megatron.engines.containers import sequential_model
+from megatron.engines.build import freeze
+from megatron.engines.containers import run_in_order, sequential_model
+from megatron.engines.optimizers import weight_decay_groups
+from megatron.model.huggingface.formats import TOWER
 from megatron.model.llava import PIXELS
 from megatron.parallel.layout import ParallelLayout
+from megatron.tools.convert.join_llava import joined_llava
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import without_padding
 
@@ -93,3 +100,48 @@ def equals_transformers(kind: str, folder: Path):
     again, report = type(theirs).from_pretrained(folder / "again", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert all(one.equal(theirs.state_dict()[name]) for name, one in again.state_dict().items())
+
+
+def test_an_encoder_and_a_language_model_are_joined(tmp_path: Path):
+    """With a new projector, and rows for a placeholder that the vocabulary does not have."""
+    import transformers
+
+    theirs = transformers_model("clip")
+    theirs.model.vision_tower.save_pretrained(tmp_path / "encoder")
+    language = transformers.LlamaForCausalLM(theirs.config.text_config)
+    language.save_pretrained(tmp_path / "language")
+    model = joined_llava(tmp_path / "encoder", tmp_path / "language", 70, -2, seed=1)
+    weights = their_weights(model.weights, model.config)
+    tower = {f"{TOWER}{name}": one for name, one in theirs.model.vision_tower.state_dict().items()}
+    expected = tower | {f"language_model.{name}": one for name, one in language.state_dict().items()}
+    assert all(weights[name][: len(one)].equal(one) for name, one in expected.items())
+    assert len(weights) == len(expected) + 4 and model.config.vocab_size == 128
+    assert weights["multi_modal_projector.linear_1.weight"].std() == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_frozen_encoder_keeps_nothing_for_the_backward_pass(run_ranks):
+    run_ranks(1, frozen_encoder_keeps_nothing)
+
+
+def frozen_encoder_keeps_nothing():
+    """No gradients, no states of the optimizer, and no activations; the projector has a learning rate of its own."""
+    kept = {}
+    for flags in ("--projector-lr-mult 10", "--projector-lr-mult 10 --freeze-vision"):
+        model = replace(parse(f"llava {flags}").model, vocab_size=64, padded_vocab_size=64)
+        layers = sequential_model(
+            model, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1))
+        ).train()
+        freeze(layers, model)
+        groups = weight_decay_groups(layers, model)
+        assert [group.get("lr_mult", 1) for group in groups] == [1, 1, 10, 10]
+        encoder = list(layers.children())[1 : 2 + model.vision_layers]  # after the tied modules
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        batch = PICTURES[:3].repeat(2, 1, 1, 1), torch.full((2, 14), 60)
+        kept[flags] = saved_bytes(
+            lambda part=encoder, batch=batch: run_in_order(part, batch), torch.nn.Sequential(*encoder)
+        )
+        layers(batch, (LABELS, WEIGHTS)).backward()
+        for part in encoder:
+            for parameter in part.parameters():
+                assert (parameter.grad is None) == (id(parameter) not in trained) == ("freeze" in flags)
+    assert min(kept.values()) == 0 < max(kept.values())

@@ -1,0 +1,91 @@
+"""A LLaVA from an encoder of images and a language model, each in a folder of Hugging Face's, with a new projector."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.huggingface import our_weights
+from megatron.common.errors import CheckpointError
+from megatron.config import ModelConfig
+from megatron.model.architectures import LLAVA
+from megatron.model.huggingface import HF_CONFIG, read_json, source_shapes
+from megatron.model.huggingface.formats import TOWER
+from megatron.model.huggingface.llama import family_of
+from megatron.model.huggingface.llava import read_encoder
+from megatron.parallel.tensor.layers import WeightInit
+from megatron.tools.convert.load_and_save import read_huggingface
+from megatron.tools.convert.whole_model import WholeModel, read_tensors
+
+_MULTIPLE = 64
+"""A table that gets rows for the placeholder has a multiple of so many."""
+_TABLES = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
+
+
+def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer: int, seed: int) -> WholeModel:
+    """LLaVA with the weights of both folders, and a projector drawn from ``seed``.
+
+    If the vocabulary does not have the placeholder ``image_token``, it gets rows that are the mean of all others.
+    Raises CheckpointError for a folder that is none of an encoder or of the Llama family.
+    """
+    text = read_huggingface(language).config
+    family_of(text)
+    config = replace(_with_encoder(text, encoder, feature_layer), image_token_id=image_token)
+    if image_token >= config.vocab_size:
+        rows = -(-(image_token + 1) // _MULTIPLE) * _MULTIPLE
+        config = replace(config, vocab_size=rows, padded_vocab_size=rows)
+    tensors = {f"language_model.{name}": tensor for name, tensor in read_tensors(language).items()}
+    tensors |= {f"{TOWER}{name}": tensor for name, tensor in _encoder_tensors(encoder).items()}
+    for name in _TABLES:
+        if name in tensors:
+            table = tensors[name]
+            more = table.mean(0, keepdim=True).expand(config.vocab_size - len(table), -1)
+            tensors[name] = torch.cat([table, more.to(table.dtype)])
+    dtype = tensors[_TABLES[0]].dtype
+    tensors |= {name: tensor.to(dtype) for name, tensor in _new_projector(config, seed).items()}
+    return WholeModel(config, our_weights(tensors, config, f"{encoder} and {language}"))
+
+
+def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelConfig:
+    """The config of ``text`` with the encoder of ``folder``, a model with texts or the encoder alone."""
+    tree = read_json(folder / HF_CONFIG)
+    kind = str(tree.get("model_type")).removesuffix("_vision_model")
+    vision: Mapping[str, Any] = tree.get("vision_config", tree)
+    fields, problems = read_encoder({**vision, "model_type": f"{kind}_vision_model", "vision_use_head": False})
+    if problems:
+        raise CheckpointError(
+            f"{folder / HF_CONFIG}: {problem.removeprefix('vision_config: ')}" for problem in problems
+        )
+    strategy = "default" if kind == "clip" else "full"
+    config = replace(
+        text,
+        architecture=LLAVA.name,
+        **fields,
+        vision_feature_layer=feature_layer,
+        vision_feature_select_strategy=strategy,
+    )
+    return replace(config, num_layers=text.num_layers + config.vision_layers)
+
+
+def _encoder_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of the encoder by their names in it, without those of a text model and of a pooling head."""
+    tensors, prefix = read_tensors(folder), "vision_model."
+    names = [name for name in tensors if name.startswith(prefix)] or list(tensors)
+    known = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")
+    short = {name.removeprefix(prefix): name for name in names}
+    return {
+        name: tensors[full] for name, full in short.items() if name.startswith(known) and "position_ids" not in name
+    }
+
+
+def _new_projector(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    drawn = {}
+    for sources in source_shapes(config).values():
+        for name, shape in sources.items():
+            if name.startswith("multi_modal_projector.") and len(shape) > 1:
+                drawn[name] = WeightInit(config.init_method_std, seed, name).draw(shape)
+                drawn[name.replace("weight", "bias")] = torch.zeros(shape[0])
+    return drawn

@@ -1,0 +1,84 @@
+"""The central test for LLaVA: every layout gives the same losses, gradient norms and weights, whatever images its ranks
+and stages have."""
+
+import random
+
+import numpy as np
+import pytest
+from support.layouts import LayoutRuns, compare_runs
+from support.training import RankTraining, pretrain
+
+from megatron.data.image_store import write_images
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+
+ITERATIONS, IMAGE, EOD, SIZE = 3, 60, 63, 28
+SETTINGS = (
+    f"--num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope --train-iters {ITERATIONS}"
+    " --vision-num-layers 3 --vision-hidden-size 32 --vision-ffn-hidden-size 64 --vision-num-attention-heads 4"
+    f" --vision-image-size {SIZE} --image-token-id {IMAGE} --images-per-sample 2 --batch-size 2 --global-batch-size 8"
+    " --attention-dropout 0 --hidden-dropout 0 --clip-grad 0.4 --eval-iters 1 --eval-interval 3"
+).split()
+"""Two layers of the encoder are computed, then two of the language model."""
+LAYOUTS = {
+    "tp2-sp-recompute": (2, "--model-parallel-size 2 --sequence-parallel --checkpoint-activations"),
+    "pp2-cut-in-the-encoder-zero1": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1"),
+    "pp2-zbv-recompute": (2, "--pipe-parallel-size 2 --pipeline-schedule zbv --checkpoint-activations"),
+    "pp2-interleaved": (2, "--pipe-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "plain-dp2-zero3": (2, "--zero-stage 3 --batch-size 1"),
+}
+PARTS = {
+    "frozen-encoder": "--freeze-vision --projector-lr-mult 10",
+    "adapters": "--freeze-vision --lora-rank 2 --lora-alpha 4 --vision-lr-mult 0.1",
+    "projector": "--freeze-vision --freeze-language-model",
+}
+"""Flags of what is trained, each with a layout below."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Conversations of which many have no image, and one has more than a sample."""
+    folder, chance, pixels = tmp_path_factory.mktemp("data"), random.Random(1), np.random.default_rng(1)
+    documents, images = [], []
+    for number in range(60):
+        count = 3 if number == 7 else chance.choice((0, 0, 0, 1, 2))
+        answer = [chance.randrange(50) for _ in range(chance.randint(3, 9))]
+        documents.append(([*[55, *[IMAGE] * 4] * count, 51, *answer, EOD], 5 * count + 1))
+        images.append([pixels.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8) for _ in range(count)])
+    for name, dtype in (("data", "u2"), ("data_loss_mask", "u1")):
+        with IndexedDatasetBuilder(folder / name, dtype) as builder:
+            for tokens, prompt in documents:
+                mask = [int(place >= prompt) for place in range(len(tokens))]
+                builder.add_document(tokens if name == "data" else mask)
+    write_images(str(folder / "data"), SIZE, images)
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(EOD + 1)]
+    return ["--data-path", str(folder / "data"), "--split", "8,1,1", *tokenizer]
+
+
+def pretrain_vlm(words: list[str]) -> tuple[int, str]:
+    """The same as ``pretrain_vlm.py``."""
+    return pretrain(words, "LLaVA")
+
+
+@pytest.fixture(scope="module")
+def runs(run_ranks_once, data: list[str], tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    return LayoutRuns(RankTraining(run_ranks_once, data, pretrain_vlm), SETTINGS, tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_agrees_with_one_process(runs: LayoutRuns, layout: str) -> None:
+    compare_runs(runs.on_one_process(), runs(*LAYOUTS[layout]), ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("part", "layout"),
+    [
+        ("frozen-encoder", "--pipe-parallel-size 2 --pipeline-partition 3,1"),
+        ("adapters", "--model-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
+        ("projector", "--zero-stage 2"),
+    ],
+)
+def test_a_part_is_trained_alike(runs: LayoutRuns, part: str, layout: str) -> None:
+    flags = f"{PARTS[part]} --clip-grad 0.01"
+    expected, found = runs.on_one_process(flags), runs(2, f"{flags} {layout}")
+    compare_runs(expected, found, ITERATIONS)
