@@ -87,7 +87,8 @@ class LayerSpec:
     matmul_flops: int = 0
     """FLOPs of the forward pass per token in matmuls with weights; 2 for each weight."""
     frozen_flops: int = 0
-    """Part of ``matmul_flops`` with frozen weights, of which the backward pass computes only the input's gradient."""
+    """FLOPs that the backward pass, otherwise twice the forward pass, is spared: ``matmul_flops`` with frozen weights,
+    of which it computes only the input's gradient, or all of a layer that it does not reach."""
     repeated_flops: int = 0
     """Part of ``matmul_flops`` that the backward pass always recomputes, with ``--tiled-mlp``."""
     attention_size: int = 0

@@ -12,7 +12,7 @@ from megatron.model.architectures.layers import (
     row_parallel,
     transformer_layer,
 )
-from megatron.model.spec import ArchitectureSpec, LayerSpec, ParameterSpec, times
+from megatron.model.spec import ArchitectureSpec, KeptActivations, LayerSpec, ParameterSpec, times
 
 VISION_LAYERS = "megatron.model.llava"
 
@@ -21,7 +21,6 @@ def _llava(config: ModelConfig) -> list[LayerSpec]:
     """tokens [b, s] and images -> logits [b, s, v/t]. Costs are per token of the text."""
     language = GPT2.layers(config.language_model)
     words = language[0].module
-    tokens = Fraction(config.images_per_sample * config.encoder_tokens, config.text_seq_length or 1)
     embedding = f"{VISION_LAYERS}:ImageEmbedding"
     of_text = [replace(one, module=embedding) if one.module == words else one for one in language]
     if config.freeze_language_model:
@@ -29,22 +28,28 @@ def _llava(config: ModelConfig) -> list[LayerSpec]:
     block = replace(
         transformer_layer(config.vision_model, f"{VISION_LAYERS}:VisionParallelTransformerLayer"), part="vision"
     )
-    encoder = [_patch_embedding(config), *[_scaled(block, tokens, config.freeze_vision)] * config.vision_layers]
-    unused = LayerSpec(f"{VISION_LAYERS}:UnusedWeights", parameters=_unused(config), part="")
-    projector = _scaled(_projector(config), tokens, config.freeze_projector)
-    return [*encoder, unused, projector, *of_text]
+    keeps = not config.freeze_vision
+    block = _per_token(block, config, has_backward=keeps)
+    projector = _per_token(_projector(config), config, has_backward=keeps or not config.freeze_projector)
+    return [
+        _per_token(_patch_embedding(config), config, has_backward=keeps),
+        *[block] * config.vision_layers,
+        LayerSpec(f"{VISION_LAYERS}:UnusedWeights", parameters=_unused(config), part=""),
+        projector,
+        *of_text,
+    ]
 
 
-def _scaled(layer: LayerSpec, tokens: Fraction, is_frozen: bool) -> LayerSpec:
-    """``layer`` with its costs for that many tokens for each one of the text."""
-    flops = round(layer.matmul_flops * tokens)
-    return replace(
+def _per_token(layer: LayerSpec, config: ModelConfig, *, has_backward: bool) -> LayerSpec:
+    """``layer``, whose costs are per token of the encoder, with costs per token of the text."""
+    tokens = Fraction(config.images_per_sample * config.encoder_tokens, config.text_seq_length or 1)
+    scaled = replace(
         layer,
-        matmul_flops=flops,
-        frozen_flops=flops if is_frozen else 0,
-        attention_size=round(layer.attention_size * tokens * tokens),
-        kept=times(layer.kept, Fraction(0) if is_frozen else tokens),
+        matmul_flops=round(layer.matmul_flops * tokens),
+        attention_size=round(layer.attention_size * tokens * config.encoder_tokens / (config.text_seq_length or 1)),
+        kept=times(layer.kept, tokens if has_backward else Fraction(0)),
     )
+    return scaled if has_backward else replace(scaled, frozen_flops=2 * scaled.flops(config.text_seq_length))
 
 
 def _patch_embedding(config: ModelConfig) -> LayerSpec:
@@ -56,14 +61,25 @@ def _patch_embedding(config: ModelConfig) -> LayerSpec:
         parameters = (token, patches, table, *norm_parameters("pre_layrnorm", h))
     else:
         parameters = (patches, ParameterSpec("patch_embedding.bias", (h,), weight_decay=False), table)
-    return LayerSpec(f"{VISION_LAYERS}:PatchEmbedding", parameters=parameters, part="vision")
+    kept = KeptActivations(local=3 * patch * patch + 2 * h, statistics=2 * config.has_class_token)
+    return LayerSpec(
+        f"{VISION_LAYERS}:PatchEmbedding",
+        parameters=parameters,
+        matmul_flops=2 * patches.numel,
+        kept=kept,
+        part="vision",
+    )
 
 
 def _projector(config: ModelConfig) -> LayerSpec:
     v, h = config.vision_hidden_size, config.hidden_size
     parameters = (*column_parallel("linear_1", v, h), *row_parallel("linear_2", h, h))
     return LayerSpec(
-        f"{VISION_LAYERS}:Projector", parameters=parameters, matmul_flops=2 * h * (v + h), part="projector"
+        f"{VISION_LAYERS}:Projector",
+        parameters=parameters,
+        matmul_flops=2 * h * (v + h),
+        kept=KeptActivations(local=v, sharded=2 * h),
+        part="projector",
     )
 
 

@@ -206,7 +206,7 @@ def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
     repeated = sum(count * layer.repeated_flops for layer, count in stage.counts)
     saved = _saved_in_fp8(run, machine, stage)
     inputs = linears - saved + repeated + 2 * core + again * (in_blocks - saved) + core_again
-    flops = (linears - saved + core, inputs, linears - frozen)
+    flops = (linears - saved + core, inputs, max(linears - frozen, 0))
     return PassSeconds(*(per_rank * one / speed for one in flops))
 
 
