@@ -151,6 +151,14 @@ t5 --pipe-parallel-size 2 --pipeline-schedule zbv --pipeline-model-parallel-spli
 t5 --model-parallel-size 2 --sequence-parallel
 t5 --position-embedding-type learned_absolute --max-position-embeddings 32 --decoder-seq-length 64
     --max-position-embeddings 64
+llava --vision-feature-layer 4
+    --vision-feature-layer 3
+llava --model-parallel-size 2 --vision-num-attention-heads 1
+    --vision-num-attention-heads 2
+llava --vision-image-size 84
+    --seq-length 40
+llava --freeze-vision --pipe-parallel-size 2 --pipeline-partition 2,4
+    --pipeline-partition 4,2
 t5 --position-embedding-type rope
     --position-embedding-type none
 --position-embedding-type relative

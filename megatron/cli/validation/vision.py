@@ -37,13 +37,14 @@ def image_fits(run: RunConfig) -> Messages:
     if patch > size:
         yield f"--vision-patch-size {patch} is more than --vision-image-size {size}"
     elif model.image_tokens >= length > 0:
-        yield f"--seq-length {length} has no room for an image of {model.image_tokens} tokens and an answer: raise it"
+        image = f"the {model.image_tokens} tokens of --vision-image-size {size}"
+        yield f"--seq-length {length} has no room for {image} and an answer: raise it"
 
 
 @rule(
     "every stage has something to train",
-    why="DeepSpeed's optimizers need a parameter. By parameters and FLOPs the stages depend on the vocabulary, which "
-    "is not read yet.",
+    why="DeepSpeed's optimizers need a parameter, and a backward pass something to compute. By parameters and FLOPs "
+    "the stages depend on the vocabulary, which is not read yet.",
     otherwise="fails on the empty list of parameters",
 )
 def stages_train(run: RunConfig) -> Messages:
@@ -58,10 +59,12 @@ def stages_train(run: RunConfig) -> Messages:
     elif method in ("parameters", "flops"):
         yield f"--pipeline-partition {method} may leave a stage with nothing to train, with {flags}: remove it"
     else:
-        stages = [number for number, stage in enumerate(partition.plan(run)) if not _trains(model, stage.layers)]
-        for number in stages:
+        stages = partition.plan(run)
+        parts = {"the first model chunk": stages[0].layers_of_chunks[0]}
+        parts |= {f"stage {number}": stage.layers for number, stage in enumerate(stages)}
+        if idle := next((name for name, layers in parts.items() if not _trains(model, layers)), None):
             yield (
-                f"{flags}: stage {number} has nothing to train; divide the {model.num_layers} layers otherwise with "
+                f"{flags}: {idle} has nothing to train; divide the {model.num_layers} layers otherwise with "
                 "--pipeline-partition, or use --zero-stage 3 or --model-parallel-size instead of a pipeline"
             )
 
