@@ -27,7 +27,7 @@ from support.programs import Finished, Programs
 from megatron.cli import read_run
 from megatron.cli.flags import read_flags
 from megatron.common.errors import ConfigError
-from megatron.model.architectures import BERT, GPT2, T5
+from megatron.model.architectures import BERT, GPT2, LLAVA, T5
 from megatron.tools.cluster.launching import chosen_hosts, read_launch
 from megatron.tools.command_line import ToolParser
 
@@ -58,6 +58,18 @@ LLAMA = {
     "vocab_size": 100, "max_position_embeddings": 8192,
 }  # fmt: skip
 """config.json of a folder of Hugging Face."""
+VISION = {
+    "model_type": "llava", "image_token_index": 32000, "vision_feature_layer": -2,
+    "text_config": {
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 32064, "max_position_embeddings": 4096,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "image_size": 336, "patch_size": 14,
+    },
+}  # fmt: skip
+"""config.json of a vision-language model there."""
 
 
 @dataclass
@@ -110,8 +122,9 @@ def prepared(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (folder / "wiki.test.tokens").write_text(" = Words = \n w1 w2 w3 w4 . \n" * 20)
     (folder / "lambada_test.jsonl").write_text('{"text": "w1 w2 w3 w4"}\n' * 4)
     (folder / "in.jsonl").write_text('{"prompt": "w1 w2"}\n' * 2)
-    (folder / "llama-3.2-1b").mkdir()
-    (folder / "llama-3.2-1b" / "config.json").write_text(json.dumps(LLAMA))
+    for name, config in {"llama-3.2-1b": LLAMA, "llava-new": VISION}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
     for pattern in list(REAL)[:IN_EVERY_FOLDER]:
         (command,) = [command for command in COMMANDS if re.match(pattern, f"{command.page}: {command.text}")]
         run(programs, folder, command).ok()
@@ -211,7 +224,7 @@ def problems_of(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
         yield from problems_of_tool(program, arguments, monkeypatch)
 
 
-TRAINING = {spec.program: spec for spec in (GPT2, BERT, T5)}
+TRAINING = {spec.program: spec for spec in (GPT2, BERT, LLAVA, T5)}
 PLACEHOLDER = "..."
 
 

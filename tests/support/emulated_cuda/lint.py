@@ -179,7 +179,7 @@ def fake_ranks(run: Any) -> Iterator[None]:
     from megatron.parallel.expert import routes
     from megatron.parallel.layout import ParallelLayout
     from megatron.parallel.tensor.random import model_parallel_manual_seed
-    from megatron.training import setup
+    from megatron.training import data_iterators, setup
 
     build_module, rows_of_ranks = engines.build_module, routes.rows_of_ranks
 
@@ -221,6 +221,7 @@ def fake_ranks(run: Any) -> Iterator[None]:
         for owner, name, value in (
             (dist, "all_gather_object", all_gather_object),
             (dist, "broadcast_object_list", broadcast_object_list),
+            (data_iterators, "on_rank_0", lambda step: step()),
             (setup, "initialized_ranks", initialized_ranks),
             (engines, "build_module", build_on_gpu),
             (attention, "device_facts", lambda device: DeviceFacts("cuda", (9, 0))),
