@@ -75,7 +75,7 @@ for name, sizes, positions, args in (("gpt", gpt, learned, said), ("llama", llam
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders KIND-FORMAT of megatron-core, and the logits KIND-logits.pt of its models."""
     folder, package = tmp_path_factory.mktemp("saved"), tmp_path_factory.mktemp("megatron-core")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", package]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", package]
     subprocess.run([*install, "megatron-core==0.16.1"], check=True)
     command, environment = [sys.executable, "-W", "ignore", "-c", SAVE], {**os.environ, "PYTHONPATH": str(package)}
     subprocess.run(command, cwd=folder, env=environment, check=True)
