@@ -1,11 +1,32 @@
 """The model: its sizes, regularization and kernels."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.config.experts import AdapterConfig, ExpertConfig, as_runs
 from megatron.config.fields import derived, flag
 from megatron.config.positions import PositionConfig
 from megatron.config.vision import VisionConfig
+
+
+class Activation(NamedTuple):
+    """What an activation of the MLP costs, in tensors with the f columns of the MLP."""
+
+    kept: int
+    """For the backward pass, with the MLP's inner result."""
+    gradients: int
+    """At a time in the backward pass."""
+    is_gated: bool = False
+    """Whether the MLP multiplies two projections of its input, gate and up."""
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": Activation(kept=2, gradients=2),
+    "swiglu": Activation(kept=3, gradients=4, is_gated=True),
+    "geglu": Activation(kept=4, gradients=2, is_gated=True),
+}
+"""By the field of ``ModelConfig`` that chooses it; GELU is the default. The functions: ``megatron.ops.activation``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,9 +256,14 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         return own > 0 and super().layer_has_experts(own)
 
     @property
+    def activation(self) -> str:
+        """The name of the MLP's activation among ``ACTIVATIONS``."""
+        return next((name for name in ACTIVATIONS if getattr(self, name, False)), "gelu")
+
+    @property
     def is_gated(self) -> bool:
         """Whether the MLP multiplies two projections of its input, gate and up."""
-        return self.swiglu or self.geglu
+        return ACTIVATIONS[self.activation].is_gated
 
     def mlp_tiles(self, tokens: int) -> int:
         """Parts in which an MLP is computed, if a rank has ``tokens`` tokens of a micro-batch."""

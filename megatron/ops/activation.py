@@ -3,7 +3,7 @@
 f columns of the MLP
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -15,12 +15,8 @@ from megatron.config import ModelConfig
 
 
 def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """SwiGLU or GEGLU of gate and up [.., 2f] -> [.., f], or GELU."""
-    if config.geglu:
-        return partial(geglu, approximate=_gelu_kind(config))
-    if config.swiglu:
-        return swiglu if config.compile else lean_swiglu
-    return gelu(config)
+    """[.., f] -> [.., f], or a gated one: gate and up [.., 2f] -> [.., f]."""
+    return _FUNCTIONS[config.activation](config)
 
 
 def expert_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
@@ -104,3 +100,9 @@ def _dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
 
 
 _compiled = cache(torch.compile)
+_FUNCTIONS: Mapping[str, Callable[[ModelConfig], Callable[[Tensor], Tensor]]] = {
+    "gelu": gelu,
+    "swiglu": lambda config: swiglu if config.compile else lean_swiglu,
+    "geglu": lambda config: partial(geglu, approximate=_gelu_kind(config)),
+}
+"""The function of each activation of a model."""

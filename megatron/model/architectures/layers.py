@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
+from megatron.config.model import ACTIVATIONS
 from megatron.model.spec import KeptActivations, LayerSpec, ParameterSpec
 
 EMBED = "embed"
@@ -57,14 +58,8 @@ def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
 
 
 def _kept_in_mlp(config: ModelConfig) -> int:
-    """Tensors of size f that the MLP keeps.
-
-    With GELU its input and output; with SwiGLU gate, up and their product; with GEGLU the activated gate, too; in tiles
-    none.
-    """
-    if config.tiled_mlp:
-        return 0
-    return 4 if config.geglu else 3 if config.swiglu else 2
+    """Tensors of size f that the MLP keeps; in tiles none."""
+    return 0 if config.tiled_mlp else ACTIVATIONS[config.activation].kept
 
 
 def moe_layer(config: ModelConfig) -> LayerSpec:

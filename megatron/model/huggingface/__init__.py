@@ -5,6 +5,7 @@ GPT-2, the models of the Llama family, BERT, T5 1.1 and LLaVA are converted in b
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,22 @@ _OTHER_FLAGS = (
 )
 
 
+_NOT_THE_FUNCTION = frozenset(
+    """
+    lora_rank lora_alpha lora_dropout lora_target moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+    moe_router_dtype moe_token_dispatcher_type moe_grouped_gemm moe_per_layer_logging text_seq_length images_per_sample
+    freeze_vision freeze_projector freeze_language_model vision_lr_mult projector_lr_mult model_preset
+    make_vocab_size_divisible_by bias_gelu_fusion bias_dropout_fusion compile tiled_mlp tiled_mlp_num_shards
+    gradient_accumulation_fusion fp8_format fp8_recipe fp8_min_size scaled_upper_triang_masked_softmax_fusion
+    fused_kernels attention_dropout hidden_dropout init_method_std apply_query_key_layer_scaling
+    attention_softmax_in_fp32 fp16_lm_cross_entropy use_cpu_initialization shape_order pre_tokens next_tokens
+    fp32_residual_connection padded_vocab_size eod_token reset_position_ids reset_attention_mask dtype
+    recomputes_attention seed encoder_seq_length decoder_seq_length group_query_attention max_position_embeddings
+    """.split()
+)
+"""Fields that change how a model is trained or computed, and not the function of the weights that it has."""
+
+
 def shape_of(config: ModelConfig) -> dict[str, Any]:
     """The values of the flags that decide which weights the model has, and their shapes."""
     shape = {name: getattr(config, _RESOLVED.get(name, name)) for name in _SHAPE}
@@ -145,6 +162,8 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
     """
     form = format_of(config)
     tree = config_to(form, config, dtype)
+    if not config.classes:  # a classifier is written only
+        _refuse_other_models(config, config_of(tree, Path(HF_CONFIG)))
     if source is None:
         return tree
     try:
@@ -155,6 +174,15 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
         return tree
     name = "torch_dtype" if "torch_dtype" in source else "dtype"
     return {**source, name: dtype}
+
+
+def _refuse_other_models(config: ModelConfig, read: ModelConfig) -> None:
+    """Check that the written configuration, as it is ``read``, is that of the same function."""
+    for field in fields(ModelConfig):
+        name = _RESOLVED.get(field.name, field.name)
+        if field.name not in _NOT_THE_FUNCTION and getattr(read, name) != getattr(config, name):
+            flag = field.name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(config, name)} is unknown to Hugging Face's model; use merge")
 
 
 def source_shapes(config: ModelConfig) -> Shapes:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.config import ModelConfig, RunConfig
+from megatron.config.model import ACTIVATIONS
 from megatron.model.partition import layer_groups
 from megatron.model.spec import LayerSpec, architecture_of
 from megatron.ops.choices import (
@@ -131,11 +132,11 @@ def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
     size is allocated. A gated MLP has more tensors. An MLP in tiles has the gradients and activations of one tile.
     """
     columns, model = z.tokens * z.f * z.element // z.t, run.model
+    activation = ACTIVATIONS[model.activation]
     if model.tiled_mlp:
-        gradients, kept = 4 if model.swiglu else 2, 4 if model.geglu else 3 if model.swiglu else 2
-        return (gradients + kept) * columns // model.mlp_tiles(z.stream)
-    if model.swiglu:
-        return 4 * columns
+        return (activation.gradients + activation.kept) * columns // model.mlp_tiles(z.stream)
+    if activation.gradients > 2:
+        return activation.gradients * columns
     return columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
 
 
@@ -156,7 +157,7 @@ def _in_attention(run: RunConfig, z: Sizes) -> int:
     """
     model, ring, window = run.model, run.parallel.ring_size, _window(run, z)
     queries, keys = (count // ring for count in heads(run, z))
-    in_the_mlp = 0 if model.tiled_mlp else (3 if model.swiglu else 2) * z.tokens * z.f * z.element // z.t
+    in_the_mlp = 0 if model.tiled_mlp else ACTIVATIONS[model.activation].kept * z.tokens * z.f * z.element // z.t
     freed = in_the_mlp + 2 * z.tokens * z.h * z.element
     if ring == 1:
         chunk = chunk_size(window)
