@@ -69,7 +69,8 @@ def make_starts(
     kept = [word for name, value in values.items() if name not in (*_REPLACED, *_OF_LAYOUT) for word in value.words]
     kept += ["--zero-stage", str(run.zero.zero_stage), "--batch-size", str(run.train.global_batch_size)]
     one = Start("one rank", (*kept, *saving), 1)
-    relaid = Start("from one rank", (*fresh.words, "--auto-resume"), world_size, loads=one.name)
+    loading = (*words, *common, "--auto-resume", "--exit-interval", "1")
+    relaid = Start("from one rank", loading, world_size, loads=one.name)
     return run, [fresh, empty, resumed, one, relaid]
 
 

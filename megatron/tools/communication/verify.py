@@ -1,6 +1,7 @@
 """Extract every start of a run, and check it: what is found, as text and as JSON."""
 
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def verify(
         )
         expected = expected or traces
         if start.name in loaded:
-            _gather(job, stands_for, folder / start.name)
+            _gather(job, stands_for, folder / start.name, run)
         shutil.rmtree(job.folder)
 
 
@@ -134,10 +135,21 @@ def _of(event: Any) -> str:
     return ", ".join(map(str, event.calls)) if isinstance(event, Issue) else f"waits at {event.place}"
 
 
-def _gather(job: Job, ranks: Sequence[int], folder: Path) -> None:
-    """The checkpoints of all ranks as one, in ``folder``."""
+def _gather(job: Job, ranks: Sequence[int], folder: Path, run: RunConfig) -> None:
+    """The checkpoints of all ranks as one, in ``folder``.
+
+    DeepSpeed counts the files of weights: in place of those of ranks that were not run there are links to others, which
+    no rank that is run reads.
+    """
     for rank in ranks:
         shutil.copytree(job.folder_of(rank) / "checkpoint", folder, dirs_exist_ok=True)
+    if len(ranks) < job.world_size:
+        for file in sorted(folder.glob("*/*00[_-]model_states.pt")):
+            tensor, stages = run.parallel.model_parallel_size, max(run.parallel.pipe_parallel_size, 1)
+            for number in range(tensor * (stages if file.name.startswith("mp_rank") else 1)):
+                other = file.with_name(re.sub("00(.model_states)", rf"{number:02}\1", file.name))
+                if not other.exists():
+                    other.hardlink_to(file)
     for manifest in folder.glob(f"*/{MANIFEST}"):
         manifest.unlink()
         write_manifest(manifest.parent, {})

@@ -24,6 +24,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 
 from megatron.checkpoint import collective_errors
 from megatron.common.environment import expected_device
+from megatron.common.errors import UserError
 from megatron.config import RunConfig
 from megatron.engines import build
 from megatron.engines.transfers import Transfers, _boundary, _row
@@ -102,6 +103,7 @@ def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
         yield module, "broadcast_object_list", _broadcast_object_list
     yield environment, "listen", lambda _: socket()  # nobody connects
     yield distributed, "TCPStore", lambda *_, **__: store
+    yield UserError, "on_every_rank", property(lambda _: False, lambda *_: None)  # no other rank prints it
     for module in (collective_errors, zero_utils):
         yield module, "dist", _AsRank0(module.dist)
     yield build, "build_module", shapes.noting_run(build.build_module)
