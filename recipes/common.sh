@@ -14,6 +14,7 @@ GPUS=${GPUS:-8}                        # all processes of the run
 HOSTFILE=${HOSTFILE:-}                 # the hosts, if the run takes several; see hostfile.example
 LAUNCHER=${LAUNCHER:-deepspeed}        # or srun, which recipes/slurm.sbatch sets
 MASTER_PORT=${MASTER_PORT:-29500}
+COMPILE=${COMPILE:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo 0 || echo 1)} # 1: --compile, which helps on GPUs only
 
 # shellcheck source=tools/dry_run.sh
 source "$HERE/tools/dry_run.sh"
@@ -21,10 +22,11 @@ source "$HERE/tools/dry_run.sh"
 train() {
     local arguments=(
         --bf16 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --lr-decay-style cosine
-        --attention-dropout 0 --hidden-dropout 0 --compile
+        --attention-dropout 0 --hidden-dropout 0
         --data-path "$DATA" --split 99,1,0 --tokenizer-model "$TOKENIZER" --save "$SAVE" --auto-resume
         --save-interval 1000 --keep-last 3 --async-save --eval-interval 1000 --eval-iters 20 --run-dir "$RUN_DIR" "$@"
     )
+    if ((COMPILE)); then arguments+=(--compile); fi
     local hosts=(--num_gpus "$GPUS")
     if [ -n "$HOSTFILE" ]; then hosts=(--hostfile "$HOSTFILE"); fi
     case "$LAUNCHER" in

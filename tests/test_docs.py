@@ -40,7 +40,7 @@ def test_the_readme_is_short_and_has_the_two_commands() -> None:
 
 def test_paths_in_pages_exist() -> None:
     """Every path of this repository that a page names in code style, such as `megatron/mpu/`, also in a command."""
-    folders = r"(?:megatron|tools|examples|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*"
+    folders = r"(?:megatron|tools|examples|recipes|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*"
     words = [(page.name, word) for page in PAGES for span in code_spans(page) for word in span.split()]
     paths = [(page, word) for page, word in words if re.fullmatch(folders, word)]
     assert [(page, path) for page, path in paths if not (ROOT / path).exists()] == []

@@ -15,15 +15,12 @@ from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import Candidate, Plan, search
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = """\
-| script | GPUs | layout | batch, tokens | peak lr | iterations | memory | tokens/s | days | loss |
-|---|---|---|---|---|---|---|---|---|---|
-"""
+RECIPES_COLUMNS = "script | GPUs | layout | batch, tokens | peak lr | iterations | memory | tokens/s | time | loss"
 MACHINE = Machine(DEVICES["h100"], per_node=8)
 VOCABULARIES = {"gpt": 50257, "llama": 128256, "lora": 128256, "moe": 50304}
 _OF_THE_LAYOUT = {
-    "model_parallel_size", "pipe_parallel_size", "sequence_parallel", "zero_stage", "batch_size", "context_parallel_size",
-    "expert_model_parallel_size", "checkpoint_activations", "pipeline_schedule",
+    "model_parallel_size", "pipe_parallel_size", "sequence_parallel", "zero_stage", "batch_size",
+    "context_parallel_size", "expert_model_parallel_size", "checkpoint_activations", "pipeline_schedule",
 }  # fmt: skip
 
 
@@ -49,7 +46,7 @@ def recipes() -> Iterator[Recipe]:
 
 def command_of(script: Path) -> tuple[list[str], int]:
     """The arguments that ``script`` gives to the training program, and its number of GPUs. Nothing is started."""
-    environ = os.environ | {"DRY_RUN": "1"}
+    environ = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "DS_ACCELERATOR": "cuda"}
     shown = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, check=True).stdout
     (words,) = [shlex.split(line) for line in shown.splitlines() if "pretrain_gpt2.py" in line]
     place = next(n for n, word in enumerate(words) if word.endswith("pretrain_gpt2.py"))
@@ -64,8 +61,8 @@ def command_of(script: Path) -> tuple[list[str], int]:
     return flags, int(devices[1]) if devices else 8
 
 
-def row(recipe: Recipe) -> str:
-    """A line of the table, without its end."""
+def recipe_row(recipe: Recipe) -> list[str]:
+    """The cells of a recipe."""
     one, run = recipe.planned, recipe.planned.run
     tokens = run.train.global_batch_size * run.data.seq_length
     parallel = run.parallel
@@ -73,14 +70,17 @@ def row(recipe: Recipe) -> str:
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     total = tokens * (run.train.train_iters or 0)
     is_tuned = run.model.lora_rank > 0
-    cells = [
-        f"`{recipe.script.name}`", one.request.devices, f"{layout}, ZeRO {run.zero.zero_stage}", f"{tokens:,}",
+    return [
+        f"`{recipe.script.name}`", str(one.request.devices), f"{layout}, ZeRO {run.zero.zero_stage}", f"{tokens:,}",
         f"{run.optim.lr:g}", "3 epochs" if is_tuned else f"{run.train.train_iters:,}",
         f"{one.memory.total / 1e9:.0f} GB", f"{tokens / one.timing.total:,.0f}",
-        "" if is_tuned else f"{total / tokens * one.timing.total / 86400:.3g}",
+        "" if is_tuned else _duration(total / tokens * one.timing.total / 3600),
         "" if is_tuned else f"{expected_loss(active_parameters(run.model), total):.2f}",
     ]  # fmt: skip
-    return f"| {' | '.join(map(str, cells))}"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.2g} hours"
 
 
 def expected_loss(parameters: int, tokens: int) -> float:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
+from _pictures import PICTURES
+from _recipe_table import RECIPES_COLUMNS, recipe_row, recipes
 
 from megatron.cli.classic_flags import OUTCOMES
 from megatron.cli.flags import read_flags
@@ -28,6 +30,7 @@ from megatron.tools.reporting.pictures import draw_learning_rates, draw_schedule
 from megatron.training import learning_rates
 
 ROOT = Path(__file__).resolve().parent.parent
+RECIPES = "tutorials/recipe.md"
 
 LAYOUTS = """\
 # Which layouts are supported
@@ -161,8 +164,11 @@ def main() -> None:
         "parallelism.md": with_table("parallelism.md", "schedules", SCHEDULES_COLUMNS, map(schedule_row, EXAMPLES)),
         "images/schedules.svg": draw_schedules(EXAMPLES),
         "images/learning_rates.svg": draw_learning_rates(rates()),
+        RECIPES: with_table(RECIPES, "recipes", RECIPES_COLUMNS, map(recipe_row, recipes())),
+        **{f"images/{name}.svg": draw() for name, draw in PICTURES.items()},
     }
-    (args.output / "images").mkdir(exist_ok=True)
+    for folder in ("images", "tutorials"):
+        (args.output / folder).mkdir(exist_ok=True)
     for name, text in pages.items():
         with atomic_file(args.output / name, "--output") as file:
             file.write(text)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from support.warm import exit_code, start
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SEPARATORS = ("&&", "|", ";", ">", "<", "<<")
 
 

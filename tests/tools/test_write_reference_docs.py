@@ -1,32 +1,39 @@
-"""tools/write_reference_docs.py: the generated pages in docs/ are up to date."""
+"""tools/write_reference_docs.py: generated pages and pictures are up to date, and the recipes good plans."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = ROOT / "docs" / "layouts.md"
-COMMAND_LINE = ROOT / "docs" / "command-line.md"
-CLASSIC_FLAGS = ROOT / "docs" / "classic-flags.md"
-MODELS = ROOT / "docs" / "models.md"
-PARALLELISM = ROOT / "docs" / "parallelism.md"
-SCHEDULES = ROOT / "docs" / "images" / "schedules.svg"
-RATES = ROOT / "docs" / "images" / "learning_rates.svg"
+from support.pages import ROOT
+
+DOCS = ROOT / "docs"
 
 
 def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools" / "write_reference_docs.py", "--output", tmp_path], check=True)
-    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS, MODELS, PARALLELISM, SCHEDULES, RATES):
-        written = (tmp_path / page.relative_to(ROOT / "docs")).read_text()
-        assert page.read_text() == written, "run python tools/write_reference_docs.py"
+    written = {file.relative_to(tmp_path): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    stale = [str(name) for name, text in written.items() if (DOCS / name).read_text() != text]
+    assert len(written) > 10 and not stale, "run python tools/write_reference_docs.py"
 
 
 def test_the_table_knows_what_deepspeed_refuses() -> None:
     """ZeRO 2 and 3 on the pipeline engine."""
-    lines = [line.split("|")[1:-1] for line in LAYOUTS.read_text().splitlines() if line.startswith("|")]
+    lines = [line.split("|")[1:-1] for line in (DOCS / "layouts.md").read_text().splitlines() if line.startswith("|")]
     engines, rows = lines[0][1:], {name.strip(): cells for name, *cells in lines}
     for stage in range(4):
         cells = rows[f"fp32, ZeRO {stage}"]
         legal = {engine.strip(): cell == " yes " for engine, cell in zip(engines, cells, strict=True)}
         assert legal["no pipeline"] and legal["no pipeline, TP"]
         assert legal["pipeline"] == legal["DualPipeV, TP"] == (stage < 2)
+
+
+def test_recipes_fit_and_are_among_the_fastest_layouts(monkeypatch) -> None:
+    """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 5 % faster."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from _recipe_table import recipes
+
+    found = {recipe.script.stem: recipe for recipe in recipes()}
+    assert {"gpt-125m", "gpt-350m", "gpt-1.3b", "llama-1b", "llama-8b", "llama-70b"} < found.keys() and len(found) == 8
+    for recipe in found.values():
+        seconds = recipe.planned.timing.total
+        assert recipe.planned.fits and seconds < 1.05 * recipe.others.fitting[0].timing.total, recipe.script
