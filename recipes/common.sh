@@ -9,6 +9,7 @@ NAME=$(basename "$0" .sh)
 DATA=${DATA:-data/text_document}       # prefix of .bin and .idx, from tools/preprocess_data.py
 TOKENIZER=${TOKENIZER:-tokenizer}      # folder of vocab.json and merges.txt, or of tokenizer.json
 SAVE=${SAVE:-checkpoints/$NAME}        # a run resumes from its own checkpoints
+START=${START:-}                       # weights to begin with, until SAVE has a checkpoint
 RUN_DIR=${RUN_DIR:-runs/$NAME}         # metrics, for tools/report.py
 GPUS=${GPUS:-8}                        # all processes of the run
 HOSTFILE=${HOSTFILE:-}                 # the hosts, if the run takes several; see hostfile.example
@@ -20,10 +21,12 @@ COMPILE=${COMPILE:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo 0 || echo 1)} # 1: 
 source "$HERE/tools/dry_run.sh"
 
 train() {
+    local begin=(--auto-resume)
+    if [ -n "$START" ] && [ ! -e "$SAVE/latest" ]; then begin=(--load "$START" --finetune); fi
     local arguments=(
         --bf16 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --lr-decay-style cosine
         --attention-dropout 0 --hidden-dropout 0
-        --data-path "$DATA" --split 99,1,0 --tokenizer-model "$TOKENIZER" --save "$SAVE" --auto-resume
+        --data-path "$DATA" --split 99,1,0 --tokenizer-model "$TOKENIZER" --save "$SAVE" "${begin[@]}"
         --save-interval 1000 --keep-last 3 --async-save --eval-interval 1000 --eval-iters 20 --run-dir "$RUN_DIR" "$@"
     )
     if ((COMPILE)); then arguments+=(--compile); fi

@@ -184,6 +184,7 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
 def test_shellcheck_passes() -> None:
     names = (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh")
     scripts = [f"examples/{name}" for name in names]
+    scripts += [f"recipes/{path.name}" for path in (ROOT / "recipes").iterdir()]
     scripts += ["docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"]
     scripts += ["tools/environment.sh", "tools/gpt2_345m.sh", "run_tests.sh", ".ci/run"]
     scripts += ["tests/support/slurm/srun", "tests/support/slurm/scontrol"]
