@@ -6,7 +6,7 @@
 Each benchmark runs in a separate process and alternates between the implementations, round after round. A ratio of
 speeds above 1 means that this project is faster. Results are medians with the minimum and maximum of the rounds, and
 the median by CPU time, which is disturbed less by other programs. write_figures.py copies the results of --json into
-docs/performance.md.
+benchmarks/RESULTS.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Write the figures that run.py --json, or gpu.sh, left in a folder into docs/performance.md.
+"""Write the figures that run.py --json, or gpu.sh, left in a folder into benchmarks/RESULTS.md.
 
     python benchmarks/run.py --json figures && python benchmarks/write_figures.py figures
 
@@ -27,7 +27,7 @@ def main() -> None:
     """Read the folder, and write the file."""
     parser = ToolParser(__doc__)
     parser.add_argument("folder", type=Path, help="the folder that --json of run.py named")
-    parser.add_argument("--into", type=Path, default=ROOT / "docs" / "performance.md", metavar="FILE", help="where to")
+    parser.add_argument("--into", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE", help="where to")
     args = parser.parse_args()
     found = _read(args.folder)
     try:

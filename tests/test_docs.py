@@ -1,12 +1,16 @@
 """The documentation builds without warnings, and what it names exists: pages, files, commands, flags."""
 
+import ast
+import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
 from support.pages import PAGES, ROOT, help_of
 
 from megatron.cli.classic_flags import OUTCOMES
@@ -23,13 +27,44 @@ CLASSIC_FLAGS = {f"--{name.partition('=')[0].rstrip('*')}" for name in OUTCOMES}
 """Flags of other suites that the training programs accept, or refuse with a reason."""
 
 
-def test_the_site_builds_without_warnings(tmp_path) -> None:
-    """Strict mode turns a broken link, a missing anchor and a page outside the navigation into an error."""
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built in strict mode: a broken link, a missing anchor and a page outside the navigation are errors."""
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install -r requirements-docs.txt")
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
     assert finished.returncode == 0, finished.stderr
-    pages = "".join(page.read_text() for page in (tmp_path / "site").glob("*.html"))
+    notices = [line for line in finished.stderr.splitlines() if line and not line.startswith("INFO ")]
+    assert not notices, "\n".join(notices)
+    return folder
+
+
+def test_the_site_needs_no_other_site(site: Path) -> None:
+    pages = "".join(page.read_text() for page in site.rglob("*.html"))
     assert re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://[^"]*', pages) == [], "all assets are local"
+    assert "ParallelLayout" in (site / "api.html").read_text()
+
+
+def test_search_works_without_a_web_server(site: Path) -> None:
+    browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser_path is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto((site / "search.html").as_uri() + "?q=pipeline+bubble")
+        page.wait_for_selector("#mkdocs-search-results article", timeout=60_000)
+        assert "concepts.html#pipeline-bubble" in page.inner_html("#mkdocs-search-results")
+        browser.close()
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"copyright: Version {version}\n" in (ROOT / "mkdocs.yml").read_text()
+    assert f"\n## {version}" in (ROOT / "docs" / "changelog.md").read_text()
 
 
 def test_the_readme_is_short_and_has_the_two_commands() -> None:
@@ -37,6 +72,17 @@ def test_the_readme_is_short_and_has_the_two_commands() -> None:
     assert len(text.splitlines()) <= 120
     for command in ("bash examples/quickstart.sh", "bash run_tests.sh"):
         assert re.search(f"^{command}", text, re.MULTILINE)
+
+
+def test_python_blocks_compile_and_their_imports_exist() -> None:
+    """Each name that a block imports from this repository is there; what a reader's own file has is left out."""
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("megatron", "pretrain")):
+                    module = importlib.import_module(node.module or "")
+                    missing = [one.name for one in node.names if not hasattr(module, one.name)]
+                    assert not missing, f"{page.name}: {node.module} has no {missing}"
 
 
 def test_paths_in_pages_exist() -> None:

@@ -20,7 +20,7 @@ With --minutes N the program ends after N minutes. What is worth most comes firs
 that is left, and what no time is left for is named. With --continue the stages that have passed in --output DIR are not
 repeated. After each stage, and after Ctrl-C or SIGTERM, the results are complete: DIR/report.html is the page,
 DIR/gpu.json has all results, DIR/logs what the commands printed, and DIR.tar.gz, whose path is the last line printed,
-is all of these, a few MB to send back. benchmarks/write_figures.py DIR writes the speeds into docs/performance.md.
+is all of these, a few MB to send back. benchmarks/write_figures.py DIR writes the speeds into benchmarks/RESULTS.md.
 
 Exit code 0: all stages passed or were left out; 1: one failed; 2: wrong usage, or something is not installed; 7: no
 GPU, driver too old, not enough memory or disk; 130: interrupted.

@@ -40,7 +40,7 @@ def test_mistakes_are_one_line(programs: Programs, words: list[str], message: st
 
 
 def test_every_measurement_has_its_place_in_the_documentation() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text()
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     assert set(re.findall(r"<!-- (\w+) -->", text)) == {*TABLES}
     for name in TABLES:
         assert f"<!-- /{name} -->" in text and f"| `{name}` |" in text, f"{name} is not explained"
