@@ -18,6 +18,7 @@ from benchmarks.tables import Row, markdown, read_json  # noqa: E402
 from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 TABLES = (*MEASURES, "gpu_step")
 Found = dict[str, tuple[str, list[Row]]]
 """For each benchmark: the machine it was run on, and its rows."""
@@ -27,7 +28,7 @@ def main() -> None:
     """Read the folder, and write the file."""
     parser = ToolParser(__doc__)
     parser.add_argument("folder", type=Path, help="the folder that --json of run.py named")
-    parser.add_argument("--into", type=Path, default=ROOT / "benchmarks" / "RESULTS.md", metavar="FILE", help="where to")
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FILE", help="where to")
     args = parser.parse_args()
     found = _read(args.folder)
     try:
