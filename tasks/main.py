@@ -49,8 +49,7 @@ def main() -> int | None:
     run, _ = check(task.run)
     prepare_environment(os.environ, run.parallel)
     if run.logging.dry_run:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        from megatron.tools.planning.dry_run import dry_run
+        from megatron.tools.planning.explain import dry_run
 
         return dry_run(run) if is_main_rank else None
     from megatron.tools.finetuning.finetune import finetune

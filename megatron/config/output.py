@@ -119,11 +119,9 @@ class LoggingConfig:
     explain: bool = flag(
         False, "Print layout, rank groups, DeepSpeed config and the result of all rules; exit.", excludes=("dry_run",)
     )
-    dry_run: bool = flag(
-        False, "Build the layers of some ranks on the meta device, print their parameters, groups and memory, and exit."
-    )
+    dry_run: bool = flag(False, "Print parameters, groups and memory of some ranks, and exit.")
     rank: str | None = flag(
-        None, "Ranks to build, such as 0,513 (default: one per pipeline stage).", metavar="RANKS", needs="dry_run"
+        None, "Ranks to print, such as 0,513 (default: one per pipeline stage).", metavar="RANKS", needs="dry_run"
     )
 
     @property

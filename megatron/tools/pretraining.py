@@ -57,8 +57,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     for warning in data_warnings(run) if is_main_rank else ():
         print_warning(warning)
     if run.logging.dry_run:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for
-        from megatron.tools.planning.dry_run import dry_run
+        from megatron.tools.planning.explain import dry_run
 
         if is_main_rank:
             dry_run(run)

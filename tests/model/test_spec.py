@@ -61,8 +61,9 @@ LAYOUTS_OF_LLAVA = [
 )
 def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:
     """Names, shapes, sharded dimension and weight decay, on the first rank of each stage."""
+    from support.built_stages import built_stage, fake_layout, first_rank_of_each_stage
+
     from megatron.engines.optimizers import weight_decay_groups
-    from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
 
     run = settled(f"{program} {words}")
     t, seen = run.parallel.model_parallel_size, {}

@@ -60,7 +60,8 @@ def settled(toy, words: str) -> RunConfig:
 
 @pytest.mark.parametrize("words", ["", "--model-parallel-size 2 --pipe-parallel-size 2", "--pipe-parallel-size 4"])
 def test_the_planner_counts_the_built_model(toy, words: str) -> None:
-    from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
+    from support.built_stages import built_stage, fake_layout, first_rank_of_each_stage
+
     from megatron.tools.planning.memory import stage_memory
 
     run = settled(toy, words)

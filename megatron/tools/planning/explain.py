@@ -1,4 +1,8 @@
-"""``--explain``: layout, groups of ranks, DeepSpeed config and every rule of a run, before it is started."""
+"""A run before it is started, without torch: ``--explain`` and ``--dry-run``.
+
+The former prints layout, groups of ranks, DeepSpeed config and every rule; the latter, parameters, groups and memory of
+single ranks.
+"""
 
 import json
 import os
@@ -10,12 +14,14 @@ from megatron.cli import ParsedRun
 from megatron.cli.validation import RULES
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import ConfigError, UserError, counted
-from megatron.config import RunConfig
+from megatron.common.units import with_prefix
+from megatron.config import ParallelConfig, RunConfig
 from megatron.model.spec import architecture_of
-from megatron.parallel import groups, ring_groups, ulysses_groups
+from megatron.parallel import axis_sizes, coordinates, groups, groups_along, ring_groups, ulysses_groups
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
+from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.training.preflight import check
 from megatron.training.summary import describe_config, describe_stages
 
@@ -46,11 +52,40 @@ def explain(reading: ParsedRun) -> None:
         raise failure
 
 
-def _configuration(run: RunConfig) -> Iterator[str]:
+def dry_run(run: RunConfig) -> None:
+    """Print parameters, groups and memory of each rank in ``--rank``, by default of one for each pipeline stage.
+
+    ``run`` has been checked, and its vocabulary is settled.
+    """
+    parallel = run.parallel
+    print("\n".join(_heading(run)))
+    memories = stage_memory(run)
+    for rank in run.logging.ranks or range(0, parallel.world_size, parallel.world_size // parallel.pipe_stages):
+        print("\n".join(_rank(parallel, rank, memories)), flush=True)
+
+
+def _rank(parallel: ParallelConfig, rank: int, memories: Sequence[Memory]) -> Iterator[str]:
+    at, sizes = coordinates(parallel, rank), axis_sizes(parallel)
+    memory = memories[at["pipe"]]
+    some = f", {memory.trained:,} of them trained" if memory.trained < memory.parameters else ""
+    yield f"rank {rank}: stage {at['pipe']} of {sizes['pipe']}, {memory.parameters:,} parameters{some}"
+    for axis in ("tensor", "sequence", "data", "pipe"):
+        if axis != "sequence" or sizes[axis] > 1:
+            ranks = next(group for group in groups_along(parallel, axis) if rank in group)
+            yield f"  {axis:8} {at[axis]} of {len(ranks)}: [{ranks_as_text(ranks)}]"
+    parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in memory.parts().items())
+    yield f"  memory   {with_prefix(memory.total, 'B')}: {parts}"
+
+
+def _heading(run: RunConfig) -> Iterator[str]:
     for name, text in describe_config(run).items():
         yield f"> {name:9} {text}"
     if run.parallel.uses_pipeline and run.model.padded_vocab_size and architecture_of(run.model).provider is None:
         yield describe_stages(run)
+
+
+def _configuration(run: RunConfig) -> Iterator[str]:
+    yield from _heading(run)
     if run.checkpoint.snapshot_interval and run.model.padded_vocab_size:
         yield f"> memory    {describe_snapshots(run, ranks_on_host(os.environ) or run.parallel.world_size)}"
     if run.parallel.pipe_stages > 1:

@@ -59,9 +59,10 @@ def test_built_layers_of_bert_have_the_planned_parameters(words):
 
 def check_ranks(run: RunConfig) -> None:
     """Tensor by tensor, on the first rank of each stage and on the very last rank."""
+    from support.built_stages import built_stage, fake_layout, first_rank_of_each_stage
+
     from megatron.engines.optimizers import weight_decay_groups
     from megatron.model.partition import plan
-    from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
     from megatron.tools.planning.states import stage_weights
 
     stages = plan(run)
