@@ -5,16 +5,19 @@
     python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
     deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
     python tools/generate.py --load checkpoints/chat --chat
+    python tools/generate.py --load checkpoints/vlm --chat --image cat.jpg --prompt "What is this?"
 
 Without any of these flags, prompts are read from standard input, one per line. A .jsonl file has an object with
-"prompt" (or "text") on each line; the output then has the same and "completions". --genfile needs no prompt. Hyphens
-and underscores in flag names are interchangeable.
+"prompt" (or "text") on each line; the output then has the same and "completions". "image" names a file in its folder,
+or a list of them. Images come before the text, unless <image> in it says where. --genfile needs no prompt. Hyphens and
+underscores in flag names are interchangeable.
 """
 
 import argparse
 import os
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -22,13 +25,14 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.environment import rank
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, DataError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.model.architectures import GPT2, T5
+from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.tools.chat.files import template_of_model
 from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.command_line import ToolParser, check_values
+from megatron.tools.inference.images import ImageReader, read_image
 from megatron.tools.inference.model_flags import (
     add_chat_template_flag,
     add_model_flags,
@@ -72,19 +76,21 @@ def main() -> None:
     """Check everything that can be checked without torch, then import torch and generate."""
     args = _parser().parse_args()
     _check(args)
-    source, ranks = shared_source(args, os.environ, (GPT2, T5))
+    source, ranks = shared_source(args, os.environ, (GPT2, T5, LLAVA))
     chat = None
     if args.chat:
         chat = ChatPrompts(template_of_model(source.found, source.tokenizer, args.chat_template), source.tokenizer)
     limits = _limits(args, source, chat)
-    prompts = _prompts(args, source, limits, chat)
+    images = _images(args, source)
+    prompts = _prompts(args, source, limits, chat, images)
     prepare_environment(os.environ)
 
     from megatron.tools.inference.model import opened_model
     from megatron.tools.inference.session import broadcast
 
     with opened_model(source, ranks, args.dtype) as model:
-        _use(_session(args, source, limits, model, chat), args, broadcast(prompts))
+        session = replace(_session(args, source, limits, model, chat), images=images)
+        _use(session, args, broadcast(prompts))
 
 
 def _session(
@@ -190,7 +196,11 @@ def _limits(args: argparse.Namespace, source: Source, chat: ChatPrompts | None) 
 
 
 def _prompts(
-    args: argparse.Namespace, source: Source, limits: StoppingCriteria, chat: ChatPrompts | None
+    args: argparse.Namespace,
+    source: Source,
+    limits: StoppingCriteria,
+    chat: ChatPrompts | None,
+    images: ImageReader | None,
 ) -> list[Prompt] | None:
     """The prompts; None to read them interactively, and on ranks other than 0 if standard input is a pipe."""
     if args.prompt:
@@ -208,7 +218,22 @@ def _prompts(
             raise ConfigError(
                 "standard input is empty: give --prompt or --sample-input-file, or write one prompt per line"
             )
-    return tokenized(lines, source.tokenizer, limits, chat)
+    return tokenized(lines, source.tokenizer, limits, chat, images=images)
+
+
+def _images(args: argparse.Namespace, source: Source) -> ImageReader | None:
+    """Reads the images of prompts, of a model that has an encoder for them."""
+    if not source.config.vision_num_layers:
+        if args.image:
+            raise ConfigError(f"--image {args.image[0]}: {source.name} reads no images: leave it out")
+        return None
+    if args.on_long_context == "slide":
+        raise ConfigError("--on-long-context slide: an image cannot be cut: leave it out")
+    try:
+        images = [read_image(path, source.config.vision_image_size) for path in args.image]
+    except DataError as error:
+        raise ConfigError(f"--image {error}") from None
+    return ImageReader(source.config, images, (args.sample_input_file or Path()).parent)
 
 
 def _parser() -> ToolParser:
@@ -223,6 +248,9 @@ def _parser() -> ToolParser:
 
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
+    group.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="FILE", help="image of all prompts; may be repeated"
+    )
     group.add_argument("--sample-input-file", type=Path, metavar="FILE", help="prompts, one per line")
     group.add_argument(
         "--sample-output-file", type=Path, metavar="FILE", help="output file (default: the input's name and .out)"

@@ -35,7 +35,7 @@ from megatron.common.reading import read_bytes, read_json
 from megatron.common.units import with_prefix
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.model.partition import Stage, plan
-from megatron.model.spec import is_trained
+from megatron.model.spec import is_trained_in
 from megatron.parallel import AXES, axis_sizes
 
 START_FILE = ".snapshots"
@@ -213,7 +213,7 @@ def _counts(run: RunConfig, stage: Stage) -> tuple[int, int, int]:
     """Elements that a tensor-parallel rank of ``stage`` holds, those of them that are trained, and those of experts."""
     t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
     rows = [
-        (spec.local_numel(t, experts), is_trained(run.model, spec.name), spec.is_expert)
+        (spec.local_numel(t, experts), is_trained_in(run.model, layer.part, spec.name), spec.is_expert)
         for layer in stage.distinct_layers()
         for spec in layer.parameters
     ]

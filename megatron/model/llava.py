@@ -144,8 +144,8 @@ class ImageEmbedding(WordEmbedding):
         self.image_token = config.image_token_id
 
     def forward(self, inputs: Any, to_logits: bool = False) -> HiddenStates:
-        if to_logits:
-            return super().forward(inputs, to_logits=True)
+        if to_logits or isinstance(inputs, Tensor):  # or only tokens
+            return super().forward(inputs, to_logits)
         images, tokens = inputs
         embedded = super().forward(tokens)
         hidden, *segment_ids = embedded if isinstance(embedded, tuple) else (embedded,)

@@ -199,7 +199,11 @@ def sizes_of(config: ModelConfig, name: str) -> ModelConfig:
 
 def is_trained(config: ModelConfig, name: str) -> bool:
     """Whether training changes the parameter ``name``: with ``--lora-rank`` of a language model only adapters."""
-    part = part_of(config, name)
+    return is_trained_in(config, part_of(config, name), name)
+
+
+def is_trained_in(config: ModelConfig, part: str, name: str) -> bool:
+    """The same for a parameter of a layer of ``part``, by its name in the model or in the layer."""
     if not part or part in config.frozen_parts:
         return False
     return part != "language" or not config.lora_rank or ".lora." in name

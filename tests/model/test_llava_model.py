@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_lines import parse
+from support.llava_models import IMAGE, transformers_model
 from support.saved_tensors import saved_bytes
 from torch import Tensor
 from torch.testing import assert_close
@@ -22,38 +23,10 @@ from megatron.tools.convert.join_llava import joined_llava
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import without_padding
 
-IMAGE, TOKENS = 63, torch.randint(0, 60, (2, 14), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 60, (2, 14), generator=torch.Generator().manual_seed(1))
 PICTURES = torch.randint(0, 256, (4, 28, 28, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
 LABELS = TOKENS.roll(-1, 1)
 WEIGHTS = torch.full((2, 14), 1 / 28)
-
-
-def transformers_model(kind: str) -> torch.nn.Module:
-    """Tiny models with random weights: CLIP and Llama, SigLIP and Qwen2."""
-    import transformers
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    text = {
-        **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "initializer_range": 0.2},
-    }
-    image = {**sizes, "image_size": 28, "patch_size": 14}
-    if kind == "clip":
-        vision, language = transformers.CLIPVisionConfig(**image), transformers.LlamaConfig(**text)
-    else:
-        vision = transformers.SiglipVisionConfig(**image, vision_use_head=False)
-        language = transformers.Qwen2Config(**text, tie_word_embeddings=True)
-    strategy = "default" if kind == "clip" else "full"
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=language, image_token_index=IMAGE, vision_feature_select_strategy=strategy,
-        tie_word_embeddings=kind == "siglip",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.2)
-    return model
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

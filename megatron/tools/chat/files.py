@@ -13,6 +13,7 @@ from megatron.tokenizer.base import EOD, read_text
 from megatron.tools.chat.template import ChatTemplate
 from megatron.tools.chat.tokens import special_tokens
 from megatron.tools.convert.inspection import Found, read_description
+from megatron.tools.inference.images import MARK
 
 SETTINGS = "tokenizer_config.json"
 
@@ -55,7 +56,7 @@ def record_of(template: ChatTemplate) -> str:
 
 def _checked(place: str, source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
     known = special_tokens(tokenizer)
-    template = ChatTemplate(source, special, known)
+    template = ChatTemplate(source, special, [text for text in known if text != MARK])
     for mark in template.marks:
         if mark not in known and ((ids := tokenizer.tokenize(mark)) == [tokenizer.unk] or len(ids) != 1):
             raise ConfigError(

@@ -23,5 +23,13 @@ class ChatPrompts:
 
     def tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt for the next message of the assistant. Raises DataError as ``ChatTemplate.prompt``."""
-        [(ids, _)] = tokenize_texts(self._tokenizer, [Text(self._template.prompt(messages))])
+        return self.tokenize(self.text(messages))
+
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The same before it is tokenized."""
+        return self._template.prompt(messages)
+
+    def tokenize(self, text: str) -> list[int]:
+        """A text that the template wrote, or a part of it, as tokens."""
+        [(ids, _)] = tokenize_texts(self._tokenizer, [Text(text)])
         return ids

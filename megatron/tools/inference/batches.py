@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron.config import ModelConfig
 from megatron.engines.containers import run_in_order
 from megatron.model.embedding import WordEmbedding, without_segment_ids
+from megatron.tools.inference.images import ImagePrompt
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import NEW_TOKENS, StoppingCriteria, checked_length
 
@@ -30,10 +32,11 @@ class DecodingBatch:
         self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, context: int, use_cache: bool = True
     ):
         self._model, self._context = model, context
+        self._images = [encoded_images(model, sequence) for sequence in sequences]
         self.sequences = [list(sequence) for sequence in sequences]
         can_cache = self._longest() <= context and not is_reset_within(model.config, self.sequences)
         self._cache = model.empty_cache(len(sequences)) if use_cache and can_cache else None
-        self.logits = self._next_logits(self.sequences)
+        self.logits = self._next_logits(self.sequences, is_first=True)
         """Of the next tokens, fp32 on the CPU, [b, v]."""
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -47,6 +50,7 @@ class DecodingBatch:
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these sequences, which may be fewer, and repeated."""
         self.sequences = [list(self.sequences[row]) for row in rows]
+        self._images = [self._images[row] for row in rows]
         self.logits = self.logits[torch.tensor(rows)]
         if self._cache is not None:
             self._cache.select(rows)
@@ -60,26 +64,41 @@ class DecodingBatch:
         assert self._cache is not None and other._cache is not None, "can_join"
         self._cache.join(other._cache)
         self.sequences += other.sequences
+        self._images += other._images
         self.logits = torch.cat([self.logits, other.logits])
 
     def _longest(self) -> int:
         return max(map(len, self.sequences))
 
     @torch.inference_mode()
-    def _next_logits(self, new: Sequence[Sequence[int]]) -> Tensor:
+    def _next_logits(self, new: Sequence[Sequence[int]], *, is_first: bool = False) -> Tensor:
         """Logits [b, v] after the ``new`` tokens of each sequence."""
-        if self._cache is not None:
-            counts = [len(tokens) for tokens in new]
-            return self._model.gathered(self._model.next_logits(self._padded(new), self._cache, counts))
-        windows = [sequence[-self._context :] for sequence in self.sequences]
-        counts = [len(tokens) for tokens in windows]
-        return self._model.gathered(self._model.next_logits(self._padded(windows), counts=counts))
+        images = self._merged_images() if is_first or self._cache is None else None
+        if self._cache is None:
+            new = [sequence[-self._context :] for sequence in self.sequences]
+        counts = [len(tokens) for tokens in new]
+        return self._model.gathered(self._model.next_logits(self._padded(new), self._cache, counts, images))
+
+    def _merged_images(self) -> Tensor | None:
+        """The images of all sequences [b, p, h], with zeros after those of sequences that have fewer; None if none."""
+        images = [one for one in self._images if one is not None]
+        if not images:
+            return None
+        rows = [images[0][:0] if one is None else one for one in self._images]
+        return pad_sequence(rows, batch_first=True)
 
     def _padded(self, sequences: Sequence[Sequence[int]], padding: int = 0) -> Tensor:
         """[b, q] with ``padding`` after the shorter ones."""
         longest = max(map(len, sequences))
         rows = [[*sequence, *[padding] * (longest - len(sequence))] for sequence in sequences]
         return torch.tensor(rows, device=self._model.device)
+
+
+@torch.inference_mode()
+def encoded_images(model: LanguageModel, prompt: Sequence[int]) -> Tensor | None:
+    """What the language model sees of the images of a prompt, [n p, h]; None without images."""
+    images = prompt.images if isinstance(prompt, ImagePrompt) else None
+    return None if images is None else model.projected(images)
 
 
 def is_reset_within(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> bool:
@@ -128,7 +147,7 @@ class TextToTextBatch(DecodingBatch):
         return output, segment_ids
 
     @torch.inference_mode()
-    def _next_logits(self, new: Sequence[Sequence[int]]) -> Tensor:
+    def _next_logits(self, new: Sequence[Sequence[int]], *, is_first: bool = False) -> Tensor:
         """Logits [b, v] of the next token of each target."""
         if self._cache is None:
             return self._decode(self.sequences)

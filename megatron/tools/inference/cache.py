@@ -6,7 +6,7 @@ do the same as before while no cache is in use.
 b batch, n heads with keys and values, q new tokens, c columns of the longest sequence, d size of a head
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -110,10 +110,10 @@ class CachedDecoding:
             self.cache = None
 
 
-def cached_decoding(model: nn.Module) -> CachedDecoding:
-    """Let all attention of ``model`` use a cache, whenever there is one."""
+def cached_decoding(parts: Iterable[object]) -> CachedDecoding:
+    """Let all attention of ``parts`` of a model use a cache, whenever there is one."""
     decoding, layers = CachedDecoding(), 0
-    for module in list(model.modules()):
+    for module in [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]:
         if isinstance(module, ParallelSelfAttention):
             module.core = CachedCore(module.core, decoding, layers)
             layers += 1

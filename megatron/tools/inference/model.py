@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
@@ -44,37 +45,61 @@ class LanguageModel:
     tensor_group: ProcessGroup
 
     def next_logits(
-        self, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache | None = None,
+        counts: Sequence[int] | None = None,
+        images: Tensor | None = None,
     ) -> Tensor:
         """Logits [b, v/t] of what follows the last of ``tokens`` [b, q], which follow those in ``cache``.
 
-        Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding.
+        Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding. ``images`` [b k, p, h]
+        take the places of placeholders.
         """
-        parts: list[Any] = list(self.module.forward_funcs)  # with different signatures
-        words, positions, *layers, last_norm, head = parts
+        words, positions, *layers, last_norm, head = self.language_layers
         b, q = tokens.shape
         counts = counts or [q] * b
+        inputs = tokens if images is None else (images, tokens)
         if cache is None:
-            hidden = run_in_order([words, positions, *layers], tokens)
+            hidden = run_in_order([words, positions, *layers], inputs)
         else:
             cache.advance(counts)
-            embedded = positions(without_segment_ids(words(tokens)), cache.positions)
+            embedded = positions(without_segment_ids(words(inputs)), cache.positions)
             with self.decoding.using(cache):
                 hidden = run_in_order(layers, embedded)
         rows, ends = torch.arange(b, device=hidden.device), torch.tensor(counts, device=hidden.device) - 1
         last = last_norm(hidden.movedim(self.config.sequence_dim, 1)[rows, ends])  # [b, h]
         return head(last.unsqueeze(self.config.sequence_dim)).squeeze(1)
 
+    def projected(self, images: np.ndarray) -> Tensor:
+        """Images, uint8 [n, height, width, 3] -> what the language model sees of them, [n p, h]."""
+        pixels = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # are passed on, and not read
+        projected, _ = run_in_order(self._layers[: -len(self.language_layers)], (pixels, tokens))
+        return projected.flatten(0, 1)
+
+    @cached_property
+    def _layers(self) -> list[Any]:
+        return list(self.module.forward_funcs)  # with different signatures
+
+    @cached_property
+    def language_layers(self) -> list[Any]:
+        """All layers but an encoder of images and its projector."""
+        return self._layers[
+            sum(layer.part != "language" for layer in architecture_of(self.config).layers(self.config)) :
+        ]
+
     @cached_property
     def decoding(self) -> CachedDecoding:
         """The cache in use by its attention."""
-        return cached_decoding(self.module)
+        return cached_decoding(self._layers if self.config.encoder_num_layers else self.language_layers)
 
     def empty_cache(self, rows: int) -> KeyValueCache:
         """A cache for ``rows`` sequences."""
         heads = max(self.config.query_groups // self.tensor_group.size(), 1)
         dtype = next(self.module.parameters()).dtype
-        return KeyValueCache(self.config, rows, heads=heads, dtype=dtype, device=self.device)
+        config = self.config.language_model if self.config.vision_num_layers else self.config
+        return KeyValueCache(config, rows, heads=heads, dtype=dtype, device=self.device)
 
     def gathered(self, logits: Tensor) -> Tensor:
         """logits [b, v/t] of this rank -> the logits of all ranks, without padding, in fp32 on the CPU [b, v]."""

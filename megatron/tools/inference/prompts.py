@@ -10,6 +10,7 @@ from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.reading import read_bytes
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.inference.images import ImageReader
 
 NEW_TOKENS = 64
 """Default of --new-tokens."""
@@ -111,16 +112,23 @@ def tokenized(
     limits: StoppingCriteria,
     chat: ChatPrompts | None = None,
     history: Sequence[Mapping[str, Any]] = (),
+    images: ImageReader | None = None,
 ) -> list[Prompt]:
     """Tokenize prompts, with ``chat`` as what a user says after ``history``, of which only the answer is shown.
+
+    Images come before the text, or the first of the history, unless it says where.
 
     Raises ConfigError with the location of one that is empty or too long.
     """
     prompts = []
     for location, text, record in texts:
         try:
-            said = {"role": "user", "content": text}
-            tokens = tokenizer.tokenize(text) if chat is None else chat.tokens([*history, said])
+            first, *others = [*(history if chat else ()), {"role": "user", "content": text}]
+            if images is not None:
+                first = {**first, "content": images.marked(first["content"], record)}
+            asked = first["content"] if chat is None else chat.text([first, *others])
+            tokenize = tokenizer.tokenize if chat is None else chat.tokenize
+            tokens = tokenize(asked) if images is None else images.tokens(asked, record, tokenize)
             checked_length(tokens, limits)
         except UserError as error:
             raise ConfigError(f"{location}: {error}") from None

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +16,7 @@ from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.command_line import progress_bar
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator
+from megatron.tools.inference.images import ImageReader
 from megatron.tools.inference.prompts import Prompt, StoppingCriteria, tokenized
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class Session:
     """Whether this rank prints."""
     chat: ChatPrompts | None = None
     """For prompts that are what a user says."""
+    images: ImageReader | None = None
+    """Of a model that reads images."""
 
     def show(self, prompt: Prompt) -> str:
         """Print a prompt with its completions; a single one is streamed. Returns the first."""
@@ -57,7 +60,8 @@ class Session:
         history: list[dict[str, str]] = []
         while (line := broadcast(self._input())) is not None:
             try:
-                [prompt] = tokenized([("input", line, {})], self.generator.tokenizer, self.limits, self.chat, history)
+                asked = [("input", line, dict[str, Any]())]
+                [prompt] = tokenized(asked, self.generator.tokenizer, self.limits, self.chat, history, self.images)
                 answer = self.show(prompt)
                 history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
             except ConfigError as error:

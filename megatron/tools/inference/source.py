@@ -17,7 +17,7 @@ from megatron.config.tokenizer_files import (
     used_merges,
 )
 from megatron.data.fingerprint import tokenizer_hash
-from megatron.model.architectures import GPT2, T5
+from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.model.huggingface import format_of
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
@@ -88,7 +88,7 @@ def open_source(
         raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
     names = [architecture.name for architecture in accepted]
     if config.architecture not in names:
-        reasons = {GPT2.name: "has no encoder", T5.name: "has an encoder"}
+        reasons = {GPT2.name: "has no encoder", T5.name: "has an encoder", LLAVA.name: "reads images"}
         what = reasons.get(config.architecture, "cannot generate text")
         raise ConfigError(f"{path} is a {config.architecture} model, which {what}: name a {names[0]} model")
     tokenizer: Tokenizer

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron.config import RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.model.partition import Stage, counts
-from megatron.model.spec import LayerSpec, fp8_weights, is_trained
+from megatron.model.spec import LayerSpec, fp8_weights, is_trained_in
 
 FP32 = 4
 _ONE_MOMENT = ("lion", "sgd", "adafactor", "adagrad")
@@ -92,10 +92,10 @@ def stage_weights(run: RunConfig, stage: Stage) -> Weights:
         return [
             Weight(
                 spec.local_numel(t, experts),
-                decays=spec.weight_decay and is_trained(run.model, spec.name),
+                decays=spec.weight_decay and is_trained_in(run.model, layer.part, spec.name),
                 shape=spec.shape,
                 is_block_matrix=layer.is_block and len(spec.shape) > 1,
-                is_trained=is_trained(run.model, spec.name),
+                is_trained=is_trained_in(run.model, layer.part, spec.name),
                 is_in_fp8=spec in in_fp8,
                 is_divided=spec.is_expert and experts > 1,
             )
