@@ -47,7 +47,8 @@ model.
 
 Each row is a setting. Each column is an engine (`DeepSpeedEngine` without a pipeline, or the pipeline engine) with
 tensor parallelism (TP), `--sequence-parallel` (SP), `--context-parallel-size` (CP) or `--ds-sequence-parallel-size`
-(Ulysses). A number refers to the rule below that excludes the combination.
+(Ulysses). A number refers to the rule below that excludes the combination. Half precision at ZeRO 0 runs as ZeRO 1
+([why](training.md#precision)).
 """
 
 RULES_TABLE = """
@@ -128,7 +129,7 @@ def at_stages(name: str, flags: str, stages: Sequence[int] = range(4)) -> dict[s
 SETTINGS = {
     **at_stages("fp32", ""),
     **at_stages("bf16", "--bf16"),
-    **at_stages("fp16, ZeRO {} (GPU)", "--fp16"),
+    **at_stages("fp16 on GPUs", "--fp16"),
     "fp16 on the CPU": "cpu --fp16 --zero-stage 1",
     **at_stages("bf16, gradients accumulated in fp32", "--bf16 --grad-accum-dtype fp32"),
     **at_stages("optimizer offloaded to cpu", "--offload-optimizer cpu"),
@@ -188,9 +189,13 @@ def rates() -> dict[str, list[float]]:
 def layouts() -> str:
     """The page of supported layouts: a row for each setting, a column for each engine; then a row for each rule."""
     lines = [f"\n| | {' | '.join(ENGINES)} |\n", "|---" * (len(ENGINES) + 1) + "|\n"]
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # equal rows of a setting are one row, with their stages
     for name, words in SETTINGS.items():
-        cells = [", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |\n")
+        cells = (", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values())
+        setting, _, stage = name.partition(", ZeRO ")
+        rows.setdefault((setting, tuple(cells)), []).append(stage)
+    for (setting, cells), stages in rows.items():
+        lines.append(f"| {setting}{', ZeRO ' * any(stages)}{', '.join(stages)} | {' | '.join(cells)} |\n")
     lines.append(RULES_TABLE)
     for number, (name, rule) in enumerate(rule_rows().items(), start=1):
         why = REASONS.get(rule.kind, rule.why)
@@ -306,7 +311,8 @@ def preset_row(name: str) -> list[str]:
     spec = next(spec for spec in ARCHITECTURES.values() if spec.program == preset.program)
     model = ModelConfig(**fields, architecture=spec.name, padded_vocab_size=preset.vocab_size)
     model = replace(model, ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model))
-    parameters = sum(parameter.numel for parameter in spec.named_parameters(model).values())
+    built = replace(model, num_layers=model.num_layers + model.vision_layers)
+    parameters = sum(parameter.numel for parameter in spec.named_parameters(built).values())
     heads = f"{model.num_attention_heads}"
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} groups"
