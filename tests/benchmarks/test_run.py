@@ -2,26 +2,34 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from support.programs import Programs
 
-from benchmarks.run import MEASURES
+from benchmarks.measures import planner
+from benchmarks.run import MEASURES, main
 from benchmarks.write_figures import TABLES
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_measurement_is_made_and_written_into_a_file(programs: Programs, tmp_path: Path) -> None:
-    figures, page = tmp_path / "figures", tmp_path / "page.md"
-    page.write_text("<!-- planner -->\n-\n<!-- /planner -->\n")
-    said = programs.python("benchmarks/run.py", "planner", "--rounds", "1", "--json", figures).ok().output
-    assert said.startswith("## planner\n") and "| search: tools/plan.py --model 175b" in said
-    found = json.loads((figures / "planner.json").read_text())
+def test_a_measurement_is_made_and_written_into_a_file(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The search of the planner, of a model and a machine that take it no time."""
+    monkeypatch.setattr(planner, "SEARCH", "--model 345m --device a100 --devices 1 --global-batch-size 8")
+    monkeypatch.setattr(sys, "argv", ["run.py", "planner", "--rounds", "1", "--json", str(tmp_path / "figures")])
+    main()
+    said = capsys.readouterr().out
+    assert said.startswith("## planner\n") and "| search: tools/plan.py --model 345m" in said
+    found = json.loads((tmp_path / "figures" / "planner.json").read_text())
     assert [len(entry["measured"]["ours"]) for entry in found["rows"]] == [1]
-    programs.python("benchmarks/write_figures.py", figures, "--into", page).ok()
-    assert page.read_text().count("| search: tools/plan.py --model 175b") == 1
+    page = tmp_path / "page.md"
+    page.write_text("<!-- planner -->\n-\n<!-- /planner -->\n")
+    programs.python("benchmarks/write_figures.py", tmp_path / "figures", "--into", page).ok()
+    assert page.read_text().count("| search: tools/plan.py --model 345m") == 1
 
 
 @pytest.mark.parametrize(
