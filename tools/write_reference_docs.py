@@ -2,8 +2,12 @@
 
 import argparse
 import ast
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,6 +172,7 @@ def main() -> None:
         RECIPES: with_table(RECIPES, "recipes", RECIPES_COLUMNS, map(recipe_row, recipes())),
         **{f"images/{name}.svg": draw() for name, draw in PICTURES.items()},
     }
+    pages |= with_outputs(pages)
     for folder in ("images", "tutorials"):
         (args.output / folder).mkdir(exist_ok=True)
     for name, text in pages.items():
@@ -292,6 +297,32 @@ def with_table(name: str, mark: str, columns: str, rows: Iterable[Sequence[str]]
     lines = [f"| {columns} |\n", "|---|" + "---:|" * columns.count("|") + "\n"]
     lines += [f"| {' | '.join(row)} |\n" for row in rows]
     return f"{before}{begin}{''.join(lines)}{end}{rest.partition(end)[2]}"
+
+
+_OUTPUT = re.compile(r"<!-- output ([-\d,]+): (.*?) -->\n```\n.*?```\n", re.DOTALL)
+"""A comment with the arguments of Python and the lines to show; the block that follows is what the command prints."""
+
+
+def with_outputs(pages: Mapping[str, str]) -> dict[str, str]:
+    """Each page that shows what commands print, with what they print now."""
+    found = {}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        name = path.relative_to(ROOT / "docs").as_posix()
+        text = pages.get(name) or path.read_text()
+        if _OUTPUT.search(text):
+            found[name] = _OUTPUT.sub(_output, text)
+    return found
+
+
+def _output(block: re.Match) -> str:
+    words = [sys.executable, *shlex.split(block[2])]
+    environ = {**os.environ, "DS_ACCELERATOR": "cuda"}
+    finished = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
+    lines = finished.stdout.splitlines()
+    parts = [part.split("-") for part in block[1].split(",")]
+    shown = "\n...\n".join("\n".join(lines[int(first) - 1 : int(last)]) for first, last in parts)
+    assert shown.strip(), f"{block[2]}: {finished.stderr}"
+    return f"<!-- output {block[1]}: {block[2]} -->\n```\n{shown}\n```\n"
 
 
 def schedule_row(schedule: Schedule) -> list[str]:
