@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.mutations.table import HEALTHY, MODELS, MUTATIONS, Mutation  # noqa: E402
-from megatron.common.errors import LaunchError  # noqa: E402
+from megatron.common.errors import ConfigError, LaunchError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 from megatron.tools.verify.bisect import Bisection, Bisector  # noqa: E402
 from megatron.tools.verify.compare import Bounds  # noqa: E402
@@ -123,6 +123,8 @@ def main() -> None:
         for line in false_alarms():
             print(line, flush=True)
         return
+    if unknown := set(args.names) - {one.name for one in MUTATIONS}:
+        raise ConfigError(f"no such mutation: {', '.join(sorted(unknown))}; benchmarks/mutations/table.py lists them")
     outcomes = []
     for outcome in try_mutations([one for one in MUTATIONS if not args.names or one.name in args.names]):
         outcomes.append(outcome)

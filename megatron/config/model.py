@@ -98,7 +98,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     compile: bool = flag(
         False,
-        "Compile each transformer layer (torch.compile), which takes up to a minute at the start.",
+        "Compile each transformer layer (torch.compile), which takes seconds at the start.",
         encoder_decoder="not",
         excludes={"tiled_mlp": "torch's compiler cannot look into a backward pass inside another"},
     )
