@@ -1,15 +1,17 @@
 """Draw pictures of colored shapes, with questions about them: the data of examples/train_vlm.sh.
 
-Each picture has four things, one in each quarter. Writes FOLDER/train.jsonl, conversations as OpenAI's messages, and
-FOLDER/test.jsonl, one question with its picture and answer on each line; FOLDER/shuffled.jsonl has the same questions
-about the same pictures, the pixels of each in random order. The same seed gives the same files.
+Each picture has four things, one in each quarter. FOLDER/captions.jsonl and FOLDER/questions.jsonl are conversations as
+OpenAI's messages, to train on. FOLDER/test.jsonl has a question, its picture and the answer on each line;
+FOLDER/shuffled.jsonl the same questions about the same pictures, the pixels of each in random order. No arrangement of
+things in them is trained on. FOLDER/corpus.jsonl has the texts, for a tokenizer. The same seed gives the same files.
 """
 
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -37,16 +39,30 @@ def main() -> None:
     chance = random.Random(args.seed)
     for name in ("images", "shuffled"):
         (args.folder / name).mkdir(parents=True, exist_ok=True)
+    drawn = _write_training(args, chance)
+    _write_tests(args, chance, drawn)
+
+
+def _write_training(args: argparse.Namespace, chance: random.Random) -> set[tuple[Thing, ...]]:
+    """The pictures to train on, with their conversations. Returns what they show."""
     drawn: set[tuple[Thing, ...]] = set()
-    with open(args.folder / "train.jsonl", "w", encoding="utf-8") as file:
+    with _lines(args, "corpus") as corpus, _lines(args, "captions") as captions, _lines(args, "questions") as asking:
         for number in range(args.pictures):
             things = _things(chance)
             drawn.add(things)
             image = f"images/{number}.png"
             draw(things, args.size, chance).save(args.folder / image)
             asked = chance.sample(list(questions(things)), args.questions)
-            file.write(json.dumps({"messages": conversation(image, asked)}) + "\n")
-    with open(args.folder / "test.jsonl", "w") as file, open(args.folder / "shuffled.jsonl", "w") as shuffled:
+            for file, pairs in ((captions, [("Describe it.", caption(things))]), (asking, asked)):
+                file.write(json.dumps({"messages": conversation(image, pairs)}) + "\n")
+                text = "".join(f"User: \n{question}\n\nAssistant: {answer}" for question, answer in pairs)
+                corpus.write(json.dumps({"text": text}) + "\n")
+    return drawn
+
+
+def _write_tests(args: argparse.Namespace, chance: random.Random, drawn: Collection[tuple[Thing, ...]]) -> None:
+    """Questions about things in arrangements that are not ``drawn``, and about the same pixels in random order."""
+    with _lines(args, "test") as test, _lines(args, "shuffled") as shuffled:
         for number in range(args.test_pictures):
             while (things := _things(chance)) in drawn:
                 pass
@@ -54,9 +70,13 @@ def main() -> None:
             picture.save(args.folder / "images" / name)
             with_shuffled_pixels(picture, chance).save(args.folder / "shuffled" / name)
             for question, answer in chance.sample(list(questions(things)), args.questions):
-                for out, folder in ((file, "images"), (shuffled, "shuffled")):
+                for out, folder in ((test, "images"), (shuffled, "shuffled")):
                     record = {"image": f"{folder}/{name}", "question": question, "answer": answer}
                     out.write(json.dumps(record) + "\n")
+
+
+def _lines(args: argparse.Namespace, name: str) -> IO[str]:
+    return open(args.folder / f"{name}.jsonl", "w", encoding="utf-8")
 
 
 def _things(chance: random.Random) -> tuple[Thing, ...]:
@@ -90,13 +110,18 @@ def with_shuffled_pixels(picture: Image.Image, chance: random.Random) -> Image.I
     return Image.fromarray(pixels[order].reshape(picture.height, picture.width, 3))
 
 
+def caption(things: tuple[Thing, ...]) -> str:
+    """The things, quarter by quarter."""
+    return " ".join("{} {}".format(*thing) for thing in things)
+
+
 def questions(things: tuple[Thing, ...]) -> Iterator[tuple[str, str]]:
     """All questions about a picture, with their answers: what is in a quarter, and next to another thing."""
-    names = ["the {} {}".format(*thing) for thing in things]
+    names = ["{} {}".format(*thing) for thing in things]
     for quarter, name in zip(QUARTERS, names, strict=True):
-        yield f"What is {quarter}?", f"{name}"
+        yield f"What is {quarter}?", name
     for (known, asked), where in NEIGHBORS.items():
-        yield f"What is {where} {names[known]}?", names[asked]
+        yield f"What is {where} the {names[known]}?", names[asked]
 
 
 def conversation(image: str, asked: list[tuple[str, str]]) -> list[dict]:

@@ -67,7 +67,7 @@ def find_model(args: argparse.Namespace, accepted: Sequence[ArchitectureSpec] = 
         raise ConfigError(
             f"--pipe-parallel-size {args.pipe_parallel_size} is more than the {layers} layers of {source.name}"
         )
-    if args.pipe_parallel_size and source.config.encoder_num_layers:
+    if args.pipe_parallel_size and (source.config.encoder_num_layers or source.config.vision_num_layers):
         raise ConfigError(
             f"--pipe-parallel-size {args.pipe_parallel_size}: {source.name} has an encoder, and is evaluated without "
             "stages: remove it"

@@ -7,27 +7,37 @@
 
 LAMBADA takes JSONL with a "text" key, and predicts the last token of each, or with --strict-lambada all tokens of the
 last word. WIKITEXT takes a file of WikiText as published. PPL takes plain text, JSONL (.jsonl, .json), Parquet, or the
-prefix of a data set. PAIRS, for T5, takes JSONL with "input" and "target" on each line. The result is a JSON object,
-printed and written to the file of --json.
+prefix of a data set. PAIRS, for T5, takes JSONL with "input" and "target" on each line. VQA, for vision-language
+models, takes JSONL with "image" (a file in its folder), "question" and "answer" on each line: the answer is generated,
+or if there are "choices", the most likely of them. The result is a JSON object, printed and written to the file of
+--json.
 
 Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the metrics are the
 same. Hyphens and underscores in flag names are interchangeable.
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
+from _atomic_file import atomic_file
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.model.architectures import GPT2, T5
+from megatron.model.architectures import GPT2, LLAVA, T5
+from megatron.tools.chat.files import template_of_model
+from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.command_line import ToolParser, progress_bar
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
+from megatron.tools.evaluation.vqa import VQA, is_right, metrics, predict, read_questions
+from megatron.tools.inference.images import ImageReader
+from megatron.tools.inference.model_flags import add_chat_template_flag
+from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import Source
 
 CLASSIC_STRIDE = 32
@@ -46,7 +56,10 @@ def main() -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Find the model and read the file; then import torch, score, and print the metrics on rank 0."""
-    source, seq_length = find_model(args, (T5,) if args.task == PAIRS else (GPT2,))
+    accepted = {PAIRS: (T5,), VQA: (LLAVA,)}.get(args.task, (GPT2,))
+    source, seq_length = find_model(args, accepted)
+    if args.task == VQA:
+        return _evaluate_vqa(args, source, seq_length)
     stride, start = _stride(args, seq_length), source.config.decoder_start_token
     request = Request(args.valid_data, seq_length, stride, args.strict_lambada, args.json_keys, start, args.override)
     task = make_task(args.task, request, source.tokenizer)
@@ -59,6 +72,25 @@ def evaluate(args: argparse.Namespace) -> None:
         result = {**_settings(args, source, request), **task.metrics(scores)}
         if is_main_rank:
             write_result(result, args.json)
+
+
+def _evaluate_vqa(args: argparse.Namespace, source: Source, seq_length: int) -> None:
+    chat = ChatPrompts(template_of_model(source.found, source.tokenizer, args.chat_template), source.tokenizer)
+    limits = StoppingCriteria(seq_length, new_tokens=args.new_tokens, stop=chat.stop)
+    questions = read_questions(args.valid_data, chat, ImageReader(source.config), limits)
+    with opened(source, args) as model:
+        is_main_rank = model.layout.rank == 0
+        with progress_bar(total=len(questions), desc=VQA, shown=is_main_rank) as bar:
+            answers = predict(model, source.tokenizer, questions, limits, batch_size=args.batch_size, report=bar.update)
+        if is_main_rank:
+            settings = {"task": VQA, "data": str(args.valid_data), "model": source.name, "precision": args.dtype}
+            write_result({**settings, "seq_length": seq_length, **metrics(questions, answers)}, args.json)
+            if args.predictions:
+                with atomic_file(args.predictions, "--predictions") as file:
+                    for one, answer in zip(questions, answers, strict=True):
+                        folder = str(args.valid_data.parent.resolve())
+                        record = {**one.record, "folder": folder, "predicted": answer, "right": is_right(one, answer)}
+                        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def _settings(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:
@@ -96,9 +128,9 @@ def build_parser() -> ToolParser:
     add(
         "--task",
         type=_task_name,
-        choices=tuple(TASKS),
+        choices=(*TASKS, VQA),
         required=True,
-        help="task; WIKITEXT103 is WIKITEXT; PAIRS is for T5",
+        help="task; WIKITEXT103 is WIKITEXT; PAIRS is for T5, VQA for vision-language models",
     )
     add("--valid-data", type=Path, required=True, metavar="FILE", help="data to evaluate on")
     add("--strict-lambada", action="store_true", help="predict the entire last word, not its last token")
@@ -111,6 +143,9 @@ def build_parser() -> ToolParser:
         f"windows do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
     add("--override", action="store_true", help="evaluate on a data set that another tokenizer has made")
+    add("--predictions", type=Path, metavar="FILE", help="JSONL file to write the answers of VQA to")
+    add("--new-tokens", type=int, default=16, metavar="N", help="tokens of an answer of VQA at most")
+    add_chat_template_flag(parser)
     add_rank_flags(parser)
     return parser
 

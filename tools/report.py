@@ -13,6 +13,7 @@ from megatron.cli.resolve import METRICS
 from megatron.common.errors import ConfigError, DataError
 from megatron.model.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.reporting.answers import read_answers
 from megatron.tools.reporting.files import RECORD, read_expert_loads, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, page
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of --run-dir, or file of --metrics-file")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="folder of --trace, if it is not RUN")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="answers that evaluate.py --predictions wrote")
     parser.add_argument("--output", type=Path, metavar="FILE", help="page to write (default: RUN/report.html)")
     args = parser.parse_args()
     output = args.output or (args.run if args.run.is_dir() else args.run.parent) / "report.html"
@@ -40,6 +42,7 @@ def main() -> None:
         read_record(record) if record.exists() else None,
         read_timeline(trace) if args.trace or trace.exists() else None,
         loads,
+        read_answers(args.predictions) if args.predictions else (),
     )
     with atomic_file(output, "--output") as file:
         file.write(text)

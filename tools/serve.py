@@ -3,9 +3,10 @@
     python tools/serve.py --load checkpoints/my
     deepspeed --num_gpus 2 tools/serve.py --load checkpoints/my
 
-The model is a checkpoint of any layout, merged weights or a Hugging Face folder. Only this machine can connect, unless
---host names another address. If --api-key-file or the variable SERVE_API_KEY holds a key, clients must send it. SIGTERM
-and Ctrl-C shut the server down cleanly. In names of flags, hyphens and underscores are the same.
+The model is a checkpoint of any layout, merged weights or a Hugging Face folder. Messages to a vision-language model
+may hold images as data URLs; nothing is fetched. Only this machine can connect, unless --host names another address. If
+--api-key-file or the variable SERVE_API_KEY holds a key, clients must send it. SIGTERM and Ctrl-C shut the server down
+cleanly. In names of flags, hyphens and underscores are the same.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from megatron.common.environment import rank
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
+from megatron.model.architectures import GPT2, LLAVA
 from megatron.tools.command_line import ToolParser, check_values
 from megatron.tools.inference.model_flags import add_chat_template_flag, add_model_flags, shared_source
 from megatron.tools.inference.source import Source
@@ -38,6 +40,7 @@ INTERVALS = {
     "request_seconds": "(0, 86400]",
     "grace_seconds": "[0, 3600]",
 }
+_BODY, _BODY_WITH_IMAGES = 2**20, 2**24
 
 
 def main() -> None:
@@ -51,7 +54,7 @@ def main() -> None:
     from megatron.tools.serving.access import is_loopback, listen, read_key, url_of
 
     key = read_key(args.api_key_file, os.environ)
-    source, ranks = shared_source(args, os.environ)
+    source, ranks = shared_source(args, os.environ, (GPT2, LLAVA))
     listener = None if rank(os.environ) else listen(args.host, args.port)
     prepare_environment(os.environ)
 
@@ -92,7 +95,7 @@ def _service(args: argparse.Namespace, source: Source, key: str | None, *, local
     from megatron.tools.serving.protocol import RequestLimits
     from megatron.tools.serving.server import Service
 
-    context = source.config.max_position_embeddings
+    context, reads_images = source.config.max_position_embeddings, bool(source.config.vision_num_layers)
     path = Path(source.name).resolve()
     chat = None
     try:
@@ -105,9 +108,11 @@ def _service(args: argparse.Namespace, source: Source, key: str | None, *, local
         model=args.model_name or "/".join(path.parts[-2 if source.found.saved else -1 :]),
         created=int(path.stat().st_mtime),
         tokenizer=source.tokenizer,
-        limits=RequestLimits(context, min(args.max_tokens, context), args.max_choices),
+        limits=RequestLimits(
+            context, min(args.max_tokens, context), args.max_choices, source.config if reads_images else None
+        ),
         chat=chat,
-        most_body_bytes=args.max_body_bytes,
+        most_body_bytes=args.max_body_bytes or (_BODY_WITH_IMAGES if reads_images else _BODY),
         api_key=key,
         local_only=local_only,
     )
@@ -127,7 +132,12 @@ def _parser() -> ToolParser:
     most("--max-choices", type=int, default=8, metavar="N", help="maximum completions of one request")
     most("--max-batch-size", type=int, default=8, metavar="N", help="maximum completions that are generated together")
     most("--max-waiting", type=int, default=16, metavar="N", help="maximum requests that wait for others to finish")
-    most("--max-body-bytes", type=int, default=2**20, metavar="N", help="maximum size of a request")
+    most(
+        "--max-body-bytes",
+        type=int,
+        metavar="N",
+        help="maximum size of a request (default: 1 MiB, or 16 MiB for a model that reads images)",
+    )
     most(
         "--request-seconds", type=float, default=120.0, metavar="S", help="time limit of a request, including its wait"
     )

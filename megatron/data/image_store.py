@@ -4,8 +4,9 @@
 ``PREFIX_image_starts.npy`` how many of them are before each document, and their number, int64 [documents + 1].
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,13 +52,18 @@ def _read(path: Path, dtype: type[np.integer], dimensions: int) -> np.ndarray:
     return array
 
 
-def write_images(prefix: str, size: int, documents: Iterable[Iterable[np.ndarray]]) -> None:
-    """Write the images of each document in turn, each uint8 [size, size, 3]."""
+def write_images(
+    prefix: str, size: int, documents: Sequence[Sequence[Any]], read: Callable[[Any], np.ndarray] = lambda image: image
+) -> None:
+    """Write the images of each document in turn, each uint8 [size, size, 3] once it is ``read``."""
     pixels, starts = _paths(prefix)
-    images: list[np.ndarray] = []
-    counts = [0]
-    for document in documents:
-        images += document
-        counts.append(len(images))
-    np.save(pixels, np.stack(images) if images else np.zeros((0, size, size, 3), np.uint8))
-    np.save(starts, np.array(counts, np.int64))
+    counts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    shape = (int(counts[-1]), size, size, 3)
+    if counts[-1]:
+        rows = np.lib.format.open_memmap(pixels, "w+", np.uint8, shape)
+        for row, image in zip(rows, (image for document in documents for image in document), strict=True):
+            row[:] = read(image)
+        rows.flush()
+    else:
+        np.save(pixels, np.zeros(shape, np.uint8))
+    np.save(starts, counts)

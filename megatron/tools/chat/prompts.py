@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatTemplate, Text
 from megatron.tools.chat.tokens import special_tokens, tokenize_texts
@@ -28,6 +29,14 @@ class ChatPrompts:
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The same before it is tokenized."""
         return self._template.prompt(messages)
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], answer: str) -> str:
+        """What the template writes of an answer after ``text``. Raises DataError as ``ChatTemplate.conversation``."""
+        text = self._template.conversation([*messages, {"role": "assistant", "content": answer}]).text
+        prompt = self.text(messages)
+        if not text.startswith(prompt):
+            raise DataError("the chat template writes a prompt that a conversation does not begin with")
+        return text[len(prompt) :]
 
     def tokenize(self, text: str) -> list[int]:
         """A text that the template wrote, or a part of it, as tokens."""

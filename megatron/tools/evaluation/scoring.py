@@ -41,10 +41,13 @@ class ForwardModel:
     config: ModelConfig
     layout: ParallelLayout
 
-    def logits(self, tokens: Tensor, predicted: Tensor, texts: Tensor | None = None) -> Tensor | None:
+    def logits(
+        self, tokens: Tensor, predicted: Tensor, texts: Tensor | None = None, images: Tensor | None = None
+    ) -> Tensor | None:
         """Logits [1, k, v/t] of the next tokens at those positions of tokens [b, s] where ``predicted`` [b, s] is true.
 
-        ``texts`` [b, s of the encoder], with -1 for padding, are what an encoder reads. All ranks that share the model
+        ``texts`` [b, s of the encoder], with -1 for padding, are what an encoder reads, and so are ``images``, uint8
+        [b slots, size, size, 3]. All ranks that share the model
         call it together. Returns None on stages before the last.
         """
         if texts is not None:
@@ -53,7 +56,8 @@ class ForwardModel:
             state = (*embedding.state_of_text(texts)[:2], tokens.int())
             logits: Tensor = last(run_in_order(others, state)[predicted].unsqueeze(0))
             return logits
-        hidden_states = tokens if self.layout.is_first_stage else self._receive(tokens)
+        hidden_states: Any = (tokens if images is None else (images, tokens)) if self.layout.is_first_stage else None
+        hidden_states = self._receive(tokens) if hidden_states is None else hidden_states
         if not self.layout.is_last_stage:
             self._send(unpack(run_in_order(self.module.forward_funcs, hidden_states))[0])
             return None
@@ -107,6 +111,8 @@ class Padded(NamedTuple):
     """Which labels count: bool [b, s]"""
     texts: Tensor | None = None
     """What an encoder reads: int64 [b, s of the longest text], -1 for padding"""
+    images: Tensor | None = None
+    """uint8 [b slots, size, size, 3], black where a sample has fewer"""
 
 
 @torch.no_grad()
@@ -157,7 +163,18 @@ def pad(samples: Sequence[Sample], device: str) -> Padded:
         tokens[:, 1:].contiguous(),
         torch.from_numpy(predicted).to(device),
         torch.tensor(texts, device=device) if longest else None,
+        _pad_images([sample.images for sample in samples if sample.images is not None], device),
     )
+
+
+def _pad_images(images: Sequence[np.ndarray], device: str) -> Tensor | None:
+    """The images of all samples, of a model that reads them, at least one of each."""
+    if not images:
+        return None
+    slots = np.zeros((len(images), max(1, *map(len, images), 1), *images[0].shape[1:]), np.uint8)
+    for row, of_sample in zip(slots, images, strict=True):
+        row[: len(of_sample)] = of_sample
+    return torch.from_numpy(slots).flatten(0, 1).to(device)
 
 
 def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
@@ -165,7 +182,7 @@ def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
 
     Returns None on stages before the last.
     """
-    logits = model.logits(batch.tokens, batch.predicted, batch.texts)
+    logits = model.logits(batch.tokens, batch.predicted, batch.texts, batch.images)
     if logits is None:
         return None
     labels = batch.labels[batch.predicted].unsqueeze(0)  # [1, k]

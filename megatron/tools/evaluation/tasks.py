@@ -34,6 +34,8 @@ class Sample(NamedTuple):
     """Number of predicted tokens, from 1 to n."""
     text: Sequence[int] = ()
     """What an encoder reads, of a model that has one."""
+    images: np.ndarray | None = None
+    """Those whose placeholders are among the tokens, of a model that reads images: uint8 [n, size, size, 3]."""
 
 
 def windows(tokens: np.ndarray, *, size: int, stride: int) -> list[Sample]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from jinja2 import Environment
 
 from megatron.common.units import duration, with_prefix
+from megatron.tools.reporting.answers import Answer
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.pictures import CURVE_KEYS, as_svg, draw, draw_curves, draw_expert_loads
 from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
@@ -55,6 +56,15 @@ _SECTIONS = _ENVIRONMENT.from_string("""\
 <h2>Experts</h2>
 {{ experts | safe }}
 {% endif %}
+{% if answers %}
+<h2>Answers</h2>
+<table><tr><th></th><th>question</th><th>answer</th><th>predicted</th></tr>
+{% for one in answers %}
+<tr><td>{% if one.image %}<img src='{{ one.image }}' alt='' height='96'>{% endif %}</td><td>{{ one.question }}</td>
+<td>{{ one.answer }}</td><td>{{ "right" if one.right else "wrong" }}: {{ one.predicted }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
 <h2>Layout</h2>
 {{ pairs(record.description) if record else missing("run.json", "--run-dir") }}
 <h2>Plan against measurement</h2>
@@ -86,12 +96,14 @@ def page(
     record: Record | None,
     timeline: Timeline | None,
     loads: Mapping[int, Mapping[int, Points]] = MappingProxyType({}),
+    answers: Sequence[Answer] = (),
 ) -> str:
     """The page about the run ``name``. Sections without data name the flag that provides it.
 
-    ``loads`` are the loads of each expert, by layer; without them there is no section about experts.
+    ``loads`` are the loads of each expert, by layer; without them there is no section about experts. So it is with the
+    ``answers`` to questions about images.
     """
-    return frame(name, sections(series, record, timeline, loads))
+    return frame(name, sections(series, record, timeline, loads, answers))
 
 
 def frame(name: str, body: str, style: str = "") -> str:
@@ -104,6 +116,7 @@ def sections(
     record: Record | None,
     timeline: Timeline | None,
     loads: Mapping[int, Mapping[int, Points]] = MappingProxyType({}),
+    answers: Sequence[Answer] = (),
 ) -> str:
     """The sections of a page about a run, as HTML."""
     measures = measure(timeline) if timeline else None
@@ -111,6 +124,7 @@ def sections(
         results=_results(series),
         curves=as_svg(draw_curves({"": series})),
         experts=draw_expert_loads(loads) if loads else "",
+        answers=answers,
         record=record,
         plan=_plan(record, series, timeline, measures) if record else [],
         schedule=draw(timeline, measures) if timeline and measures else "",

@@ -12,8 +12,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from megatron.common.errors import DataError, one_line
+from megatron.config import ModelConfig
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.inference.images import images_of_messages, with_images
 
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
@@ -49,6 +51,8 @@ class RequestLimits:
     """Tokens of one completion."""
     max_choices: int
     """Completions, of all prompts together."""
+    reads_images: ModelConfig | None = None
+    """The model, if it reads images."""
 
 
 class _StreamOptions(BaseModel):
@@ -151,7 +155,7 @@ def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: Request
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     try:
-        prompt = tuple(chat.tokens(fields.messages))
+        prompt = _chat_prompt(fields.messages, chat, limits)
     except DataError as error:
         raise RequestError(f"messages: {error}", param="messages") from error
     room = max(min(limits.max_tokens, limits.context - len(prompt)), 1)
@@ -159,6 +163,14 @@ def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: Request
     top = fields.top_logprobs if fields.logprobs else None
     stop = (*fields.stop, *chat.stop)
     return _request(fields, asked, limits, logprobs=top, prompts=(prompt,), texts=("",), stop=stop)
+
+
+def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: RequestLimits) -> tuple[int, ...]:
+    model = limits.reads_images
+    if model is None:
+        return tuple(chat.tokens(messages))
+    texts, images = images_of_messages(messages, model.vision_image_size, limits.context // model.image_tokens)
+    return with_images(chat.text(texts), images, model, chat.tokenize)
 
 
 def _request(fields: _Sampled, max_tokens: int, limits: RequestLimits, **values: Any) -> CompletionRequest:
