@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pictures", type=int, default=8000, help="pictures to train on")
-    parser.add_argument("--questions", type=int, default=4, help="questions about each of them")
+    parser.add_argument("--questions", type=int, default=6, help="questions about each of them")
     parser.add_argument("--test-pictures", type=int, default=200)
     parser.add_argument("--size", type=int, default=32, help="height and width in pixels")
     parser.add_argument("--seed", type=int, default=1)
@@ -80,8 +80,8 @@ def _lines(args: argparse.Namespace, name: str) -> IO[str]:
 
 
 def _things(chance: random.Random) -> tuple[Thing, ...]:
-    """Four different things."""
-    return tuple(chance.sample([(color, shape) for color in COLORS for shape in SHAPES], len(QUARTERS)))
+    """Four things, each of another color."""
+    return tuple((color, chance.choice(SHAPES)) for color in chance.sample(list(COLORS), len(QUARTERS)))
 
 
 def draw(things: tuple[Thing, ...], size: int, chance: random.Random) -> Image.Image:

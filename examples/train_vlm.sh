@@ -64,7 +64,7 @@ step "stage 1: captions"
 train captions "$CAPTIONS" 8
 
 step "stage 2: questions, with the encoder frozen"
-train questions "$QUESTIONS" 4 --load "$OUT/captions-run/checkpoints" --finetune --freeze-vision
+train questions "$QUESTIONS" 3 --load "$OUT/captions-run/checkpoints" --finetune --freeze-vision
 
 for name in test shuffled; do
     step "answers to $name.jsonl"

@@ -31,6 +31,7 @@ SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM, ELASTIC)
 FINETUNING = "finetune_llama.sh"
 EXTENSION = "extend_context.sh"
 EXPERTS = "mixture_of_experts.sh"
+VISION = ("train_vlm.sh", "finetune_llava.sh")
 EVALUATION = "evaluate_lambada.sh"  # tests/tools/evaluation/test_evaluate.py runs it
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
@@ -69,10 +70,22 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 
 def test_no_script_goes_untested() -> None:
     scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")}
-    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"}
-    # Their tests: tests/test_examples.py, tests/training/test_model_provider.py and test_classic_program.py.
+    assert scripts == {
+        *SCRIPTS,
+        *SCRIPTS_FOR_HOSTS,
+        FINETUNING,
+        EVALUATION,
+        EXTENSION,
+        EXPERTS,
+        *VISION,
+        "quickstart.sh",
+    }
+    # Their tests: tests/test_examples.py, tests/test_vlm_examples.py,
+    # tests/training/test_model_provider.py and test_classic_program.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert programs == {
+        "draw_answers.py",
+        "draw_shapes.py",
         "pretrain_gpt_megatron.py",
         "pretrain_my_model.py",
         "show_communication.py",
@@ -182,7 +195,7 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
 
 
 def test_shellcheck_passes() -> None:
-    names = (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh")
+    names = (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, *VISION, "quickstart.sh")
     scripts = [f"examples/{name}" for name in names]
     scripts += [f"recipes/{path.name}" for path in (ROOT / "recipes").iterdir()]
     scripts += ["docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"]

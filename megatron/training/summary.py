@@ -32,6 +32,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f"{', gradients reduced once per step' if run.coalesces_grad_reduction else ''}",
         "model": f"{_sizes(model)}, sequence {run.data.seq_length}, vocabulary {vocabulary}",
         **_experts(model),
+        **_images(model),
         **_adapters(model),
         "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
@@ -117,6 +118,18 @@ def _experts(model: ModelConfig) -> dict[str, str]:
         return {"experts": text}
     total, active = parameter_counts(model)[0], active_parameters(model)
     return {"experts": f"{text}: {active:,} of {total:,} parameters active, {active / total:.2%}"}
+
+
+def _images(model: ModelConfig) -> dict[str, str]:
+    """The line of images; none without an encoder of them."""
+    if not model.vision_num_layers:
+        return {}
+    side, parts = model.vision_image_size // model.vision_patch_size, counted(model.image_tokens, "token")
+    frozen = f"; not trained: {', '.join(model.frozen_parts)}" if model.frozen_parts else ""
+    return {
+        "images": f"{model.vision_image_size} pixels, {side} x {side} patches, {parts} of the text each; "
+        f"{counted(model.images_per_sample, 'slot')} in a sample{frozen}"
+    }
 
 
 def _places(layer_freq: int | str) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 from megatron.cli import parse_run
 from megatron.common.errors import counted
 from megatron.common.units import duration, prefix_of, with_prefix
-from megatron.model.spec import hardware_flops
+from megatron.config import RunConfig
+from megatron.model.spec import architecture_of, hardware_flops
+from megatron.tools.planning.activations import activations
 from megatron.tools.planning.machine import GB, TERA
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
@@ -104,6 +106,8 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     shown = plan.fitting[:top] or plan.too_large[:1]
     if shown and shown[0].run.model.has_experts:
         yield f"experts: {describe_config(shown[0].run)['experts']}"
+    if shown and shown[0].run.model.vision_num_layers:
+        yield f"images: {describe_config(shown[0].run)['images']}"
     if plan.fitting:
         yield from ("", *_ranked(shown))
     elif shown:
@@ -119,6 +123,22 @@ def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[s
     yield f"\nof {duration(one.timing.total)} per step: {_shares(one)}"
     yield f"a rank sends at most, each step: {_sent(one)}"
     yield f"as in the log of the run: {_progress_line(one)}"
+    if one.run.model.vision_num_layers:
+        yield _encoder(one.run)
+
+
+def _encoder(run: RunConfig) -> str:
+    """What the encoder of images takes of a rank's time and memory."""
+    layers, flops = architecture_of(run.model).layers(run.model), dict[str, int]()
+    for layer in layers:
+        passes = 3 * layer.flops(run.data.seq_length) - layer.frozen_flops
+        flops[layer.part] = flops.get(layer.part, 0) + passes
+    kept = activations(run).of_layers
+    of_encoder = sum(kept[layer.class_name] for layer in layers if layer.part == "vision" and layer.is_block)
+    return (
+        f"the encoder of images computes {flops['vision'] / sum(flops.values()):.1%} of the FLOPs, and keeps "
+        f"{with_prefix(of_encoder, 'B')} of activations of a micro-batch, unless they are recomputed"
+    )
 
 
 def describe_request(request: Request) -> str:

@@ -1,5 +1,6 @@
 """The search lists what is legal, by what the rules say of each command line, and ranks what fits."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,9 +13,10 @@ from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
 from megatron.common.errors import ConfigError
 from megatron.config.model import padded_vocabulary
-from megatron.model.architectures import T5
+from megatron.model.architectures import LLAVA, T5
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.memory import stage_memory
+from megatron.tools.planning.output import describe_candidate
 from megatron.tools.planning.request import Request, make_request
 from megatron.tools.planning.search import search
 
@@ -173,3 +175,19 @@ def test_the_fastest_schedule_is_chosen() -> None:
         assert one.fits and one.run.parallel.pipeline_schedule != "1f1b"
     given = request_of("--global-batch-size", "32", *layout, "--pipeline-schedule", "1f1b", model="345m", devices=4)
     assert {one.run.parallel.pipeline_schedule for one in search(given, any_schedule=True).fitting} == {"1f1b"}
+
+
+def test_an_encoder_of_images_takes_time_and_memory():
+    """A trained one three passes and its activations, a frozen one only the forward pass."""
+    lines = {}
+    for flag in ([], ["--freeze-vision"]):
+        words = ["--images-per-sample", "2", *flag]
+        [one, *_] = search(
+            request_of(*words, model="llava-1.5-7b", vocab_size=32064, architecture=LLAVA, device="h100")
+        ).fitting
+        text = "\n".join(describe_candidate(one, stage_memory(one.run)))
+        lines[bool(flag)] = re.search(
+            r"encoder of images computes ([\d.]+)% of the FLOPs, and keeps ([\d.]+ \w+)", text
+        )
+    trained, frozen = (float(lines[key][1]) for key in (False, True))
+    assert trained > 2 * frozen > 0 and lines[False][2].endswith("GB") and not lines[True][2].endswith("GB")

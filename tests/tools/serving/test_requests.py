@@ -1,11 +1,16 @@
 """Valid bodies of requests, and the errors of invalid ones."""
 
+import base64
+import io
 import json
+from dataclasses import replace
 
 import pytest
+from PIL import Image
+from support.command_lines import parse
 
 from megatron.common.errors import DataError
-from megatron.tools.serving.protocol import RequestError, RequestLimits, read_completion
+from megatron.tools.serving.protocol import RequestError, RequestLimits, read_chat, read_completion
 
 LIMITS = RequestLimits(context=64, max_tokens=32, max_choices=4)
 
@@ -89,3 +94,44 @@ def test_a_mistake_is_named(body, param, message):
     error = caught.value
     assert error.message.startswith(message) and error.param == param
     assert error.status == (404 if param == "model" else 400)
+
+
+class Chat:
+    """A chat whose template writes what is said; a token is a character."""
+
+    stop = ()
+
+    def text(self, messages):
+        return "".join(
+            part if isinstance(part, str) else part["text"]
+            for message in messages
+            for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
+        )
+
+    def tokenize(self, text):
+        return [ord(character) for character in text]
+
+
+def read_images(*urls):
+    model = parse("llava").model
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls] + [{"type": "text", "text": "hm?"}]
+    body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 2}).encode()
+    return read_chat(body, "my", Chat(), replace(LIMITS, context=16, reads_images=model)).prompts[0], model
+
+
+def test_images_of_a_chat_become_placeholders():
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9), "blue").save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    prompt, model = read_images(url)
+    assert list(prompt) == [*[model.image_token_id] * model.image_tokens, *map(ord, "\nhm?")]
+    assert (prompt.images == (0, 0, 255)).all() and prompt.images.shape == (1, 28, 28, 3)
+    for urls, message in (
+        (["http://127.0.0.1:9/a.png"], "nothing is fetched"),
+        ([url[:-4] + "?"], "not base64"),
+        ([url[:60]], "image"),
+        ([url] * 5, "more than 4 images"),
+    ):
+        with pytest.raises(RequestError, match=f"messages: .*{message}") as error:
+            read_images(*urls)
+        assert error.value.status == 400 and "\n" not in error.value.message
