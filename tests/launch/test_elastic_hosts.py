@@ -19,7 +19,7 @@ from support.programs import TINY_MODEL, Programs, read_metrics
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-ITERATIONS = 60
+ITERATIONS = 40
 """The second host is lost soon after the checkpoint that follows the loss of the first one, at whatever iteration."""
 SETTINGS = "--batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1".split()
 SETTINGS += ["--train-iters", str(ITERATIONS)]
@@ -46,17 +46,17 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     (tmp_path / "hosts").mkdir()
     (tmp_path / "hostfile").write_text("host-1 slots=1\nhost-2 slots=1\nhost-3 slots=1 spare\n")
     metrics, log, save = tmp_path / "metrics", tmp_path / "log", tmp_path / "ck"
-    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "12", "--keep-last", "2"]
+    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "8", "--keep-last", "2"]
     words += ["--snapshot-interval", "1"]
     with Hosts(tmp_path / "hosts", 4) as hosts:
         command = [*hosts.on("host-4"), sys.executable, "tools/launch.py", "--elastic", "--hostfile"]
         program = ["pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings, *words]
         command += [tmp_path / "hostfile", *program]
         with programs.started(log, *command, DS_ENV_FILE=str(tmp_path / "sent")) as supervisor:
-            await_iteration(metrics, 15, supervisor, log)
+            await_iteration(metrics, 10, supervisor, log)
             hosts.kill("host-2")
             first = max(losses(metrics))
-            await_iteration(metrics, 12 * (first // 12) + 15, supervisor, log)
+            await_iteration(metrics, 8 * (first // 8) + 10, supervisor, log)
             hosts.cut("host-1")
             hosts.await_end("host-1", str(save))
             assert supervisor.wait(timeout=200) == 0, log.read_text()[-6000:]

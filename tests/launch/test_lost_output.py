@@ -14,17 +14,14 @@ from megatron.common.screen import LossyStream
 SETTINGS = "--batch-size 2 --train-iters 2 --eval-iters 0".split()
 
 
-@pytest.mark.parametrize("sink", ["full", "broken pipe"])
-def test_a_run_without_a_screen_trains_and_saves(programs: Programs, tmp_path: Path, sink: str) -> None:
-    log = Path("/dev/full") if sink == "full" else tmp_path / "pipe"
+def test_a_run_whose_pipe_breaks_trains_and_saves(programs: Programs, tmp_path: Path) -> None:
+    log = tmp_path / "pipe"
     words = [*SETTINGS, "--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics"]
-    if sink != "full":
-        os.mkfifo(log)
+    os.mkfifo(log)
     command = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *words)
     run = start(command, os.environ, programs.root, log)
-    if sink != "full":
-        with open(log) as reader:
-            reader.readline()
+    with open(log) as reader:
+        reader.readline()
     assert exit_code([run], 200) == 0
     assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
     assert [line["iteration"] for line in read_metrics(tmp_path / "metrics")] == [1, 2]

@@ -3,7 +3,6 @@
 The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
 """
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,15 +114,4 @@ def test_torchrun_with_a_rendezvous(programs, hosts, settings, on_one_host, tmp_
         "pretrain_gpt2.py", *settings, "--metrics-file", tmp_path / "metrics",
     ]  # fmt: skip
     on_each(programs, hosts, command, command)
-    assert losses(tmp_path / "metrics") == on_one_host
-
-
-def test_mpirun(programs, hosts, settings, on_one_host, tmp_path) -> None:
-    forwarded = [word for name in ENVIRONMENT for word in ("-x", name)]
-    programs.run(
-        *hosts.on("host-1"), "mpirun", "-n", "2", "--hostfile", hosts.hostfile(1, 2), *forwarded,
-        "--mca", "btl_tcp_if_include", INTERFACE,
-        sys.executable, "pretrain_gpt2.py", *settings, "--metrics-file", tmp_path / "metrics",
-        **ENVIRONMENT, **AS_ROOT,
-    ).ok()  # fmt: skip
     assert losses(tmp_path / "metrics") == on_one_host

@@ -67,7 +67,6 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
         ("{% set x = namespace(t='a') %}{% for a in range(40) %}{% set x.t = x.t + x.t %}{% endfor %}", "1024 MiB"),
         ("{{ '%*d' % (1999999999, 1) }}", "1024 MiB"),
         ("{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "calls itself without end"),
-        ("{{ range(10 ** 9) | list }}", "Range too big"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
         ("{{ 1 / 0 }}", "division by zero"),
     ],
@@ -92,7 +91,6 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
         (said(None, "assistant"), "the content of message 1 is null"),
         ([{"role": "user"}], "the content of message 1 is missing"),
         (said({"text": "a"}), 'the content of message 1 is {"text": "a"}: it must be text'),
-        (said([]), r"the content of message 1 is \[\]"),
         (said([{"type": "image_url", "image_url": "a"}]), 'the content of message 1 is "image_url"'),
     ],
 )
@@ -191,7 +189,6 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
     [
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "1: no message of the assistant"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, "messages", "'asistant' .* did you mean assistant"),
-        ({"messages": [{"role": "gpt", "content": "a"}]}, "messages", "'gpt' of message 1 is unknown: use system, "),
         ({"prompt": "a", "completion": "b"}, "messages", '1: no key "messages", which --format messages reads'),
         ({"messages": "a"}, "messages", '1: "messages" must be a list of objects'),
         ({"prompt": "a"}, "prompt-completion", '1: no key "completion"'),

@@ -58,15 +58,12 @@ def test_two_runs_and_a_baseline_in_one_vector_picture(metrics: Path, tmp_path: 
     ("content", "expected"),
     [
         (b'{"iteration": 1, "lm_loss": 2}\n{"iteration": 2, "lm', "run.jsonl:2: not JSON"),
-        (b'{"lm_loss": 2}\n', "run.jsonl:1: not a JSON object with an integer iteration"),
         (b"", "run.jsonl: no lm_loss and no validation_loss to draw"),
-        (None, "run.jsonl: cannot be read (No such file or directory)"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes | None, expected: str):
+def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes, expected: str):
     path = tmp_path / "run.jsonl"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     result = plot(path, "--output", tmp_path / "loss.png")
     assert (result.returncode, len(result.stderr.splitlines())) == (3, 1)
     assert expected in result.stderr

@@ -1,11 +1,8 @@
 """tools/preprocess_data.py as a user runs it: its files, and errors for bad input."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -197,24 +194,3 @@ def test_full_disk_leaves_no_files(tmp_path: Path, command: Callable[..., list[s
     finished = run(["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command([corpus])])
     assert "cannot write" in one_error(finished, 7)
     assert outputs(tmp_path) == set()
-
-
-def test_killed_tool_leaves_no_data_set_and_can_run_again(tmp_path: Path, command: Callable[..., list[str]]) -> None:
-    pipe = tmp_path / "endless"
-    os.mkfifo(pipe)
-    process = subprocess.Popen(command([pipe], "--workers", "2"), stderr=subprocess.DEVNULL)
-    partial = tmp_path / "out_text_document.bin.partial"
-    with open(pipe, "wb") as corpus:
-        while not partial.exists() or partial.stat().st_size == 0:
-            assert process.poll() is None
-            corpus.write(b'{"text": "a b c d a b c d"}\n' * 10000)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert outputs(tmp_path) == {f"out_text_document.{end}.partial" for end in ("bin", "idx", "documents")}
-    whole = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
-    deadline = time.monotonic() + 120
-    # The workers hold the lock on the output for as long as the kernel takes to end them.
-    while (finished := run(command([whole]))).returncode == 3 and time.monotonic() < deadline:
-        assert "being written by another process" in finished.stderr
-    assert finished.returncode == 0, finished.stderr
-    assert outputs(tmp_path) == {f"out_text_document.{end}" for end in WRITTEN}

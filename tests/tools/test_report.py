@@ -98,16 +98,9 @@ def test_report_is_self_contained(folder: Path) -> None:
     assert re.fullmatch(r"[\d.]+ ms", planned["step"][0]) and planned["step"][1] == "250 ms"
 
 
-@pytest.mark.parametrize(
-    "file, content, message",
-    [
-        ("metrics.jsonl", "{", "metrics.jsonl:1: not JSON"),
-        ("run.json", '{"format": 1, "stages": [[1]]}', "run.json: not a record of a run"),
-    ],
-)
-def test_unreadable_file_is_a_one_line_error(folder: Path, file: str, content: str, message: str) -> None:
-    (folder / file).write_text(content)
+def test_unreadable_file_is_a_one_line_error(folder: Path) -> None:
+    (folder / "run.json").write_text('{"format": 1, "stages": [[1]]}')
     finished = report(folder)
     assert finished.returncode == 2
-    assert finished.stderr.startswith("report.py: error: ") and message in finished.stderr
+    assert finished.stderr.startswith("report.py: error: ") and "run.json: not a record of a run" in finished.stderr
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()

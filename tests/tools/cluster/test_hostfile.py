@@ -30,25 +30,17 @@ def test_hosts_comments_blank_lines_and_line_ends(tmp_path: Path) -> None:
 BROKEN = {
     "worker-1": (":1:9: ", "no slots"),
     "worker-1 slots=": (":1:10: ", "slots=N"),
-    "worker-1 slots=0": (":1:10: ", "no slots"),
-    "worker-1 slots=-2": (":1:10: ", "slots=N"),
-    "worker-1 slots=2x": (":1:10: ", "slots=N"),
     "worker-1 slots=٣": (":1:10: ", "slots=N"),
     "worker-1  slots = 2": (":1:11: ", "slots=N"),
-    "worker-1 gpus=2": (":1:10: ", "slots=N"),
     "slots=2": (":1:1: ", "is not a host name because of '='"),
     "worker-1 slots=2 max_slots=4": (":1:18: ", "remove it"),
     "a slots=1\n\nb slots=1\n a slots=2": (":4:2: ", "a is in line 1 already"),
-    "user@worker-1 slots=2": (":1:1: ", "because of '@'"),
     "a,b slots=2": (":1:1: ", "because of ','"),
-    "worker_1 slots=2": (":1:1: ", "because of '_'"),
-    ".worker slots=2": (":1:1: ", "because of '.'"),
     "fe80::1%eth0 slots=2": (":1:1: ", "is not a host name"),
     "wörker slots=2": (":1:1: ", "because of 'ö'"),
     f"{'a' * 254} slots=2": (":1:1: ", "254 characters"),
     "a\x0bb slots=1": (":1:1: ", "is not a host name"),
     "": (" names no host", "worker-1 slots=8"),
-    "# no host\n": (" names no host", "worker-1 slots=8"),
 }
 
 
@@ -68,9 +60,8 @@ def test_every_malformed_line_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "-oProxyCommand=touch${IFS}marker", "--help", "a;touch${IFS}marker", "$(touch${IFS}marker)",
-        "`touch${IFS}marker`", "'a'", '"a"', "a|b", "a&b", "a>b", "a\\b", "*", "~", "[1-9]", "%h", "a\x00",
-        "a\nslots=1",
+        "-oProxyCommand=touch${IFS}marker", "a;touch${IFS}marker", "$(touch${IFS}marker)", "`touch${IFS}marker`",
+        "a|b", "%h", "a\x00", "a\nslots=1",
     ],
 )  # fmt: skip
 def test_hosts_that_a_shell_or_ssh_would_interpret_are_refused(tmp_path: Path, name: str) -> None:

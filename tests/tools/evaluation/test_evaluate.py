@@ -97,7 +97,7 @@ def test_metrics_are_those_of_transformers(run_ranks, place: Path, theirs, layou
 
 def test_the_example_script_and_the_classic_flags(programs, place: Path, theirs, tmp_path: Path):
     """Under deepspeed; the file holds what the screen shows."""
-    variables = {"VALID_DATA": f"{place}/lambada.jsonl", "LOAD": f"{place}/hf", "BATCH": "4", "GPUS": "2", "TP": "2"}
+    variables = {"VALID_DATA": f"{place}/lambada.jsonl", "LOAD": f"{place}/hf", "BATCH": "4", "GPUS": "1", "TP": "1"}
     finished = programs.run(
         "bash", "examples/evaluate_lambada.sh", "--json", tmp_path / "out.json", "--hidden_size", "32",
         "--activations-checkpoint-method", "uniform", **variables, MASTER_PORT=str(free_port()), DS_ACCELERATOR="cpu",

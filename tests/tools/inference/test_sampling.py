@@ -56,12 +56,11 @@ def test_the_most_likely_tokens_of_a_large_vocabulary(spread: float):
 SETTINGS = [{}, {"top_p": 0.9}, {"top_k": 2}, {"top_k": 2, "top_p": 0.9}, {"greedy": True}, {"repetition_penalty": 1.3}]
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_logits_that_are_not_finite_are_known(settings: dict, wrong: float):
+def test_logits_that_are_not_finite_are_known(settings: dict):
     """And do no harm to other rows."""
     logits = torch.stack([LOGITS, LOGITS])
-    logits[0, 3] = wrong
+    logits[0, 3] = torch.nan
     rows = [Row(Sampling(**settings), np.random.default_rng(0), (1,)) for _ in range(2)]
     bad, good = choose(logits, rows)
     assert bad == NOT_FINITE and good in range(5)

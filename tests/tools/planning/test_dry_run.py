@@ -17,21 +17,16 @@ LLAMA = (
 )
 LAYOUTS = [
     "",
-    "--zero-stage 2 --bf16",
     "--zero-stage 3",
     "--model-parallel-size 2 --sequence-parallel --bf16",
-    "--model-parallel-size 4 --ffn-hidden-size 48 --bf16 --zero-stage 2",
     "--ds-sequence-parallel-size 2 --zero-stage 1",
     "--context-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
-    "--pipe-parallel-size 4",
     "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
     "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",
-    "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4 --zero-stage 1",
     "--pipe-parallel-size 2 --pipeline-schedule interleaved --pipeline-partition 0,2,1,1 --gas 4",
     "--pipe-parallel-size 2 --pipeline-schedule zbv --gas 4 --zero-stage 1",
     "--lora-rank 4 --bf16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
     f"{LLAMA} --model-parallel-size 2 --pipe-parallel-size 2 --bf16 --zero-stage 1",
-    "--fp16 --zero-stage 1 --max-position-embeddings 100 --make-vocab-size-divisible-by 7",
 ]
 
 
@@ -100,7 +95,6 @@ def test_dry_run_of_some_ranks_of_a_thousand(programs):
     ("words", "exit_code", "message"),
     [
         ("--dry-run --world-size 6 --model-parallel-size 4", 2, "6 processes cannot be split"),
-        ("--dry-run --data-path nowhere", 3, "nowhere"),
         ("--dry-run --load nowhere", 4, "nowhere"),
     ],
 )

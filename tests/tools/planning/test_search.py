@@ -68,7 +68,6 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
         "",
         "--num-experts 4 --zero-stage 1",
         "--seq-length 16384 --max-position-embeddings 16384 --checkpoint-activations --fp16",
-        "--pipe-parallel-size 4 --num-layers 26 --recompute-granularity selective",
         "--pipe-parallel-size 2 --rampup-batch-size 8 8 1000 --sequence-parallel",
         "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 20",
     ],

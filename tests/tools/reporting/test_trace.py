@@ -132,21 +132,3 @@ def test_trace_of_a_divided_backward_pass(train_in_ranks, tmp_path: Path) -> Non
     picture = (tmp_path / "schedule.svg").read_text()
     for words in ("forward", "input gradients", "weight gradients", "receive and wait"):
         assert f">{words}</text>" in picture
-
-
-def test_trace_of_two_model_chunks_per_stage(train_in_ranks, tmp_path: Path) -> None:
-    words = ("--gas", 4, "--pipe-parallel-size", 2, "--pipeline-schedule", "dualpipev", "--trace", tmp_path)
-    train_in_ranks(2, *SETTINGS, *words)
-    timeline = read_timeline(tmp_path)
-    for rank in (0, 1):
-        passes = [
-            _instruction(event) for event in _in_order(timeline, rank, 3) if event.kind in ("forward", "backward")
-        ]
-        expected = {Instruction(name, number, phase) for name in ("ForwardPass", "BackwardPass")
-                    for number in range(1, 5) for phase in (0, 1)}  # fmt: skip
-        assert set(passes) == expected and len(passes) == 16
-    measures = measure(timeline)
-    assert measures.theory is not None and 0.1 < measures.theory < 0.4
-    costs = json.loads((tmp_path / "trace.json").read_text())["otherData"]["unit_seconds"]
-    assert all(seconds > 0 for seconds in costs[1:5])
-    assert "rank 1, stage 1" in (tmp_path / "schedule.svg").read_text()

@@ -114,11 +114,9 @@ def test_openai_client_chats(server):
     ("method", "path", "body", "headers", "status", "message"),
     [
         ("GET", "/v1/models", None, {"Authorization": ""}, 401, "Authorization: Bearer KEY"),
-        ("POST", "/v1/completions", b"{}", {"Authorization": "Bearer open"}, 401, "Authorization: Bearer KEY"),
         ("POST", "/v1/completions", b"{}", {"Authorization": "Bearer \u00e9"}, 401, "Authorization: Bearer KEY"),
         ("GET", "/", None, {"Host": "rebound.example"}, 403, "localhost and 127.0.0.1 only"),
         ("GET", "/v2", None, {}, 404, "Not Found"),
-        ("GET", "/v1/completions", None, {}, 405, "Method Not Allowed"),
         ("POST", "/v1/completions", b"x" * 4001, {}, 413, "more than 4000 bytes"),
         ("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ],
