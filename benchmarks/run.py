@@ -27,7 +27,7 @@ from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
     "training_step", "whole_program", "flags", "engines", "ddp", "memory", "planner", "bubble",
-    "preprocessing", "checkpoints", "generation", "rehearsal",
+    "preprocessing", "checkpoints", "generation", "rehearsal", "scale",
 )  # fmt: skip
 SIZES = {"training_step": tuple("ABC")}
 """Of the models of these measurements."""

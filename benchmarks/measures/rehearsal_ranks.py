@@ -24,7 +24,7 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from megatron.cli import parse_run
     from megatron.launch.distributed import distributed
-    from megatron.parallel.layout import new_group
+    from megatron.parallel.process_groups import new_group
 
     if Path(place).is_dir():
         found = _of_program(words, int(steps))

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.common.errors import UserError
 
-T = TypeVar("T")
+T, R = TypeVar("T"), TypeVar("R")
 
 
 def on_all_ranks(step: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
@@ -16,6 +16,16 @@ def on_all_ranks(step: Callable[[], T], group: ProcessGroup | None = None) -> li
     outcomes: list[tuple] = [()] * dist.get_world_size()
     dist.all_gather_object(outcomes, _outcome(step), group=group)
     return [_result(outcome) for outcome in outcomes]
+
+
+def gathered_on_rank_0(step: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+    """Run ``step()`` on every rank, and ``then`` with its results on rank 0; the result of ``then``, on every rank.
+
+    Other ranks receive neither results nor more than a message of their number. Raises a UserError of any on all ranks.
+    """
+    outcomes: list[tuple] | None = [()] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(_outcome(step), outcomes, dst=0)
+    return on_rank_0(lambda: then([_result(outcome) for outcome in outcomes or ()]))
 
 
 def on_rank_0(step: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.host_copies import HostCopies, pinned_copies
@@ -160,8 +160,12 @@ class Checkpointer:
 
         on_rank_0(begin)
         files = self.collect(iteration, skipped_samples, path, self._files)
-        size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
-        on_rank_0(lambda: check_disk_space(folder, f"--save {folder}: {what}", size))
+
+        def checked(sizes: list[int]) -> int:
+            check_disk_space(folder, f"--save {folder}: {what}", sum(sizes))
+            return sum(sizes)
+
+        size = gathered_on_rank_0(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files), checked)
         stop = Event()
 
         def write() -> dict[str, Record]:
@@ -223,15 +227,13 @@ class Checkpointer:
                     "earlier checkpoints are not affected"
                 ) from error
 
-        manifests = on_all_ranks(written)
-
         @disk_errors(folder, what, save.size)
-        def commit() -> None:
+        def commit(manifests: list[dict[str, Record]]) -> None:
             self._check_lock()
             records = {name: record for manifest in manifests for name, record in manifest.items()}
             tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
-        on_rank_0(commit)
+        gathered_on_rank_0(written, commit)
         self._failure = None
         self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 

@@ -33,9 +33,9 @@ class BlendWindow(NamedTuple):
     def places(self, sources: np.ndarray) -> np.ndarray:
         """How many samples before each are of the same data set, from the data set of each."""
         places = np.empty(self.length, np.uint32 if self.length + sum(self.taken) < 1 << 32 else np.int64)
-        for source, before in enumerate(self.taken):
-            is_its_own = sources == source
-            places[is_its_own] = np.arange(before, before + np.count_nonzero(is_its_own), dtype=places.dtype)
+        counts = np.bincount(sources, minlength=len(self.taken))
+        first = np.cumsum(counts) - counts - np.array(self.taken)  # one pass for all data sets, of which many are few
+        places[np.argsort(sources, kind="stable")] = np.arange(self.length) - np.repeat(first, counts)
         return places
 
 

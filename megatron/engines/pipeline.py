@@ -3,20 +3,24 @@
 DeepSpeed 0.19.8: runtime/pipe/module.py. ``_partition_layers`` accepts neither a list of boundaries nor the operations
 of each layer, and knows one run of layers for each stage. ``forward`` decides by class names which layers are
 recomputed, and silently keeps all activations of a group that mixes layers of different classes.
+``_index_tied_modules`` makes the groups of all ranks on every rank.
 Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpointing.py, test_adapter_training.py,
-test_schedules_agree.py.
+test_schedules_agree.py, tests/engines/test_grid.py.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import module as pipe_module
 from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
 from megatron.engines.containers import Layers, loss_parts, run_layers
-from megatron.engines.overrides import expect, overrides
+from megatron.engines.grid import LayoutGrid
+from megatron.engines.overrides import expect, overrides, replaced
 from megatron.model.loss import LossFn
 from megatron.model.t5 import without_bias
 from megatron.model.transformer import HiddenStates
@@ -44,7 +48,9 @@ class PipelinedModel(PipelineModule):
     ):
         self.layers_per_checkpoint = activation.layers_together
         self.parts, self.schedule = list(partition_boundaries), schedule
-        super().__init__(layers=layers, loss_fn=loss_fn, topology=layout.pipeline_topology)
+        self._layout = layout
+        with replaced(pipe_module, PipelineParallelGrid=partial(LayoutGrid, layout)):
+            super().__init__(layers=layers, loss_fn=loss_fn, topology=layout.pipeline_topology)
 
     @overrides(PipelineModule, "(self, method='uniform')")
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -67,6 +73,26 @@ class PipelinedModel(PipelineModule):
         """The stage that holds a layer, by its number in the model."""
         chunk = next(number for number, end in enumerate(self.parts[1:]) if layer_idx < end)
         return self.schedule.stage_of(chunk)
+
+    @overrides(PipelineModule, "(self)")
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """For each weight that stages share: the ranks of this pipeline that hold it, and their group."""
+        stages: dict[str, set[int]] = {}
+        for index, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                stages.setdefault(spec.key, set()).add(self.stage_owner(index))
+        tied = {}
+        for key in sorted(stages) if self.num_stages > 1 else ():
+            group, ranks = self._layout.group_of_stages(sorted(stages[key]))
+            if self.stage_id in stages[key]:
+                module = self.tied_modules[key]
+                tied[key] = {
+                    "ranks": ranks, "group": group, "weight_attr": self.tied_weight_attrs[key], "module": module
+                }  # fmt: skip
+                if self.global_rank != ranks[0]:  # counted once in norms
+                    for parameter in module.parameters():
+                        parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+        return tied
 
     @overrides(PipelineModule, "(self)")
     def _build(self) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,8 @@ from megatron.engines import (
     silence_known_warnings,
 )
 from megatron.launch.environment import hosts_store, listen, prepare_nccl
-from megatron.parallel.layout import ParallelLayout, new_group
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.process_groups import new_group
 
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
@@ -121,11 +122,13 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         ) from error
     keys = _rank_keys(environ, "arrived")
     store.set(f"arrived/{environ['RANK']}", "")
+    if store.add("arrivals", 1) == len(keys):
+        store.set("arrived/all", "")  # one key for all to wait for: the store would look up the square of the ranks
     try:
-        store.wait(keys, timeout)
+        store.wait(["arrived/all"], timeout)
     except RuntimeError as error:
         try:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            missing = _missing(store, keys)
         except RuntimeError as lost:
             raise LaunchError("rank 0 timed out waiting for other ranks and reports which") from lost
         time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
@@ -136,6 +139,14 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
             "MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
+
+
+def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
+    """The ranks without their key, which the first rank that asks looks up for all."""
+    if store.add("arrived/asks", 1) == 1:
+        missing = (str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        store.set("arrived/missing", ",".join(missing))
+    return store.get("arrived/missing").decode().split(",")
 
 
 def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:

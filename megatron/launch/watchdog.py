@@ -61,7 +61,7 @@ class _Watchdog:
         self.store_seconds = min(_STORE_SECONDS, limit)
         self._flag = f"--watchdog-minutes {run.logging.watchdog_minutes:g}"
         self._file = Path(run.checkpoint.save or ".") / f"hang-rank{layout.rank}.txt"
-        self._groups = group_names(layout.topology)
+        self._groups = group_names(layout.topology, layout.rank)
         self._over = threading.Event()
         self._triggered = threading.Lock()
         self._alarmed = False
@@ -195,11 +195,11 @@ def _position(report: dict | None) -> str:
     return f"{report['text']} (on {report['host']})" if report else "an unknown position"
 
 
-def group_names(topology: ProcessTopology) -> dict[tuple[int, ...], str]:
-    """The names of the process groups along the axes of ``topology``, by their ranks."""
+def group_names(topology: ProcessTopology, rank: int) -> dict[tuple[int, ...], str]:
+    """The names of the process groups of ``rank`` along the axes of ``topology``, by their ranks."""
     return {
         tuple(ranks): _AXES[axis]
         for axis in topology.get_axis_names()
         for ranks in topology.get_axis_comm_lists(axis)
-        if len(ranks) > 1
+        if len(ranks) > 1 and rank in ranks
     }

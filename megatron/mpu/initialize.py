@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
-from megatron.parallel.layout import ParallelLayout, new_group
+from megatron.parallel import process_groups
+from megatron.parallel.layout import ParallelLayout
 
 
 @dataclass
@@ -69,8 +70,7 @@ def initialize_model_parallel(
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     _globals.layout = layout
     topology = layout.topology
-    replicas = [topology.filter_match(data=number) for number in range(topology.get_dim("data"))]
-    _globals.model_group, _ = _own_group(replicas, timeout)
+    _globals.model_group = layout.model_group
     pipelines = topology.get_axis_comm_lists("pipe")
     split = pipeline_model_parallel_split_rank
     _globals.embedding_group, _globals.embedding_ranks = _own_group(
@@ -92,13 +92,9 @@ def _stages(pipe: list[int], *stages: int | None) -> list[int]:
 
 
 def _own_group(all_ranks: list[list[int]], timeout: timedelta) -> tuple[ProcessGroup | None, list[int]]:
-    """Create a group for each list of ranks, as all ranks must in the same order; this rank's, if it is in one."""
-    own: tuple[ProcessGroup | None, list[int]] = (None, [])
-    for ranks in all_ranks:
-        group = new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            own = group, ranks
-    return own
+    """This rank's group among those of ``all_ranks``, if it is in one. Every rank calls it."""
+    group, rank = process_groups.own_group(all_ranks, timeout=timeout), dist.get_rank()
+    return next(((group, ranks) for ranks in all_ranks if rank in ranks), (None, []))
 
 
 def destroy_model_parallel() -> None:

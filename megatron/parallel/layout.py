@@ -11,8 +11,15 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
-from megatron.parallel import axis_sizes, expert_groups, groups_along, p2p_lanes, ring_groups, ulysses_groups
-from megatron.parallel.shared_memory import backend_of_groups
+from megatron.parallel import (
+    axis_sizes,
+    expert_groups,
+    groups_along,
+    p2p_lanes,
+    process_groups,
+    ring_groups,
+    ulysses_groups,
+)
 from megatron.parallel.symmetric_memory import maps_memory
 from megatron.parallel.tensor.chunks import BY_RANK, CHUNKS
 
@@ -26,8 +33,10 @@ class ParallelLayout:
     tensor_group: ProcessGroup
     data_group: ProcessGroup
     pipe_group: ProcessGroup
+    model_group: ProcessGroup
+    """The ranks that hold one replica of the model: of all stages, and all tensor-parallel ranks."""
     p2p_groups: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict, hash=False)
-    """For each stage and a neighbor: the group in which the first sends to the second, of all ranks."""
+    """For each stage and a neighbor: the group in which the first sends to the second, of this rank's pipeline."""
     sequence_group: ProcessGroup | None = None
     """The ranks that share samples, each with a shard of the sequence; None if each rank has full sequences."""
     replica_group: ProcessGroup | None = None
@@ -42,6 +51,8 @@ class ParallelLayout:
     """The ranks of the data group that divide the experts of a layer among them; None without expert parallelism."""
     expert_data_group: ProcessGroup | None = None
     """The ranks of the data group with the same experts; None without expert parallelism."""
+    timeout: timedelta = timedelta(minutes=30)
+    """Of collectives."""
     sequence_parallel: bool = False
     """Whether activations that the tensor group does not divide otherwise are sharded along the sequence
     (Megatron's sequence parallelism)."""
@@ -55,16 +66,20 @@ class ParallelLayout:
         """Form the groups. A collective call: every rank of the world makes it."""
         assert parallel.world_size == dist.get_world_size()
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        own_group = partial(_own_group, timeout=timeout)
+        own_group = partial(process_groups.own_group, timeout=timeout)
         has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
         experts, expert_data = expert_groups(parallel) if parallel.expert_model_parallel_size > 1 else (None, None)
         tensor_group = own_group(groups_along(parallel, "tensor"))
+        pipe_group = own_group(groups_along(parallel, "pipe"))
+        both = pipe_group.size() > 1 and tensor_group.size() > 1
+        replica = pipe_group if pipe_group.size() > 1 else tensor_group
         return cls(
             topology=_topology(parallel),
             rank=dist.get_rank(),
             tensor_group=tensor_group,
             data_group=own_group(groups_along(parallel, "data")),
-            pipe_group=own_group(groups_along(parallel, "pipe")),
+            pipe_group=pipe_group,
+            model_group=own_group(groups_along(parallel, "pipe", "tensor")) if both else replica,
             p2p_groups=_p2p_groups(parallel, timeout),
             sequence_group=own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
             replica_group=own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
@@ -73,10 +88,21 @@ class ParallelLayout:
             ring_gathers=parallel.cp_comm_type == "all_gather",
             expert_group=own_group(experts) if experts else None,
             expert_data_group=own_group(expert_data) if expert_data else None,
+            timeout=timeout,
             sequence_parallel=parallel.sequence_parallel,
             forward_chunks=_forward_chunks(parallel, tensor_group),
             is_v_shaped=parallel.is_v_shaped,
         )
+
+    def group_of_stages(self, stages: Sequence[int]) -> tuple[ProcessGroup, list[int]]:
+        """A new group of the ranks of these ``stages`` of this rank's pipeline, and the ranks. Every rank calls it.
+
+        On a rank of another stage, the group of it alone.
+        """
+        pipes = self.topology.get_axis_comm_lists("pipe")
+        parts = [[pipe[stage] for stage in stages] for pipe in pipes]
+        ranks = next((part for part in parts if self.rank in part), [self.rank])
+        return process_groups.own_group(parts, timeout=self.timeout), ranks
 
     @property
     def is_first_stage(self) -> bool:
@@ -143,12 +169,6 @@ def _topology(parallel: ParallelConfig) -> ProcessTopology:
     return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
 
 
-def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> ProcessGroup:
-    """Create all of the groups, as every rank has to in the same order, and return this rank's."""
-    groups = {tuple(ranks): new_group(ranks, timeout=timeout) for ranks in all_groups}
-    return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
-
-
 def _forward_chunks(parallel: ParallelConfig, tensor_group: ProcessGroup) -> int:
     """Torch's matmuls through symmetric memory divide a sequence."""
     if not parallel.tp_comm_overlap:
@@ -158,16 +178,10 @@ def _forward_chunks(parallel: ParallelConfig, tensor_group: ProcessGroup) -> int
 
 
 def _p2p_groups(parallel: ParallelConfig, timeout: timedelta) -> dict[tuple[int, int], ProcessGroup]:
-    """The groups of all ranks, of which there are no more in a larger run."""
+    """The groups of this rank's pipeline."""
     lanes = p2p_lanes(parallel.pipe_stages, parallel.pipeline_schedule == "interleaved")
-    groups = {lane: dist.new_group(timeout=timeout) for lane in sorted(set(lanes.values()))}
+    pipes = groups_along(parallel, "pipe")
+    groups = {
+        lane: process_groups.own_group(pipes, timeout=timeout, transfers=True) for lane in sorted(set(lanes.values()))
+    }
     return {pair: groups[lane] for pair, lane in lanes.items()}
-
-
-def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta) -> ProcessGroup:
-    """A process group of ``ranks``, or of all, with the backend that a run uses on this device.
-
-    Without ``timeout`` torch's default would apply: 10 minutes with NCCL, 30 with gloo.
-    """
-    backend = backend_of_groups(get_accelerator().device_name())
-    return dist.new_group(ranks, timeout=timeout, backend=backend)

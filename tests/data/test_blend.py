@@ -10,7 +10,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.blend_order import BlendOrder
+from megatron.data.blend_order import BlendOrder, BlendWindow
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
@@ -116,3 +116,13 @@ def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: P
     assert sum(name.startswith("blend_") for name in before) == 2
     build_datasets(blend(prefixes, "2", "2", "2"), **SIZES)
     assert {path.name for path in folder.glob("*.npy")} == before
+
+
+def test_places_count_the_samples_of_each_data_set() -> None:
+    random = np.random.default_rng(3)
+    sources, taken = random.integers(0, 10_000, 5_000).astype(np.uint16), tuple(range(10_000))
+    places = BlendWindow((), taken, len(sources)).places(sources)
+    seen = list(taken)
+    for source, place in zip(sources.tolist(), places.tolist(), strict=True):
+        assert place == seen[source]
+        seen[source] += 1

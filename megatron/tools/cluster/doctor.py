@@ -102,8 +102,14 @@ def _state(report: HostReport, checks: Mapping[str, Sequence[CheckResult]]) -> H
     return HostState(report.host, problem, network.get("address", ""), leftovers.get("owner_has_ended", False))
 
 
+_LISTED = 16
+"""Hosts that have a block of their own each, and hosts that are named with a finding."""
+
+
 def table(results: Results, *, color: bool) -> str:
-    """A block of lines for each host; under each failure, the command that fixes it."""
+    """A block of lines for each host, or ``_grouped`` for many; under each failure, the command that fixes it."""
+    if len(results) > _LISTED:
+        return "\n".join(_grouped(results, color))
     return "\n".join(line for host, checks in results.items() for line in (host, *_lines(checks, color)))
 
 
@@ -147,6 +153,30 @@ def _lines(checks: Mapping[str, Sequence[CheckResult]], color: bool) -> Iterator
             yield _line(result, check, color)
             if not result.ok and result.fix:
                 yield f"       fix: {result.fix}"
+
+
+def _grouped(results: Results, color: bool) -> Iterator[str]:
+    """For each check the number of hosts that pass, and each finding once, with its hosts and the fix for the first."""
+    passed: dict[str, set[str]] = {}
+    failed: dict[tuple[str, str], dict[str, str | None]] = {}
+    for host, checks in results.items():
+        for check, lines in checks.items():
+            passed.setdefault(check, set())
+            for line in lines:
+                if not line.ok:
+                    failed.setdefault((check, line.found.replace(host, "HOST")), {})[host] = line.fix
+            if all(line.ok for line in lines):
+                passed[check].add(host)
+    for name, good in passed.items():
+        if good:
+            yield _line(CheckResult(True, counted(len(good), "host")), name, color)
+        for (check, found), hosts in failed.items():
+            if check == name:
+                more = f" and {len(hosts) - _LISTED} more" if len(hosts) > _LISTED else ""
+                named = f"{', '.join(list(hosts)[:_LISTED])}{more}"
+                yield _line(CheckResult(False, f"{counted(len(hosts), 'host')}, {named}: {found}"), check, color)
+                if fix := next(iter(hosts.values())):
+                    yield f"       fix: {fix}{'  # and so on each' if len(hosts) > 1 else ''}"
 
 
 def _line(result: CheckResult, check: str, color: bool) -> str:

@@ -38,6 +38,8 @@ _ELASTIC = (
 )
 _OWN = ("script", "arguments", "max_restarts", *_ELASTIC)
 """What is not passed on as a flag."""
+PDSH_FAN_OUT = 1024
+"""Hosts to which DeepSpeed has pdsh connect at a time."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
@@ -142,6 +144,11 @@ def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[st
         raise ConfigError(f"{spare[0]} is a spare host in {launch.hostfile}: add --elastic, or exclude it by -e")
     problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
+    if several and launch.launcher == "pdsh" and len(hosts) > PDSH_FAN_OUT:
+        problems.append(
+            f"{len(hosts)} hosts: DeepSpeed has pdsh start {PDSH_FAN_OUT} at a time, and the ranks would wait for "
+            "the others: start them with --launcher openmpi or slurm, or torchrun on each host"
+        )
     if several:
         problems += _path_problems(Path.cwd())
         problems += variable_problems(environ, device_kind(environ, Path.cwd()), Path.cwd())

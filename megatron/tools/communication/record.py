@@ -56,14 +56,15 @@ class Recorder:
         if text not in self.trace.faults:
             self.trace.faults.append(text)
 
-    def grouped(self, ranks: Sequence[int], group: OneRankGroup | None) -> None:
-        """A group is made, for which all ranks wait."""
+    def grouped(self, parts: Sequence[tuple[int, ...]], group: OneRankGroup | None) -> None:
+        """Groups are made in one step, for which all ranks wait where a communicator is split."""
         number = len(self.trace.groups)
-        self.trace.groups.append(tuple(ranks))
+        self.trace.groups += parts
         if group is not None:
             self._own[group.registered_name] = len(self._own) + 1
-        members = _shortened(ranks)
-        call = Call("new_group", 0, 0, "", 0, -1, f"number {number + 1}, ranks {members}", self.phase, place())
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        made = f"number {number + 1}, ranks {_shortened(parts[0])}{more}"
+        call = Call("new_group", 0, 0, "", 0, -1, made, self.phase, place())
         self._events().append(Issue((self._once(call),), True))
 
     def issued(self, operation: Operation) -> tuple[list, Any]:

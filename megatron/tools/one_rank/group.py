@@ -47,8 +47,8 @@ class Observer(Protocol):
     def waited(self, issued: Any) -> None:
         """Called when the work of an operation is waited for."""
 
-    def grouped(self, ranks: Sequence[int], group: "OneRankGroup | None") -> None:
-        """Called when a group is made, which is None on a rank that is not in it."""
+    def grouped(self, parts: Sequence[tuple[int, ...]], group: "OneRankGroup | None") -> None:
+        """Called when groups are made, of which ``group`` is this rank's; None if it is in none."""
 
 
 class FinishedWork(dist.Work):

@@ -30,6 +30,7 @@ from megatron.engines import build
 from megatron.engines.transfers import Transfers, _boundary, _row
 from megatron.launch import distributed, environment, rank
 from megatron.launch.environment import free_port
+from megatron.parallel import process_groups
 from megatron.parallel.pipeline.simulation import Transfer
 from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
 from megatron.tools.one_rank.shapes import value_at
@@ -100,7 +101,9 @@ def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
     for module in (dist, dist.distributed_c10d):
         yield module, "new_group", _new_group_of(dist.distributed_c10d.new_group)
         yield module, "all_gather_object", _all_gather_object
+        yield module, "gather_object", _gather_object
         yield module, "broadcast_object_list", _broadcast_object_list
+    yield process_groups, "own_group", _own_group_of(process_groups.own_group)
     yield environment, "listen", lambda _: socket()  # nobody connects
     yield distributed, "TCPStore", lambda *_, **__: store
     yield UserError, "on_every_rank", property(lambda _: False, lambda *_: None)  # no other rank prints it
@@ -117,7 +120,22 @@ def _new_group_of(new_group: Callable[..., Any]) -> Callable[..., Any]:
         made = new_group(ranks, *arguments, **(options | {"backend": NAME}))
         if (observer := OneRankGroup.observer) is not None:
             members = range(dist.get_world_size()) if ranks is None else ranks
-            observer.grouped(tuple(members), made if isinstance(made, OneRankGroup) else None)
+            observer.grouped([tuple(members)], made if isinstance(made, OneRankGroup) else None)
+        return made
+
+    return make
+
+
+def _own_group_of(own_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``own_group`` whose observer learns of the groups of all ranks."""
+
+    def make(parts: Sequence[Sequence[int]], **options: Any) -> Any:
+        observer = OneRankGroup.observer
+        with patch.object(OneRankGroup, "observer", None):
+            made = own_group(parts, **options)
+        if observer is not None:
+            alone = set(range(dist.get_world_size())).difference(*parts)
+            observer.grouped([*map(tuple, parts), *((rank,) for rank in sorted(alone))], made)
         return made
 
     return make
@@ -128,6 +146,18 @@ def _all_gather_object(objects: list, value: Any, group: Any = None) -> None:
         objects[:] = [value] * len(objects)
 
     _group(group).do(deliver, "all_gather_object").wait()
+
+
+def _gather_object(
+    value: Any, objects: list | None = None, dst: int | None = None, group: Any = None, group_dst: int | None = None
+) -> None:
+    def deliver() -> None:
+        if objects is not None:
+            objects[:] = [value] * len(objects)
+
+    of = _group(group)
+    root = group_dst if group_dst is not None else of.ranks.index(dst or 0)
+    of.do(deliver, "gather_object", (), (), root).wait()
 
 
 def _broadcast_object_list(

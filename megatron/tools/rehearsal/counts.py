@@ -96,7 +96,7 @@ class Operations:
             self.communication[issued.one] -= 1
             self.communication[issued.one._replace(is_overlapped=True)] += 1
 
-    def grouped(self, ranks: Sequence[int], group: Any) -> None:
+    def grouped(self, parts: Sequence[tuple[int, ...]], group: Any) -> None:
         """Groups are not counted."""
 
 

@@ -17,6 +17,8 @@ from support.programs import TINY_MODEL, Programs
 
 from megatron.launch.environment import free_port
 from megatron.tools.cluster.all_reduce import AllReduceResult
+from megatron.tools.cluster.doctor import table
+from megatron.tools.cluster.probe_hosts import CheckResult
 
 ROOT = Path(__file__).resolve().parents[3]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
@@ -300,3 +302,15 @@ def test_wrong_usage_contacts_no_host(tmp_path: Path, text: str, words: list[str
     assert ended.returncode == 2 and ended.stdout == "" and reason in ended.stderr
     assert all(line.startswith("doctor.py: error: ") for line in ended.stderr.splitlines())
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
+
+
+def test_equal_findings_of_many_hosts_are_one() -> None:
+    def checks(number: int) -> dict[str, list[CheckResult]]:
+        if number % 100 == 7:
+            return {"ssh": [CheckResult(False, f"host-{number}: no answer", f"ping host-{number}")]}
+        return {"ssh": [CheckResult(True, "answers")], "disk": [CheckResult(True, f"{number} GiB free")]}
+
+    lines = table({f"host-{number}": checks(number) for number in range(2048)}, color=False).splitlines()
+    assert len(lines) == 4
+    assert "2,027 hosts" in lines[0] and "2,027 hosts" in lines[3]
+    assert "21 hosts, host-7, host-107" in lines[1] and "and 5 more" in lines[1] and "ping host-7 " in lines[2]

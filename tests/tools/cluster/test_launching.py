@@ -18,7 +18,7 @@ from support.programs import Programs
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
 from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.launching import chosen_hosts, launcher_arguments, read_launch
+from megatron.tools.cluster.launching import PDSH_FAN_OUT, chosen_hosts, launcher_arguments, read_launch
 from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command
 
 HOSTILE = [
@@ -218,3 +218,14 @@ def test_the_ranks_of_other_hosts_get_cudas_and_torchs_variables(programs, hostf
     printed = programs.python("tools/launch.py", "--hostfile", hostfile, "script.py", **environ).output
     for name, value in sent.items():
         assert re.search(f'export {name}="?{value}', printed), printed
+
+
+def test_pdsh_does_not_start_a_part_of_the_hosts(hostfile: Path) -> None:
+    """Ranks wait for all others, and pdsh for the end of the first ones."""
+    from deepspeed.launcher.constants import PDSH_MAX_FAN_OUT
+
+    hostfile.write_text("".join(f"host-{number} slots=8\n" for number in range(2048)))
+    (refusal,) = refusals(hostfile)
+    assert "2048 hosts" in refusal and PDSH_FAN_OUT == PDSH_MAX_FAN_OUT
+    read = ["--hostfile", str(hostfile), "--launcher", "openmpi", "x.py"]
+    assert launcher_arguments(read_launch(read), {"DS_ACCELERATOR": "cpu"})

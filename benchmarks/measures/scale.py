@@ -1,0 +1,277 @@
+"""What grows with the world, for 8 to 16,384 ranks (1 to 2,048 hosts), measured on this machine.
+
+One rank of the world starts with a process group in which the others do not exist, and a store that counts; hosts are
+answered by a program in place of ssh; checkpoints have as many files as those of that many ranks, with a few bytes
+each; data sets have real indices and sparse tokens. A row has the figure at the largest size, beside its goal, and the
+exponent with which it grows from the second size on: 1 is in proportion.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch.distributed as dist
+
+from benchmarks.comparing import Quantity
+from benchmarks.measures.ranks import ROOT
+from megatron.checkpoint import files, tracker
+from megatron.checkpoint.run_file import RUN_FILE, describe
+from megatron.cli import parse_run
+from megatron.config import CheckpointConfig, ParallelConfig
+from megatron.data.blend_order import BlendOrder
+from megatron.data.gpt2_dataset import SampleStream
+from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from megatron.data.map_cache import cached_epoch
+from megatron.engines.grid import LayoutGrid
+from megatron.launch.distributed import distributed
+from megatron.launch.watchdog import describe_hang
+from megatron.tools.cluster import probe, probe_hosts
+from megatron.tools.cluster.doctor import HostState, examine_hosts, table
+from megatron.tools.cluster.elastic import pick_hosts
+from megatron.tools.cluster.hostfile import read_hostfile
+from megatron.tools.cluster.launching import chosen_hosts, launcher_arguments, read_launch
+from megatron.tools.convert.inspection import verify
+from megatron.tools.one_rank import group, run
+
+WORLDS = (8, 128, 1024, 4096, 16384)
+DOCUMENTS = (10_000, 100_000, 1_000_000, 10_000_000)
+BLENDS = (10, 100, 1_000, 10_000)
+HOST = 8
+"""Ranks of a host."""
+LAYOUT = "TP 8 x PP 8"
+Found = Mapping[str, tuple[float, str, float]]
+"""Value, unit and goal by name."""
+
+
+def measure(rounds: int) -> list[Quantity]:
+    """Every figure at every size, once: they are counts, or far from their goals."""
+    rows: list[Quantity] = []
+    for what, sizes, step in (
+        ("ranks", WORLDS, _start),
+        ("ranks", WORLDS, _planned),
+        ("ranks", WORLDS, _hosts),
+        ("ranks", WORLDS, _checkpoint),
+        ("documents", DOCUMENTS, _index_maps),
+        ("data sets", BLENDS, _blend),
+    ):
+        found = [_in_a_folder(step, size) for size in sizes]
+        rows += [_row(name, what, sizes, [one[name] for one in found]) for name in found[0]]
+    return rows
+
+
+def _row(name: str, what: str, sizes: tuple[int, ...], found: list[tuple[float, str, float]]) -> Quantity:
+    values = [value for value, _, _ in found]
+    value, unit, goal = found[-1]
+    growth = math.log(max(values[-1], 1e-9) / max(values[1], 1e-9)) / math.log(sizes[-1] / sizes[1])
+    few = f"{values[1]:.3g} at {sizes[1]:,}, exponent {growth:.2f}"
+    return Quantity(f"{name}, {sizes[-1]:,} {what} ({few})", "goal", [value], [goal], unit)
+
+
+def _in_a_folder(step: Callable[[int, Path], Found], size: int) -> Found:
+    with tempfile.TemporaryDirectory() as name:
+        return step(size, Path(name))
+
+
+def _parallel(world: int) -> ParallelConfig:
+    return ParallelConfig(world_size=world, model_parallel_size=8, pipe_parallel_size=8 if world > HOST else 1)
+
+
+def _start(world: int, _: Path) -> Found:
+    """Rank 0 joins, and makes the groups that an engine with a pipeline needs."""
+    counted: Counter[str] = Counter()
+
+    class Counting(group.OneRankStore):
+        def __getattribute__(self, name: str) -> Any:
+            counted["operations"] += name in ("set", "get", "add", "wait", "check")
+            return super().__getattribute__(name)
+
+    def begin() -> tuple[float, int]:
+        with patch.object(run, "OneRankStore", Counting), run.one_rank(world, 0):
+            counted.clear()
+            began = time.perf_counter()
+            with distributed(_parallel(world)) as layout:
+                LayoutGrid(layout, layout.pipeline_topology)
+                layout.group_of_stages(sorted({0, layout.pipe_group.size() - 1}))
+                return time.perf_counter() - began, len(dist.distributed_c10d._world.pg_map)
+
+    seconds, groups = begin()
+    tracemalloc.start()
+    begin()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "start of a rank: layout and groups": (seconds, "s", 5.0),
+        "start of a rank: groups made": (groups, "groups", 20.0),
+        # A communicator that is not split from the world's sets or gets a key, and may do both.
+        "start of a rank: store operations": (counted["operations"] + 2 * groups, "operations", 100.0),
+        "start of a rank: peak memory of Python": (peak, "B", 64e6),
+        "hang of one rank: report of rank 0": (_hang(world), "s", 1.0),
+    }
+
+
+def _hang(world: int) -> float:
+    report = {"alarmed": True, "phases_entered": 3, "in_collective": True, "text": "training", "host": "a"}
+    reports: list[dict | None] = [dict(report) for _ in range(world)]
+    reports[world // 2] = None
+    began = time.perf_counter()
+    assert len(describe_hang(reports, "--watchdog-minutes", Path("/x"))) < 30
+    return time.perf_counter() - began
+
+
+def _planned(world: int, folder: Path) -> Found:
+    """The planner's search and --explain, as programs."""
+    sizes = ["--model", "llama3.1-8b" if world == HOST else "llama3.1-405b"]
+    search = [*sizes, "--device", "h100", "--devices", str(world), "--global-batch-size", str(2 * world)]
+    layout = ["--model-parallel-size", "8", *(["--pipe-parallel-size", "8"] if world > HOST else [])]
+    explain = [*sizes, *layout, "--mock-data", "--global-batch-size", str(2 * world), "--train-iters", "10"]
+    found = {}
+    for name, command, goal in (
+        ("tools/plan.py", ["tools/plan.py", *search], 60.0),
+        ("--explain", ["pretrain_gpt2.py", *explain, "--explain"], 5.0),
+    ):
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env={**os.environ, "WORLD_SIZE": str(world)},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        assert os.waitstatus_to_exitcode(status) in (0, 1), errors[-2000:]
+        found[f"{name}: seconds"] = (time.perf_counter() - began, "s", goal)
+        found[f"{name}: memory"] = (usage.ru_maxrss * 1024.0, "B", 1e9)
+    return found
+
+
+def _hosts(world: int, folder: Path) -> Found:
+    """The hostfile, the launcher's checks, the doctor with a program in place of ssh, the elastic agent's choice."""
+    hosts = max(world // HOST, 2)
+    file = folder / "hostfile"
+    file.write_text("".join(f"host-{number} slots={HOST}\n" for number in range(hosts)))
+    words = ["--hostfile", str(file), "--launcher", "openmpi", "pretrain_gpt2.py"]
+    began = time.perf_counter()
+    launcher_arguments(read_launch(words), {"DS_ACCELERATOR": "cpu"})
+    launcher = time.perf_counter() - began
+    chosen = chosen_hosts(read_launch(words))
+    with _ssh_answers(folder):
+        began = time.perf_counter()
+        results, _ = examine_hosts(
+            probe_hosts.Examination(chosen, None, None, "cpu", dict(os.environ), True, "", 29500, None, 60)
+        )
+        lines = table(results, color=False).splitlines()
+        doctor = time.perf_counter() - began
+    states = [HostState(host, "lost" if number % 100 == 1 else None) for number, host in enumerate(chosen)]
+    began = time.perf_counter()
+    assert len(pick_hosts(read_hostfile(file), states)) < hosts
+    elastic = time.perf_counter() - began
+    return {
+        "hostfile and launcher's checks": (launcher, "s", 5.0),
+        "tools/doctor.py, hosts that answer at once": (doctor, "s", 60.0),
+        "tools/doctor.py, lines": (float(len(lines)), "lines", 100.0),
+        "elastic agent: choice of hosts": (elastic, "s", 1.0),
+    }
+
+
+@contextmanager
+def _ssh_answers(folder: Path) -> Iterator[None]:
+    """While inside, ``ssh`` is a program that gives every host's answer at once."""
+    facts = probe_hosts.probe_local_host({"project": str(ROOT), "files": {}, "folders": {}, "data": [], "environ": {},
+                                          "port": None, "leftovers": None}, 60).facts  # fmt: skip
+    (folder / "answer").write_text(probe.MARK + json.dumps(facts) + "\n")
+    ssh = folder / "ssh"
+    ssh.write_text(f"#!/bin/sh\ncat > /dev/null\ncat {folder}/answer\n")
+    ssh.chmod(0o755)
+    with patch.dict(os.environ, {"PATH": f"{folder}:{os.environ['PATH']}"}):
+        yield
+
+
+def _checkpoint(world: int, folder: Path) -> Found:
+    """A checkpoint with the files of ``world`` ranks: committed, read by a resume, verified, and removed."""
+    parallel = _parallel(world)
+    words = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16"
+    words += f" --mock-data --vocab-size 128 --train-iters 9 --zero-stage 1 --global-batch-size {world}"
+    words += f" --model-parallel-size 8 --pipe-parallel-size {parallel.pipe_parallel_size}"
+    described = describe(parse_run(words.split(), {"WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}), 1, (), ())
+    names = [f"rng_state_{rank:05d}.pt" for rank in range(world)]
+    names += [f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt" for rank in range(8)
+              for number in range(world // 8)]  # fmt: skip
+    path = tracker.begin_tag(folder, tracker.tag_name(1))
+    (path / RUN_FILE).write_text(json.dumps(described))
+    for name in names:
+        (path / name).write_bytes(name.encode())
+    records = {name: files.record_of(path / name) for name in [*names, RUN_FILE]}
+    began = time.perf_counter()
+    tracker.commit_tag(folder, 1, records, CheckpointConfig())
+    commit = time.perf_counter() - began
+    began = time.perf_counter()
+    saved = tracker.newest(folder)
+    resume = time.perf_counter() - began
+    began = time.perf_counter()
+    verify(saved.path)
+    verified = time.perf_counter() - began
+    size = (saved.path / files.MANIFEST).stat().st_size
+    began = time.perf_counter()
+    shutil.rmtree(saved.path)
+    return {
+        "checkpoint: files in its folder": (len(names) + 2.0, "files", 4000.0),
+        "checkpoint: manifest": (float(size), "B", 20e6),
+        "checkpoint: rank 0 commits": (commit, "s", 10.0),
+        "checkpoint: a rank reads manifest and sizes": (resume, "s", 10.0),
+        "checkpoint: verify, of tiny files": (verified, "s", 60.0),
+        "checkpoint: remove": (time.perf_counter() - began, "s", 60.0),
+    }
+
+
+def _index_maps(documents: int, folder: Path) -> Found:
+    """A data set with an index of so many documents of 1,000 to 4,000 tokens, whose tokens are a hole in a file."""
+    sizes = np.random.default_rng(1).integers(1000, 4000, documents, dtype=np.int32)
+    pointers = np.cumsum(sizes, dtype=np.int64) * 4 - sizes.astype(np.int64) * 4
+    with open(folder / "x.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 4, documents, documents + 1))
+        for array in (sizes, pointers, np.arange(documents + 1, dtype=np.int64)):
+            array.tofile(file)
+    with open(folder / "x.bin", "wb") as file:
+        file.truncate(int(sizes.sum(dtype=np.int64)) * 4)
+    began = time.perf_counter()
+    indexed = IndexedDataset(folder / "x")
+    opened = time.perf_counter() - began
+    stream = SampleStream(np.diff(indexed.document_starts), 4096, 1)
+
+    def read() -> float:
+        began = time.perf_counter()
+        cached_epoch(folder, "maps", stream.recipe(0), 0)
+        return time.perf_counter() - began
+
+    built, again = read(), read()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return {
+        "data set: open": (opened, "s", 1.0),
+        "index maps of an epoch: build": (built, "s", 60.0),
+        "index maps of an epoch: read by a later rank": (again, "s", 1.0),
+        "index maps: peak memory of the process so far": (peak, "B", 2e9),
+    }
+
+
+def _blend(parts: int, _: Path) -> Found:
+    """The order of the first 1,048,576 samples of a blend with weights that all differ."""
+    total = parts * (parts + 1) // 2
+    began = time.perf_counter()
+    order = BlendOrder(tuple(Fraction(number + 1, total) for number in range(parts)), 1 << 20)
+    seconds = time.perf_counter() - began
+    assert {order[number][0] for number in range(parts)} != {0}
+    return {"blend: the order of a million samples": (seconds, "s", 30.0)}
