@@ -19,8 +19,10 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
+from socket import socket
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +40,7 @@ from megatron.data.gpt2_dataset import SampleStream
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron.data.map_cache import cached_epoch
 from megatron.engines.grid import LayoutGrid
-from megatron.launch.distributed import distributed
+from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
 from megatron.launch.watchdog import describe_hang
 from megatron.tools.cluster import probe, probe_hosts
 from megatron.tools.cluster.doctor import HostState, examine_hosts, table
@@ -101,9 +103,11 @@ def _start(world: int, _: Path) -> Found:
             return super().__getattribute__(name)
 
     def begin() -> tuple[float, int]:
-        with patch.object(run, "OneRankStore", Counting), run.one_rank(world, 0):
+        nobody = patch("megatron.launch.distributed.listen", lambda _: socket())  # connects
+        with nobody, patch.object(run, "OneRankStore", Counting), run.one_rank(world, 0):
             counted.clear()
             began = time.perf_counter()
+            leave_store(rendezvous_barrier(os.environ, timedelta(minutes=1)), os.environ)
             with distributed(_parallel(world)) as layout:
                 LayoutGrid(layout, layout.pipeline_topology)
                 layout.group_of_stages(sorted({0, layout.pipe_group.size() - 1}))
@@ -135,10 +139,23 @@ def _hang(world: int) -> float:
 
 def _planned(world: int, folder: Path) -> Found:
     """The planner's search and --explain, as programs."""
-    sizes = ["--model", "llama3.1-8b" if world == HOST else "llama3.1-405b"]
-    search = [*sizes, "--device", "h100", "--devices", str(world), "--global-batch-size", str(2 * world)]
+    model = "llama3.1-8b" if world == HOST else "llama3.1-405b"
+    search = ["--model", model, "--device", "h100", "--devices", str(world), "--global-batch-size", str(2 * world)]
     layout = ["--model-parallel-size", "8", *(["--pipe-parallel-size", "8"] if world > HOST else [])]
-    explain = [*sizes, *layout, "--mock-data", "--global-batch-size", str(2 * world), "--train-iters", "10"]
+    explain = [
+        "--model-preset",
+        model,
+        *layout,
+        "--lr",
+        "0.1",
+        "--seq-length",
+        "8192",
+        "--mock-data",
+        "--global-batch-size",
+        str(2 * world),
+        "--train-iters",
+        "10",
+    ]
     found = {}
     for name, command, goal in (
         ("tools/plan.py", ["tools/plan.py", *search], 60.0),
@@ -204,7 +221,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
     """A checkpoint with the files of ``world`` ranks: committed, read by a resume, verified, and removed."""
     parallel = _parallel(world)
     words = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16"
-    words += f" --mock-data --vocab-size 128 --train-iters 9 --zero-stage 1 --global-batch-size {world}"
+    words += f" --mock-data --vocab-size 128 --train-iters 9 --lr 0.1 --zero-stage 1 --global-batch-size {world}"
     words += f" --model-parallel-size 8 --pipe-parallel-size {parallel.pipe_parallel_size}"
     described = describe(parse_run(words.split(), {"WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}), 1, (), ())
     names = [f"rng_state_{rank:05d}.pt" for rank in range(world)]

@@ -8,7 +8,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.common.errors import UserError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def on_all_ranks(step: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:

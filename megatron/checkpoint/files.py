@@ -142,7 +142,7 @@ def sha256_of(path: Path) -> str:
 
 def xxh128_of(path: Path) -> str:
     """``Record.xxh128`` of a file. Raises OSError if it cannot be read."""
-    with open(path, "rb", buffering=0, opener=regular) as file, ThreadPoolExecutor(_READERS, "read") as threads:
+    with open(path, "rb", buffering=0, opener=regular) as file:
 
         def digest(offset: int) -> bytes:
             block = b""  # a disk in the network may return less than was asked for
@@ -151,7 +151,10 @@ def xxh128_of(path: Path) -> str:
             return xxh3_128_digest(block)
 
         offsets = range(0, os.fstat(file.fileno()).st_size, _BLOCK)
-        return xxh3_128(b"".join(threads.map(digest, offsets))).hexdigest()
+        if len(offsets) < _READERS:  # threads take longer to start
+            return xxh3_128(b"".join(map(digest, offsets))).hexdigest()
+        with ThreadPoolExecutor(_READERS, "read") as threads:
+            return xxh3_128(b"".join(threads.map(digest, offsets))).hexdigest()
 
 
 def check_disk_space(folder: Path, what: str, size: int, advice: str = SAVE_ADVICE) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
-from megatron.checkpoint.files import check_content, read_manifest
+from megatron.checkpoint.files import Manifest, check_content, read_manifest
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import form_errors, read_rank_files
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file, read_file
@@ -34,18 +35,23 @@ def select_checkpoint(run: RunConfig) -> SavedRun | None:
     ranks if there is no such checkpoint, or the newest is damaged and ``--load-strict`` was given.
     """
     broken: dict[str, str] = {}
-    while (saved := on_rank_0(lambda: resolve(run, broken))) is not None:
-        problem = next((text for text in on_all_ranks(lambda: _problem(saved)) if text), None)
+
+    def resolved() -> tuple[SavedRun, Manifest] | None:
+        saved = resolve(run, broken)
+        return None if saved is None else (saved, read_manifest(saved.path))  # read once, for all ranks
+
+    while (found := on_rank_0(resolved)) is not None:
+        problem = next((text for text in on_all_ranks(partial(_problem, *found)) if text), None)
+        saved, _ = found
         if problem is None:
-            break
+            return saved
         broken[saved.tag] = problem
-    return saved
+    return None
 
 
-def _problem(saved: SavedRun) -> str | None:
+def _problem(saved: SavedRun, manifest: Manifest) -> str | None:
     """What is wrong with this rank's share of the files: every n-th, in the order of size."""
     try:
-        manifest = read_manifest(saved.path)
         names = sorted(manifest, key=lambda name: (-manifest[name].size, name))
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_content(saved.path / name, manifest[name])

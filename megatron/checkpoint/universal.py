@@ -83,7 +83,8 @@ def read_state(folder: Path, name: str, *, optimizer: bool = True) -> State:
     """The full state of the parameter ``name`` in the universal checkpoint ``folder``, or only its weight."""
     parameter_folder = folder / "zero" / name
     files = sorted(parameter_folder.glob("*.pt")) if optimizer else [parameter_folder / f"{WEIGHT}.pt"]
-    contents = {file.stem: read_file(file) for file in files}
+    # Mapped: a rank reads no more than its shard of a tensor that is cut along its first dimension.
+    contents = {file.stem: read_file(file, mapped=True) for file in files}
     return {key: value["param"] if isinstance(value, dict) else value for key, value in contents.items()}
 
 

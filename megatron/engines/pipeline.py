@@ -91,7 +91,7 @@ class PipelinedModel(PipelineModule):
                 }  # fmt: skip
                 if self.global_rank != ranks[0]:  # counted once in norms
                     for parameter in module.parameters():
-                        parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+                        parameter.ds_pipe_replicated = True
         return tied
 
     @overrides(PipelineModule, "(self)")

@@ -20,6 +20,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
+from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.checkpoint.files import replace_text
 from megatron.config import RunConfig
 from megatron.engines.gradients import block_norms, counted_once, sum_over_model
@@ -287,21 +288,19 @@ class StragglerReport(Callback):
         if self._iterations < self._window:
             return {}
         own = RankTime(socket.gethostname(), self._stage, self._seconds / self._iterations, self._cost)
-        times: list[RankTime | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(times, own)
-        slow = slow_hosts([one for one in times if one is not None], self._share)
         self._seconds, self._iterations = 0.0, 0
-        if dist.get_rank() == 0:
-            self._report(slow, times)
-        return {"slow_hosts": len(slow)}
+        return {"slow_hosts": gathered_on_rank_0(lambda: own, self._report)}
 
-    def _report(self, slow: Mapping[str, float], times: Sequence[RankTime | None]) -> None:
+    def _report(self, times: Sequence[RankTime]) -> int:
+        """The number of slow hosts, which are printed, and written for an elastic agent."""
+        slow = slow_hosts(times, self._share)
         for host, share in slow.items():
             print(f"  warning: host {host} is slow: its ranks compute {share:.0%} longer than others", flush=True)
         if self._folder is not None:
-            ranks = [rank for rank, one in enumerate(times) if one is not None and one.host in slow]
+            ranks = [rank for rank, one in enumerate(times) if one.host in slow]
             with warn_if_unwritable(STRAGGLERS):
                 replace_text(self._folder / STRAGGLERS, json.dumps({"hosts": slow, "ranks": ranks}))
+        return len(slow)
 
 
 def now() -> float:
