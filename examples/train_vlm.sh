@@ -20,7 +20,7 @@ MASTER_PORT=${MASTER_PORT:-29500}
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-PICTURES=8000 CAPTIONS=150 QUESTIONS=500 TESTS=250
+PICTURES=8000 CAPTIONS=150 QUESTIONS=300 TESTS=250
 while (($#)); do
     case "$1" in
     --fast) PICTURES=200 CAPTIONS=4 QUESTIONS=4 TESTS=10 && shift ;;
@@ -64,7 +64,7 @@ step "stage 1: captions"
 train captions "$CAPTIONS" 8
 
 step "stage 2: questions, with the encoder frozen"
-train questions "$QUESTIONS" 3 --load "$OUT/captions-run/checkpoints" --finetune --freeze-vision
+train questions "$QUESTIONS" 4 --load "$OUT/captions-run/checkpoints" --finetune --freeze-vision
 
 for name in test shuffled; do
     step "answers to $name.jsonl"
