@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 import pytest
-from support.broken_rules import BROKEN, WARNED
+from broken_rules import BROKEN, WARNED
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
 
 from megatron.cli import parse_run
