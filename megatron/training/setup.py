@@ -174,7 +174,7 @@ def _describe_model(module: nn.Module, layout: ParallelLayout) -> str:
     held = torch.tensor(sum(map(_numel, module.parameters())), device=device)
     of_ranks = [torch.empty_like(held) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, held)
-    replica = [rank for rank in range(len(of_ranks)) if layout.topology.get_coord(rank).data == 0]
+    replica = layout.topology.filter_match(data=0)
     ranks = ", ".join(f"rank {rank} {int(of_ranks[rank]):,}" for rank in replica[:8])
     more = f", and {len(replica) - 8} more" if len(replica) > 8 else ""
     some = f", {trained:,} of them trained" if frozen else ""

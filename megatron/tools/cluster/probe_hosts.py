@@ -20,7 +20,7 @@ from megatron.tools.cluster.hostfile import Host, is_this_host
 from megatron.tools.cluster.remote import ssh_command
 
 PROJECT = Path(__file__).resolve().parents[3]
-_AT_ONCE = 64
+_AT_ONCE = 256
 # The launcher will start the python of this path, so that one runs the probe, if it exists.
 _PYTHON = 'if [ -x "$0" ]; then exec "$0" -; else exec python3 -; fi'
 

@@ -119,8 +119,8 @@ class Tracer(Callback):
         self._steps = range(0)
         events: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(events, self._events)
-        topology, run = self._layout.topology, self._run
-        coordinates = [dict(topology.get_coord(rank)._asdict()) for rank in range(len(events))]
+        run, places = self._run, {rank: place for place, rank in self._layout.topology.mapping.items()}
+        coordinates = [dict(places[rank]._asdict()) for rank in range(len(events))]
         shape = Shape(
             run.parallel.pipe_stages,
             run.train.micro_batches(self._iteration),
