@@ -1,7 +1,6 @@
 """tools/verify_layout.py: layouts that agree, and faults that it finds."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -78,38 +77,6 @@ def test_layouts_agree_in_fp16(programs: Programs) -> None:
     finished = verify(programs, *fp16).ok()
     assert "2 of 2 layouts agree within these bounds" in finished.output
     assert printed_bounds(finished.output) == FP16_BOUNDS
-
-
-@pytest.fixture
-def large_vocabulary(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
-    """Data of 50,257 tokens, GPT-2's number, of which a batch holds few."""
-    folder = tmp_path_factory.mktemp("large_vocabulary")
-    words = [f"w{n}" for n in range(50255)]
-    vocabulary = {token: n for n, token in enumerate([*words, "<unk>", "<|endoftext|>"])}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    chance = random.Random(3)
-    lines = [json.dumps({"text": " ".join(chance.choices(words, k=100))}) + "\n" for _ in range(100)]
-    (folder / "corpus.jsonl").write_text("".join(lines))
-    tokenizer = ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", folder / "vocab.json"]
-    programs.warm(
-        1, "tools/preprocess_data.py", "--input", folder / "corpus.jsonl", *tokenizer, "--append-eod",
-        "--output-prefix", folder / "large",
-    ).ok()  # fmt: skip
-    return [*tokenizer, "--data-path", folder / "large_text_document"]
-
-
-def test_rounding_that_adam_amplifies_is_no_difference(
-    programs: Programs, large_vocabulary: list[str | Path], tmp_path: Path
-) -> None:
-    """Gradients that are rounding become steps of the size of the learning rate; nothing else differs."""
-    finished = programs.warm(
-        1, QUICK, "--layouts", "tp1-pp0-dp1", "tp2-pp0-dp1", "--iterations", "2", "--json", tmp_path / "found.json",
-        *"--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64".split(),
-        *"--batch-size 2 --global-batch-size 8 --lr 1e-3 --num-workers 0".split(), *large_vocabulary,
-    ).ok()  # fmt: skip
-    assert "2 of 2 layouts agree" in finished.output
-    tensor_parallel = read_layouts(tmp_path / "found.json")[1]
-    assert tensor_parallel["other_weights"] > max(5e-3, 1000 * tensor_parallel["loss"])
 
 
 def found_faults(programs: Programs, faults: dict[str, tuple[str, str]], *words: str) -> str:
