@@ -115,12 +115,10 @@ def test_a_layout_that_differs_is_bisected(programs: Programs, tmp_path: Path) -
     assert "their sum over the tensor-parallel ranks is right: a reduction is absent" in text
 
 
-def test_mutations_are_attributed(programs: Programs) -> None:
-    """A few of the table in docs/verified-faults.md: of sequence parallelism and a pipeline."""
-    names = ["norms not summed", "layer left out"]
-    finished = programs.warm(1, QUICK, "-m", "benchmarks.mutations.run", *names).ok()
-    for name in names:
-        assert f"{name}: attributed" in finished.output, finished.output
+def test_a_mutation_is_attributed(programs: Programs) -> None:
+    """One of the table in docs/verified-faults.md: of sequence parallelism."""
+    finished = programs.warm(1, QUICK, "-m", "benchmarks.mutations.run", "norms not summed").ok()
+    assert "norms not summed: attributed" in finished.output, finished.output
 
 
 def test_bert_is_verified_by_its_program(programs: Programs) -> None:
