@@ -29,7 +29,7 @@ from megatron.launch.rank import print_warning
 from megatron.tools.chat.files import find_chat_template
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.preprocess.conversations import KEYS
-from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, format_of, text_size
+from megatron.tools.preprocess.corpus import add_input_flags, expand_inputs, format_of, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.preprocess.tokenize_chunk import tokenizer_of
@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if errors := [message for broken, message in _rules(args) if broken]:
         raise ConfigError(errors)
-    check_inputs(args.input)
+    args.input = expand_inputs(args.input, args.input_format)
     if args.dataset_impl != "mmap":
         print_warning(f"--dataset-impl {args.dataset_impl} has no effect: the data set is written to be memory-mapped")
     for name, reason in _WITHOUT_EFFECT.items():

@@ -17,7 +17,7 @@ from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
 from megatron.tools.preprocess.corpus import (
     add_input_flags,
-    check_inputs,
+    expand_inputs,
     format_of,
     line_texts,
     read_chunks,
@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.min_frequency < 1:
         raise ConfigError(f"--min-frequency {args.min_frequency} must be 1 or more")
-    check_inputs(args.input)
+    args.input = expand_inputs(args.input, args.input_format)
     return args
 
 

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -76,6 +77,12 @@ class ToolParser(argparse.ArgumentParser):
         if unreadable := unreadable_words(sys.argv[1:] if args is None else args):
             raise ConfigError(unreadable)
         return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = list(map(str, action.choices or ()))
+        if value not in (action.choices or (value,)) and (near := get_close_matches(str(value), choices, 1)):
+            raise argparse.ArgumentError(action, f"{value!r}: did you mean {near[0]}?")
+        super()._check_value(action, value)
 
     def _parse_optional(self, arg_string: str) -> Any:
         """As argparse's, in which ``--top_k`` finds ``--top-k``. What follows a script's name never gets here."""

@@ -12,6 +12,13 @@ from megatron.tools.command_line import ToolParser
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_a_choice_that_is_nearly_one_is_suggested() -> None:
+    parser = ToolParser("")
+    parser.add_argument("--model", choices=("llama3.1-8b", "llama2-7b", "bert-base"))
+    with pytest.raises(ConfigError, match="did you mean llama3.1-8b"):
+        parser.parse_args(["--model", "llama3-8b"])
+
+
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a tool whose ``main`` has this body."""
     imports = "from megatron.tools.command_line import run_tool\nfrom megatron.common import errors\n"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import zstandard
@@ -18,6 +19,7 @@ import zstandard
 from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.base import check_words
+from megatron.tools.preprocess.corpus import expand_inputs
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 
@@ -196,3 +198,47 @@ def test_a_word_of_megabytes_is_an_error_of_its_line(tmp_path: Path, convert: Ca
     summary = convert(tmp_path / "in.jsonl", skip_errors=True)
     assert (summary.documents, summary.bad_lines) == (2, 1) and len(convert.messages) == 1
     assert "space of 2,000,000 characters" in str(pytest.raises(DataError, check_words, "a" + " " * 2_000_000).value)
+
+
+@pytest.mark.parametrize("writer", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
+def test_arrow_files_give_the_data_set_of_jsonl(tmp_path: Path, convert, writer) -> None:
+    (lines := tmp_path / "lines.jsonl").write_bytes(jsonl(TEXTS))
+    table = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS})
+    with writer(str(tmp_path / "rows.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=70)
+    convert(lines, "lines")
+    convert(tmp_path / "rows.arrow", "rows")
+    assert content(tmp_path, "rows") == content(tmp_path, "lines")
+
+
+def test_damaged_arrow_file_is_an_error(tmp_path: Path, convert) -> None:
+    (path := tmp_path / "rows.arrow").write_bytes(b"ARROW1" + b"\xff" * 300)
+    with pytest.raises(DataError, match="rows.arrow"):
+        convert(path)
+
+
+def test_a_file_may_be_one_document(tmp_path: Path, convert) -> None:
+    (path := tmp_path / "page").write_text("a b\nc\n")
+    assert convert(path, input_format="document").documents == 1
+
+
+def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> None:
+    saved = tmp_path / "folder" / "saved"
+    saved.mkdir(parents=True)
+    for name in ("folder/b.jsonl", "folder/a.txt.gz", "folder/notes.md", "folder/.c.txt", "folder/saved/1.arrow"):
+        (tmp_path / name).touch()
+    (saved / "0.arrow").touch()
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "1.arrow"}, {"filename": "0.arrow"}]}))
+
+    def names(path: str, kind: str | None = None) -> list[str]:
+        return [file.name for file in expand_inputs([tmp_path / path], kind)]
+
+    assert names("folder/*.jsonl") == ["b.jsonl"]
+    assert names("folder/saved") == ["1.arrow", "0.arrow"]
+    assert names("folder") == ["a.txt.gz", "b.jsonl", "0.arrow", "1.arrow"]
+    assert "notes.md" in names("folder", "document")
+    with pytest.raises(DataError, match="no such file"):
+        names("*.parquet")
+    (saved / "state.json").write_text('{"_data_files": [1]}')
+    with pytest.raises(DataError, match="state.json"):
+        names("folder/saved")

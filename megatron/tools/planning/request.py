@@ -15,7 +15,7 @@ from megatron.common.errors import ConfigError, DataError
 from megatron.config import flag_fields
 from megatron.config.data import DEFAULT_VOCABULARY
 from megatron.config.fields import flag_name
-from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
+from megatron.config.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.machine import Machine
@@ -97,6 +97,7 @@ def make_request(
     if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
         problems.append("--global-batch-size is required")
     without_defaults = replace(architecture, defaults=())  # a given value may have switched one of them off
+    is_limited = {"train_iters", "train_samples"} & given.keys()
     filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), without_defaults)
     given = {**filled, **given}
     kind = tokenizer_kind(_value(given, "tokenizer_type"), _value(given, "tokenizer_model"))
@@ -109,7 +110,15 @@ def make_request(
         raise ConfigError(problems)
     default = PRESETS[model].vocab_size if model else DEFAULT_VOCABULARY[architecture.masked_lm is not False]
     size = _vocabulary_size(given) or vocab_size or default
+    if is_limited and (samples := _value(given, "train_samples") or _samples(given)):
+        tokens = samples * _value(given, "seq_length")
     return Request(given, machine, devices, size, headroom, tokens, architecture, program)
+
+
+def _samples(given: Mapping[str, Provided]) -> int:
+    """Samples of so many iterations; 0 with sizes of the global batch that vary."""
+    varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
+    return 0 if varies else _value(given, "train_iters") * _value(given, "global_batch_size")
 
 
 def _fillers(
@@ -118,7 +127,9 @@ def _fillers(
     """The arguments of ``model``, and placeholders for required ones that do not affect the layout."""
     is_mock = "mock_data" in given and not {"vocab_file", "tokenizer_model"} & given.keys()
     folder, vocabulary = _value(given, "tokenizer_model"), _value(given, "vocab_file")
-    chosen = given["tokenizer_type"].value if "tokenizer_type" in given else NULL_TOKENIZER if is_mock else None
+    is_published = model and PRESETS[model].vocab_size not in DEFAULT_VOCABULARY.values()
+    default = NULL_TOKENIZER if is_mock else HUGGINGFACE if is_published and not (vocabulary or folder) else None
+    chosen = given["tokenizer_type"].value if "tokenizer_type" in given else default
     tokenizer = tokenizer_kind(chosen, folder, architecture.tokenizers[0])
     found: dict[str, object] = {**_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
     found["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"

@@ -250,7 +250,7 @@ def _with_other_schedules(parallel: ParallelConfig, layers: int) -> tuple[Parall
         return ()
     found = [replace(parallel, pipeline_schedule=name) for name in ("zbh1", "zbv", "dualpipev")]
     for chunks in range(2, layers // stages + 1):
-        if layers % (stages * chunks) == 0:
+        if chunks * -(-layers // (stages * chunks)) == -(-layers // stages):  # chunks are equal, but for a few
             virtual = replace(parallel, num_virtual_stages_per_pipeline_rank=chunks)
             found.append(replace(virtual, pipeline_schedule="interleaved"))
     return tuple(one for one in found if one.model_chunks <= layers)

@@ -13,11 +13,12 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError
-from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, read_lines, regular_or_pipe
+from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, read_json, read_lines, regular_or_pipe
 
 Row = tuple[bytes | None, ...]
 """The requested columns of a row of Parquet, UTF-8; None for null."""
@@ -218,6 +219,28 @@ def _read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 yield row
 
 
+def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of ``columns`` of a file of Arrow's stream or file format, as ``_read_rows``."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise ConfigError(f"{path} is an Arrow file: pip install pyarrow to read it") from None
+    check_regular(path)
+    with pyarrow.memory_map(str(path)) as file:
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(0)
+        with pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file) as reader:
+            _check_columns(path, reader.schema, columns)
+            batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            for batch in batches:
+                batch.validate(full=True)
+                for start in range(0, batch.num_rows, _ROWS):
+                    part = batch.select(list(columns)).slice(start, _ROWS)
+                    cells = (column.cast(pyarrow.large_binary()).to_pylist() for column in part.columns)
+                    yield from zip(*cells, strict=True)
+
+
 def _largest_part(metadata: Any) -> int:
     """Bytes that a column of a row group has: a dictionary's value may be as long, and be repeated in all rows.
 
@@ -242,6 +265,17 @@ def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise DataError(f'{path}: column "{name}" holds {kind}, where strings are needed')
+
+
+def _whole_file(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
+    """All of a file, decompressed, as one line."""
+    text, size = [], 0
+    for line in _file_lines(path, keys):
+        text.append(line)
+        size += len(line)
+        if size > LARGEST_LINE:
+            raise ValueError(f"a document of more than {LARGEST_LINE:,} bytes")
+    yield b"".join(text)
 
 
 def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
@@ -286,10 +320,12 @@ FORMATS: dict[str, Format] = {
     "jsonl": Format(_file_lines, _json_texts),
     "text": Format(_file_lines, _plain_texts, allows_blank_lines=True),
     "parquet": Format(_read_rows, _row_texts),
+    "arrow": Format(_read_arrow, _row_texts),
+    "document": Format(_whole_file, _plain_texts),
 }
 """Kinds of input, by name."""
 
-_FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet"}
+_FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSED = (".gz", ".bz2", ".zst")
 
 
@@ -302,20 +338,56 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSONL, plain text (one document per line) or Parquet",
+        help="JSONL, plain text (one document per line), Parquet or Arrow; also patterns such as 'data/*.jsonl', "
+        "folders, of which all such files are read, and folders that save_to_disk of datasets wrote",
     )
     add(
         "--input-format",
         choices=tuple(FORMATS),
         help="format of all inputs (default: by name or content)",
     )
+    add(
+        "--document-per-file",
+        dest="input_format",
+        action="store_const",
+        const="document",
+        help="each file is one document of plain text",
+    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
 
 
-def check_inputs(paths: Sequence[Path]) -> None:
-    """Raises DataError with a line for each path that is not a file."""
-    if missing := [f"--input {path}: no such file" for path in paths if not path.exists() or path.is_dir()]:
-        raise DataError(missing)
+def expand_inputs(paths: Sequence[Path], kind: str | None) -> list[Path]:
+    """The files of ``--input``: those of a folder, of a saved data set, or that match a pattern, by name.
+
+    Raises DataError with a line for each path that is no file and has none.
+    """
+    files = {path: _files_of(path, kind) for path in paths}
+    if missing := [path for path in paths if not files[path]]:
+        reasons = {path: "no file of text in this folder" if path.is_dir() else "no such file" for path in missing}
+        raise DataError([f"--input {path}: {reason}" for path, reason in reasons.items()])
+    return [file for path in paths for file in files[path]]
+
+
+_STATE = "state.json"
+"""Names the files of a data set that ``save_to_disk`` wrote, in order."""
+
+
+def _files_of(path: Path, kind: str | None) -> list[Path]:
+    if not path.is_dir():
+        return (
+            [path]
+            if path.exists()
+            else sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())
+        )
+    if (path / _STATE).is_file():
+        try:
+            return [path / Path(part["filename"]).name for part in read_json(path / _STATE)["_data_files"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path / _STATE} is not of save_to_disk: no list of _data_files") from error
+    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    names = {*_FORMATS_BY_ENDING} if kind is None else None
+    of_text = (file for file in files if names is None or uncompressed(file).suffix in names)
+    return sorted(file for file in of_text if file.name not in (_STATE, "dataset_info.json"))
 
 
 def format_of(path: Path) -> str:
@@ -342,5 +414,7 @@ def uncompressed(path: Path) -> Path:
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
     """Bytes of text of files of a format (None: by the name); None if one is compressed or a pipe."""
-    plain = all((kind or format_of(path)) != "parquet" and path.suffix not in _COMPRESSED for path in paths)
+    plain = all(
+        (kind or format_of(path)) not in ("parquet", "arrow") and path.suffix not in _COMPRESSED for path in paths
+    )
     return sum(path.stat().st_size for path in paths) or None if plain else None

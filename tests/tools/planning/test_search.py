@@ -49,6 +49,21 @@ def test_every_layout_is_listed_or_counted_with_its_reason():
     assert reasons["--sequence-parallel needs --model-parallel-size"] > 0
 
 
+def test_days_are_those_of_the_given_length_and_a_published_model_names_its_tokenizer():
+    request = request_of("--train-iters", "7", model="llama3.1-8b", device="h100")
+    assert request.tokens == 7 * 16 * 8192
+    assert request.given["tokenizer_type"].value == "HuggingFaceTokenizer"
+    assert request_of("--train-samples", "50").tokens == 50 * 1024
+
+
+def test_layers_that_do_not_divide_are_interleaved():
+    """126 layers on 16 stages: four chunks of each, of two layers but for two."""
+    words = "--global-batch-size 2048 --model-parallel-size 8 --pipe-parallel-size 16".split()
+    request = make_request(words, Machine(DEVICES["h100"], 8), 16384, model="llama3.1-405b")
+    parallel = search(request, any_schedule=True).fitting[0].run.parallel
+    assert (parallel.pipeline_schedule, parallel.chunks_per_stage) == ("interleaved", 4)
+
+
 def test_listed_layouts_are_legal_and_memory_adds_up():
     plan = search(request_of(devices=4))
     for one in plan.fitting[:: max(len(plan.fitting) // 12, 1)]:
