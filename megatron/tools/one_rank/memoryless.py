@@ -6,6 +6,7 @@ With ``nothing_counts`` the former are 0 and True, and no element counts, as of 
 but not what ranks have agreed on, which is computed from a few numbers that were reduced.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
@@ -53,6 +54,10 @@ class _Memoryless(TorchDispatchMode):
             aten.equal.default: lambda x, y: True,
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it takes as long as an operation
+
     def _number(self, x: Tensor) -> Any:
         if x.dtype.is_floating_point:
             return float(not self._is_extreme(x))
@@ -84,7 +89,8 @@ class _Memoryless(TorchDispatchMode):
         return result
 
     def _dispatched(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves(args, kwargs)):
+        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        if not any(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         if func in self._answers:
             return self._answers[func](*args)
@@ -103,8 +109,10 @@ class _Memoryless(TorchDispatchMode):
         if func is aten.repeat_interleave.Tensor:
             return torch.empty(kwargs.get("output_size") or args[0].numel(), dtype=torch.long, device=DEVICE)
         kind = _kind(func)
-        if kind == "in place" and all(leaf.is_meta for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)):
+        if kind == "in place" and all(x.is_meta for x in tensors):
             return args[0]
+        if kind == "out" and all(x.is_meta for x in tensors):
+            return _output(func, kwargs)
         if kind == "fused":
             return None
         return self._remembered(func, args, kwargs) if kind == "new" else func(*args, **kwargs)
@@ -133,15 +141,23 @@ def _leaves(args: tuple, kwargs: dict) -> Iterator[Any]:
 
 @cache
 def _kind(func: Any) -> str:
-    """What becomes of an operation's result: "new" tensors, its first argument "in place", or something else."""
+    """What becomes of an operation's result: "new" tensors, its first argument "in place", the one that it is written
+    into ("out"), or something else."""
     if str(func).startswith("aten._fused_"):
         return "fused"
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
     if not any(one.alias_info for one in (*arguments, *returns)):
         return "new"
+    if sum(written) == len(returns) == 1 and arguments[written.index(True)].kwarg_only:
+        return "out"
     only_first = written and written[0] and not any(written[1:]) and torch.Tag.inplace_view not in func.tags
     return "in place" if only_first and len(returns) == 1 and func.namespace == "aten" else "other"
+
+
+def _output(func: Any, kwargs: dict) -> Any:
+    """The tensor that an operation is to write into, which has the right shape: nothing here relies on a resize."""
+    return next(kwargs[argument.name] for argument in func._schema.arguments if argument.is_out)
 
 
 def _described(value: Any) -> Any:
@@ -244,6 +260,7 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
     from megatron.training import preflight, setup, trainer
 
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"))
         for owner, name, value in (
             (real_accelerator, "ds_accelerator", MemorylessAccelerator()),
             (attention, "device_facts", lambda device: DeviceFacts("cuda", (9, 0), has_varlen=False)),
