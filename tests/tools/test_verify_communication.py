@@ -1,6 +1,7 @@
 """Ranks are extracted one by one; each planted fault is found, and its words name the ranks and the operation."""
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -192,6 +193,42 @@ def test_a_rank_that_is_not_like_its_class_is_named(traces: list[Trace]) -> None
     other = replace(traces[4], rank=7)
     assert "rank 7 is not like rank 0" in (_difference(other, traces[0]) or "")
     assert _difference(traces[0], traces[2]) is None
+
+
+LAYOUTS = {
+    "an interleaved pipeline": ("pretrain_gpt2.py", 4, "--model-parallel-size 2 --pipe-parallel-size 2"
+                                " --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --sequence-parallel"),
+    "split backward passes": ("pretrain_gpt2.py", 2, "--pipe-parallel-size 2 --pipeline-schedule zbh1"),
+    "context and ZeRO 2": ("pretrain_gpt2.py", 4, "--context-parallel-size 2 --zero-stage 2"),
+    "experts": ("pretrain_gpt2.py", 4, "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2"),
+    "T5": ("pretrain_t5.py", 4, "--pipe-parallel-size 4 --decoder-seq-length 16"),
+}  # fmt: skip
+
+
+def verify_layouts(folder: str) -> None:
+    """Write what is found in a fresh start of each of ``LAYOUTS``, and on ranks with empty batches."""
+    from megatron.tools.communication.request import make_starts
+    from megatron.tools.communication.verify import verify
+
+    words = [*FLAGS[: FLAGS.index("--model-parallel-size")], "--seed", "7"]
+    found: dict[str, Any] = {}
+    for name, (file, world_size, flags) in LAYOUTS.items():
+        program = PROGRAM.with_name(file)
+        run, starts = make_starts([*words, *flags.split()], world_size, {"DS_ACCELERATOR": "cuda"}, program)
+        findings = verify(run, starts[:2], program, Path(folder, str(len(found))), processes=2)
+        found[name] = [(finding.problems, sorted(finding.phases)) for finding in findings]
+    Path(folder, "found").write_text(json.dumps(found))
+
+
+def test_no_rank_can_hang_in_a_sample_of_layouts(tmp_path: Path) -> None:
+    process = fork_server().Process(target=verify_layouts, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    found = json.loads((tmp_path / "found").read_text())
+    assert found.keys() == LAYOUTS.keys()
+    for name, ((problems, phases), (problems_of_empty, _)) in found.items():
+        assert not problems and not problems_of_empty, name
+        assert "training" in phases, name
 
 
 FAULTY = """
