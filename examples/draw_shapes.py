@@ -114,8 +114,8 @@ def with_shuffled_pixels(picture: Image.Image, chance: random.Random) -> Image.I
 
 
 def caption(things: Things) -> str:
-    """The things in reading order."""
-    return " ".join("{} {}".format(*thing) for _, thing in things)
+    """The things in reading order, each after its place."""
+    return ", ".join(f"{QUARTERS[quarter]} {color} {shape}" for quarter, (color, shape) in things)
 
 
 def questions(things: Things) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ ELSEWHERE = {
     r": (DRY_RUN=1 )?bash examples/quickstart.sh": "tests/test_quickstart.py runs it",
     r": bash examples/extend_context.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",
     r": .*bash examples/mixture_of_experts.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",
+    r": .*bash examples/(train_vlm|finetune_llava).sh": "tests/test_vlm_examples.py reads what they start",
     r": (bash run_tests.sh|.*pytest )": "starts these tests",
     r": (torchrun .*|python) examples/(train_small_model|show_communication).py$": "tests/test_examples.py runs them",
     r": python -m benchmarks.mutations.run": "tests/test_lab.py runs it",

@@ -65,8 +65,7 @@ def test_questions_are_about_what_is_drawn(tmp_path: Path) -> None:
         for name in ("captions", "questions", "test")
     )
     for caption, asked in zip(captions, questions, strict=True):
-        words = caption["messages"][1]["content"].split()
-        first, second = " ".join(words[:2]), " ".join(words[2:])
+        first, second = (text.split(maxsplit=2)[2] for text in caption["messages"][1]["content"].split(", "))
         for question, answer in zip(asked["messages"][::2], asked["messages"][1::2], strict=True):
             text = question["content"] if isinstance(question["content"], str) else question["content"][1]["text"]
             if first in text or second in text:
