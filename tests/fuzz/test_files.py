@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import save
 from support.command_lines import parse
 from support.fuzzing import altered, damaged, outcome, scratch, unchanged
@@ -17,6 +18,7 @@ from megatron.checkpoint.files import MANIFEST, _render, check_content, check_si
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest
+from megatron.common.errors import DataError
 from megatron.config import DataConfig, ModelConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
@@ -26,6 +28,7 @@ from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.convert.inspection import find, read_config
 from megatron.tools.convert.whole_model import check_sizes as check_model
 from megatron.tools.convert.whole_model import read_tensors
+from megatron.tools.inference.images import FORMATS, decoded
 from megatron.tools.preprocess.job import Journal, Milestone, Summary, Written
 
 
@@ -186,6 +189,23 @@ def test_journals_of_preprocessing(data: st.DataObject) -> None:
                 assert done.summary.documents >= 0
                 for written in done.outputs.values():
                     assert all(type(number) is int and number >= 0 for number in written)
+
+
+@cache
+def images() -> list[bytes]:
+    """A small image in each format."""
+    files = []
+    for kind in FORMATS:
+        file = io.BytesIO()
+        Image.effect_noise((9, 7), 50).convert("RGB").save(file, kind)
+        files.append(file.getvalue())
+    return files
+
+
+@given(st.sampled_from(range(len(FORMATS))).flatmap(lambda kind: damaged(images()[kind])))
+def test_images(content: bytes) -> None:
+    image = outcome(lambda: decoded(content, 4), DataError.exit_code)
+    assert image is None or image.shape == (4, 4, 3)
 
 
 def test_fuzzers_find_what_they_look_for() -> None:
