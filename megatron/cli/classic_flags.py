@@ -101,7 +101,7 @@ _IGNORED = {
     "--metrics-file and --run-dir have the progress and the configuration of a run": (
         "log-progress logging-level config-logger-dir"
     ),
-    "metrics are written to --metrics-file and --tensorboard-dir": "wandb-* log-energy",
+    "metrics are written to --metrics-file and --tensorboard-dir": "wandb-save-dir wandb-entity log-energy",
     "the optimizer's state is not logged: see --log-params-norm and --log-num-zeros-in-grad": (
         "log-optimizer-states-to-tensorboard log-max-attention-logit"
     ),

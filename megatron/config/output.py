@@ -86,6 +86,13 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for metrics: one JSON object per logged iteration.", metavar="FILE")
+    wandb_project: str | None = flag(
+        None, "Project of Weights & Biases that gets settings and metrics (pip install wandb).", metavar="NAME"
+    )
+    wandb_exp_name: str | None = flag(None, "Name of the run there.", metavar="NAME", needs="wandb_project")
+    mlflow_experiment: str | None = flag(
+        None, "Experiment of MLflow that gets settings and metrics (pip install mlflow).", metavar="NAME"
+    )
     log_params_norm: bool = flag(False, "Log the 2-norm of all parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient of the full model.")
     timing_log_level: int = flag(

@@ -90,7 +90,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         run = at_saved_sample(saved, run) if saved else run
         if saved and not run.train.skip_train and is_finished(saved, run):
             return 0
-        log = MetricsLogger(run, is_main_rank=layout.rank == 0)
+        log = MetricsLogger(run, is_main_rank=layout.rank == 0, callbacks=callbacks)
         log_configuration(run, log, callbacks)
 
         def load_weights(engine: "Engine") -> "Loaded":

@@ -40,6 +40,9 @@ class Callback:
         """
         return {}
 
+    def on_metrics(self, iteration: int, values: Mapping[str, Any]) -> None:
+        """The metrics of a logged iteration, or of an evaluation after it, by name. Rank 0 only."""
+
     def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan | None:
         """A rank of pipeline stage ``stage`` needs more than its ``available`` bytes. The first plan is reported."""
         return None

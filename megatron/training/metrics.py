@@ -20,7 +20,7 @@ from megatron.config import RunConfig
 from megatron.engines.status import StepStatus
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
-from megatron.training.callbacks import warn_if_unwritable
+from megatron.training.callbacks import Callback, warn_if_unwritable
 
 _QUIET_SECONDS = 5.0
 """After so long without a line there is one on a terminal."""
@@ -33,8 +33,9 @@ _EVALUATED = 25
 class MetricsLogger:
     """Averages metrics over each log interval and logs them, on the main rank only."""
 
-    def __init__(self, run: RunConfig, *, is_main_rank: bool):
+    def __init__(self, run: RunConfig, *, is_main_rank: bool, callbacks: Sequence[Callback] = ()):
         self._run = run
+        self._callbacks = callbacks if is_main_rank else ()
         architecture = architecture_of(run.model)
         is_of_tokens = architecture.masked_lm is False or architecture.is_encoder_decoder
         self._loss_is_of_tokens = is_of_tokens and architecture.provider is None
@@ -173,6 +174,8 @@ class MetricsLogger:
         """Write ``values`` by name to the metrics file and TensorBoard."""
         # JSON has neither nan nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+        for callback in self._callbacks:
+            callback.on_metrics(iteration, values)
         with warn_if_unwritable("metrics"):
             if self._file:
                 self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -195,6 +196,15 @@ def _check_outputs(run: RunConfig) -> None:
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
         problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
+    trackers = {
+        "wandb": ("--wandb-project", run.logging.wandb_project),
+        "mlflow": ("--mlflow-experiment", run.logging.mlflow_experiment),
+    }
+    problems += [
+        f"{flag} {name} needs {package}, which is not installed: pip install {package}, or remove the flag"
+        for package, (flag, name) in trackers.items()
+        if name is not None and find_spec(package) is None
+    ]
     profile = run.ds_config.get("flops_profiler") or {}
     if profile.get("enabled") and profile.get("output_file"):
         problems.append(_file_problem("flops_profiler.output_file", Path(profile["output_file"])))

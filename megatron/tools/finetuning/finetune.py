@@ -258,7 +258,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         evaluates = task.epochs == 0
         if saved and not evaluates and is_finished(saved, run, length_flag="--epochs", evaluation_flag="--epochs 0"):
             return 0
-        log = MetricsLogger(run, is_main_rank=layout.rank == 0)
+        log = MetricsLogger(run, is_main_rank=layout.rank == 0, callbacks=callbacks)
         log_configuration(run, log, callbacks)
         log.info(_describe(task, run.model.classes))
 

@@ -10,12 +10,13 @@ from megatron.config import RunConfig
 from megatron.launch.rank import EXIT_CODE_FOLDER, TRAINED
 from megatron.model.spec import architecture_of
 from megatron.parallel.pipeline.schedule import InstructionHook
+from megatron.tools.reporting.trackers import Trackers
 from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
 
 
 def default_callbacks() -> list[Callback]:
     """What the entry scripts register. They import the planner and the report only when they are called."""
-    return [RunRecord(), MemoryAdvice(), *([FirstIteration()] if EXIT_CODE_FOLDER in os.environ else [])]
+    return [RunRecord(), Trackers(), MemoryAdvice(), *([FirstIteration()] if EXIT_CODE_FOLDER in os.environ else [])]
 
 
 class RunRecord(Callback):
