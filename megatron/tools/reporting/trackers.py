@@ -5,6 +5,7 @@ Where they are sent to is set by the packages' own environment variables, such a
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from megatron.config import RunConfig
@@ -21,19 +22,16 @@ class Trackers(Callback):
     def on_run_start(self, run: RunConfig, device: str) -> None:
         """Start a run of each requested package."""
         settings = {f"{part}.{name}": _plain(value) for part, name, value in _settings(run)}
-        starts: dict[str, Callable[[], Any]] = {}
         if run.logging.wandb_project is not None:
-            starts["wandb"] = lambda: _WandbRun(run, settings)
+            self._attempt("wandb", lambda: self._runs.update(wandb=_WandbRun(run, settings)))
         if run.logging.mlflow_experiment is not None:
-            starts["mlflow"] = lambda: _MlflowRun(run, settings)
-        for package, start in starts.items():
-            self._attempt(package, lambda package=package, start=start: self._runs.update({package: start()}))
+            self._attempt("mlflow", lambda: self._runs.update(mlflow=_MlflowRun(run, settings)))
 
     def on_metrics(self, iteration: int, values: Mapping[str, Any]) -> None:
         """Send the numbers of an iteration."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for package, tracked in list(self._runs.items()):
-            self._attempt(package, lambda tracked=tracked: tracked.log(numbers, iteration))
+            self._attempt(package, partial(tracked.log, numbers, iteration))
 
     def on_run_end(self) -> None:
         """Wait until everything is sent."""
