@@ -11,7 +11,7 @@ FOLDER=$(realpath -m "${1:?usage: bash tests/torch_versions.sh FOLDER [VERSION .
 cd "$(dirname "$0")/.."
 versions=("${@:2}")
 if [ $# = 1 ]; then # the oldest and the newest
-    mapfile -t versions < <(sed -n 's/^\(OLDEST\|NEWEST\)_TORCH = "\(.*\)"$/\2/p' megatron/launch/torch_version.py)
+    mapfile -t versions < <(sed -n 's/^\(OLDEST\|NEWEST\)_TORCH = "\(.*\)"$/\2/p' megatron/launch/environment.py)
 fi
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
 MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32

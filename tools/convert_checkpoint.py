@@ -204,8 +204,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
     files = tokenizer_files(GPT2_BPE, args.vocab_file, args.merge_file, None)
     bpe = read_bpe(*files) if has_tokenizer else None
 
-    from megatron.tools.convert.from_megatron import whole_model
-    from megatron.tools.convert.megatron_config import GivenModel
+    from megatron.tools.convert.from_megatron import GivenModel, whole_model
     from megatron.tools.convert.megatron_files import read_shards
 
     shards = read_shards(args.path)

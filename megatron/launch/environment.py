@@ -11,10 +11,12 @@ import ipaddress
 import math
 import os
 import random
+import re
 import socket
 import sys
 import sysconfig
 from collections.abc import Mapping, MutableMapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron.common.environment import (
@@ -27,9 +29,8 @@ from megatron.common.environment import (
     threads_per_rank,
     world_size,
 )
-from megatron.common.errors import LaunchError
+from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
-from megatron.launch.torch_version import check_torch
 
 LISTEN = "MASTER_LISTEN"
 """Environment variable: another address for rank 0 to listen at, such as 0.0.0.0 (all). MASTER_ADDR must lead there."""
@@ -240,3 +241,32 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
         f"{name}, where rank 0 is to listen, is not an address of its host {socket.gethostname()}: set MASTER_ADDR to "
         f"one, or, if it leads here through another host, {LISTEN}=0.0.0.0"
     )
+
+
+OLDEST_TORCH = "2.10"
+NEWEST_TORCH = "2.15"
+"""Both are tried with every release of this suite: tests/torch_versions.sh."""
+
+
+def check_torch(*, is_main_rank: bool) -> None:
+    """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than what was tried."""
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        return  # its import says so
+    if _minor(installed) < _minor(OLDEST_TORCH):
+        raise ConfigError(
+            f"torch {installed} is installed, but {OLDEST_TORCH} to {NEWEST_TORCH} are supported: "
+            "pip install -r requirements.txt"
+        )
+    if is_main_rank and _minor(installed) > _minor(NEWEST_TORCH):
+        print(
+            f"warning: torch {installed} is newer than {NEWEST_TORCH}, the newest that was tried with this suite",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _minor(text: str) -> tuple[int, ...]:
+    """(2, 12) of 2.12.0a0+5228986c39.nv26.05."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])

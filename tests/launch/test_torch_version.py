@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.common.errors import ConfigError
-from megatron.launch import torch_version
+from megatron.launch import environment
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from megatron.launch import torch_version
     ],
 )
 def test_a_supported_or_newer_version_runs(installed: str, warns: bool, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch_version, "version", lambda package: installed)
-    torch_version.check_torch(is_main_rank=True)
+    monkeypatch.setattr(environment, "version", lambda package: installed)
+    environment.check_torch(is_main_rank=True)
     assert bool(capsys.readouterr().err) == warns
 
 
 @pytest.mark.parametrize("installed", ["2.8.0a0+5228986c39.nv25.06", "2.9.1", "1.13.1"])
 def test_an_older_version_ends_the_run(installed: str, monkeypatch) -> None:
-    monkeypatch.setattr(torch_version, "version", lambda package: installed)
+    monkeypatch.setattr(environment, "version", lambda package: installed)
     with pytest.raises(ConfigError, match=installed.split("+")[0]):
-        torch_version.check_torch(is_main_rank=True)
+        environment.check_torch(is_main_rank=True)

@@ -1,20 +1,172 @@
 """GPT models and models of the Llama family in the checkpoints of other Megatrons, as models of this suite.
 
-n heads of a rank, d size of a head, f inside the MLP, h hidden
+Shapes and names of the weights decide what they can of the configuration; the rest is in the saved arguments, or given
+by the user.
+
+n heads, of a rank where shards are merged, g query groups, d size of a head, f inside the MLP, h hidden
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ParameterSpec
-from megatron.tools.convert.megatron_config import GivenModel, config_of
 from megatron.tools.convert.megatron_files import HEAD, HEAD_COPY, Shards, State, tensor_of
 from megatron.tools.convert.whole_model import WholeModel, in_order
+
+_OTHER_MODELS = (
+    *("geglu", "quick_geglu", "squared_relu", "apply_layernorm_1p", "num_experts", "multi_latent_attention"),
+    *("rotary_interleaved", "window_size", "no_rope_freq", "qk_l2_norm", "mtp_num_layers", "attention_output_gate"),
+)
+"""Arguments that make another model, some of them of tensors with the same names."""
+_SAME = (
+    *("apply_residual_connection_post_layernorm", "attention_dropout", "hidden_dropout", "init_method_std"),
+    *("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rope_scaling_factor"),
+)
+"""Arguments that mean here what they mean there."""
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """Properties of the model given by the user; None means those in the files."""
+
+    heads: int | None = None
+    vocab_size: int | None = None
+    eod_token: int | None = None
+    version: float | None = None
+    openai_gelu: bool = False
+    layernorm_epsilon: float | None = None
+    position_embedding_type: str | None = None
+    rotary_base: float | None = None
+    max_position_embeddings: int | None = None
+
+
+def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
+    """The model without padding.
+
+    Raises ConfigError if a property is neither in the files nor given, CheckpointError if the files contradict each
+    other or have a model of another kind.
+    """
+    saved = vars(shards.args)
+    if wrong := [name for name in _OTHER_MODELS if saved.get(name) and saved[name] != [1]]:
+        flag = "--" + wrong[0].replace("_", "-")
+        raise CheckpointError(f"{shards.folder} was trained with {flag}, and such a model is not supported")
+    args = {name: value for name, value in saved.items() if isinstance(value, int | float)}
+    first, size = shards.states[0], len(shards.states)
+    hidden = tensor_of(shards, "word_embeddings.weight", dims=2).size(1)
+    heads, vocab_size = _heads_and_vocabulary(shards, args, given)
+    layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
+    if layers != args.get("num_layers", layers):
+        raise CheckpointError(f"{shards.folder} holds {layers} of {args['num_layers']} layers; some files are missing")
+    columns = tensor_of(shards, "layers.0.attention.dense.weight", dims=2).size(1) * size
+    has_bias = "layers.0.attention.dense.bias" in first
+    fields = {name: args[name] for name in _SAME if name in args} | _positions(shards, args, given)
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        kv_channels=0 if columns == hidden else columns // heads,
+        num_query_groups=_query_groups(shards, args, heads, columns),
+        **_mlp(shards, args, size),
+        normalization="LayerNorm" if "final_layernorm.bias" in first else "RMSNorm",
+        disable_bias_linear=not has_bias,
+        add_qkv_bias=not has_bias and "layers.0.attention.query_key_value.bias" in first,
+        qk_layernorm="layers.0.attention.q_layernorm.weight" in first,
+        untie_embeddings_and_output_weights=_is_untied(shards, args),
+        # Fused with the bias, Megatron's GELU is the tanh approximation; not fused, it is exact.
+        openai_gelu=given.openai_gelu or bool(args.get("openai_gelu") or args.get("bias_gelu_fusion")),
+        layernorm_epsilon=given.layernorm_epsilon or args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
+        **fields,
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        eod_token=vocab_size - 1 if given.eod_token is None else given.eod_token,
+    )
+
+
+def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> tuple[int, int]:
+    sizes = {name: value for name, value in args.items() if type(value) is int and value > 0}
+    heads = given.heads or sizes.get("num_attention_heads")
+    vocab_size = given.vocab_size or sizes.get("vocab_size")
+    size = len(shards.states)
+    rows = len(tensor_of(shards, "word_embeddings.weight", dims=2)) * size
+    columns = tensor_of(shards, "layers.0.attention.dense.weight", dims=2).size(1) * size
+    problems = []
+    if not heads:
+        problems.append(f"{shards.folder} does not contain the number of heads: give --num-attention-heads")
+    elif heads < 0 or columns % heads or heads % size:
+        problems.append(
+            f"{heads} heads do not divide hidden size {columns} over {size} ranks: give the right --num-attention-heads"
+        )
+    if not vocab_size:
+        problems.append(
+            f"{shards.folder} has {rows} rows of tokens, including padding: give --vocab-file or --vocab-size"
+        )
+    elif not 0 < vocab_size <= rows:
+        problems.append(f"the vocabulary has {vocab_size} tokens, but {shards.folder} only {rows} rows")
+    if problems or not (heads and vocab_size):
+        is_of_files = heads and vocab_size and not (given.heads or given.vocab_size)
+        raise (CheckpointError if is_of_files else ConfigError)(problems)
+    return heads, vocab_size
+
+
+def _query_groups(shards: Shards, args: Mapping[str, Any], heads: int, columns: int) -> int:
+    """g of query_key_value [(n + 2 g) d, h], and 0 if it is n."""
+    rows, d = len(tensor_of(shards, "layers.0.attention.query_key_value.weight", dims=2)), columns // heads
+    groups, rest = divmod(rows * len(shards.states) - columns, 2 * max(d, 1))
+    saved = args.get("num_query_groups") if args.get("group_query_attention") else groups
+    if rest or groups < 1 or heads % groups or saved != groups:
+        raise CheckpointError(
+            f"{shards.folder}: query_key_value has {rows} rows, which do not fit {heads} heads of {d}"
+        )
+    return 0 if groups == heads else groups
+
+
+def _mlp(shards: Shards, args: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """f, and whether dense_h_to_4h has the rows of gate and up."""
+    f = tensor_of(shards, "layers.0.mlp.dense_4h_to_h.weight", dims=2).size(1)
+    swiglu = len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight", dims=2)) == 2 * f
+    if swiglu != args.get("swiglu", swiglu):
+        raise CheckpointError(f"{shards.folder}: the MLP {'is' if swiglu else 'is not'} gated, unlike its --swiglu")
+    return {"ffn_hidden_size": f * size, "swiglu": swiglu}
+
+
+def _is_untied(shards: Shards, args: Mapping[str, Any]) -> bool:
+    """Whether the output projection is another matrix than the table; if the arguments lack it, by comparison."""
+    if HEAD not in shards.states[0]:
+        return False
+    saved = args.get("untie_embeddings_and_output_weights")
+    equal = all(HEAD in state and state[HEAD].equal(state["word_embeddings.weight"]) for state in shards.states)
+    return not equal if saved is None else bool(saved)
+
+
+def _positions(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> dict[str, Any]:
+    folder, saved = shards.folder, getattr(shards.args, "position_embedding_type", None)
+    rotary = bool(args.get("use_rotary_position_embeddings"))
+    if "position_embeddings.weight" in shards.states[0]:
+        if rotary or saved not in (None, "learned_absolute"):
+            raise CheckpointError(f"{folder} has a table of positions besides other positions, which is not supported")
+        rows = len(tensor_of(shards, "position_embeddings.weight", dims=2))
+        return {"position_embedding_type": "learned_absolute", "max_position_embeddings": rows}
+    kind = given.position_embedding_type or ("rope" if rotary else saved)
+    length = given.max_position_embeddings or args.get("max_position_embeddings") or args.get("seq_length")
+    if kind not in (None, "rope", "none"):
+        raise CheckpointError(f"{folder} has positions of the kind {kind!s:.40}, and no such table or support for it")
+    problems = []
+    if kind is None:
+        problems.append(f"{folder} does not say whether positions are rotary: give --position-embedding-type")
+    if not length:
+        problems.append(f"{folder} does not say how long sequences are: give --max-position-embeddings")
+    if problems:
+        raise ConfigError(problems)
+    base = {"rotary_base": float(given.rotary_base)} if given.rotary_base else {}
+    return {"position_embedding_type": kind, "max_position_embeddings": length, **base}
 
 
 def whole_model(shards: Shards, given: GivenModel) -> WholeModel:

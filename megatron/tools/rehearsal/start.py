@@ -1,4 +1,4 @@
-"""Rehearse ranks one after the other, each in a process of its own. No torch here: the processes import it."""
+"""Rehearse ranks, each in a process of its own, which imports torch; and layouts of a plan, ranked by their steps."""
 
 import json
 import os
@@ -7,12 +7,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron.common.environment import expected_device
 from megatron.common.errors import LaunchError, ResourceError, UserError
+from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
-from megatron.tools.rehearsal.request import Rehearsal
+from megatron.tools.planning.output import aligned, layout_of
+from megatron.tools.planning.search import Candidate
+from megatron.tools.rehearsal.estimate import Expected
+from megatron.tools.rehearsal.request import Rehearsal, representative_ranks
 
 _SHOWN = 40
 """Last lines of a program that fails without an error of the user."""
@@ -90,3 +94,55 @@ def _result(number: int, code: int, output: Any, result: Any) -> dict[str, Any]:
     kinds = {kind.exit_code: kind for kind in UserError.__subclasses__()}
     errors = [line for line in lines if "error: " in line] or lines[-_SHOWN:] or [f"ended with exit code {code}"]
     raise kinds.get(code, LaunchError)([f"rank {number}: {line.partition('error: ')[2] or line}" for line in errors])
+
+
+class Rehearsed(NamedTuple):
+    """A layout and what its ranks took."""
+
+    number: int
+    """Its row in the plan, from 1 on."""
+    candidate: Candidate
+    expected: Expected | None
+    """None if this machine has too little memory for a rank."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that takes most."""
+        ranks = self.expected.ranks if self.expected else ()
+        return max((rank["memory_bytes"]["peak"] for rank in ranks), default=0)
+
+
+def rehearse_layouts(candidates: Sequence[Candidate], program: Path, steps: int) -> Iterator[Rehearsed]:
+    """Rehearse a rank of each kind of stage of each layout. Raises UserError if the program cannot be started."""
+    for number, one in enumerate(candidates, 1):
+        request = one.request
+        rehearsal = Rehearsal(
+            one.command, request.architecture, request.devices, request.machine.per_node, steps, fake=False
+        )
+        run = checked_run(rehearsal)
+        try:
+            ranks = list(rehearse_ranks(rehearsal, representative_ranks(run), program))
+        except ResourceError:
+            yield Rehearsed(number, one, None)
+        else:
+            yield Rehearsed(number, one, Expected(run, request.machine, ranks))
+
+
+def ranked(layouts: Sequence[Rehearsed]) -> list[str]:
+    """A table of ``layouts``, the fastest first."""
+    fastest = sorted(layouts, key=lambda one: one.expected.seconds if one.expected else float("inf"))
+    return aligned([("row", "TP", "PP", "DP", "ZeRO", "micro", "planned step", "expected step", "between",
+                     "planned memory", "peak memory"), *map(_row, fastest)])  # fmt: skip
+
+
+def _row(one: Rehearsed) -> tuple[str, ...]:
+    layout, planned = layout_of(one.candidate), one.candidate
+    names = ("tensor_parallel", "pipeline_parallel", "data_parallel", "zero_stage", "micro_batch_size")
+    sizes = [str(one.number), *(str(layout[name]) for name in names), duration(planned.timing.total)]
+    memory = with_prefix(planned.memory.total, "B")
+    if one.expected is None:
+        return (*sizes, "out of memory here", "", memory, "")
+    low, high = one.expected.between
+    between = f"{duration(low)} to {duration(high)}"
+    room = "" if one.peak <= planned.request.room else " (too much)"
+    return (*sizes, duration(one.expected.seconds), between, memory, with_prefix(one.peak, "B") + room)

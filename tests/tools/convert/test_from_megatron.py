@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from megatron.common.errors import CheckpointError, ConfigError, UserError
 from megatron.config import ModelConfig
-from megatron.tools.convert.from_megatron import whole_model
+from megatron.tools.convert.from_megatron import GivenModel, whole_model
 from megatron.tools.convert.load_and_save import write_checkpoint
-from megatron.tools.convert.megatron_config import GivenModel
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.convert.whole_model import WholeModel
 

@@ -17,9 +17,8 @@ from support.programs import Programs
 from support.whole_models import logits_and_weights
 
 from megatron.common.errors import CheckpointError
-from megatron.tools.convert.from_megatron import whole_model
+from megatron.tools.convert.from_megatron import GivenModel, whole_model
 from megatron.tools.convert.load_and_save import write_checkpoint
-from megatron.tools.convert.megatron_config import GivenModel
 from megatron.tools.convert.megatron_files import read_shards
 
 SAVE = """
