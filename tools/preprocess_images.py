@@ -5,10 +5,12 @@
         --vision-image-size 336 --image-tokens 576
 
 Reads LLaVA's JSON, a list of {"image": PATH, "conversations": [{"from": "human", "value": "<image>\\nWhat is this?"},
-{"from": "gpt", ...}]}, or JSONL with such an object or OpenAI's {"messages": [...]} on each line. Paths of images begin
-in --image-folder.
+{"from": "gpt", ...}]}; JSONL with such an object or OpenAI's {"messages": [...]} on each line; WebDataset's .tar files,
+in which such an object is KEY.json and its images are KEY.jpg, KEY.1.jpg ...; and Parquet with columns of these names,
+whose images are bytes. Paths of images begin in --image-folder; data URLs (data:image/png;base64,...) are images, too.
 """
 
+import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
@@ -32,8 +34,9 @@ def main() -> None:
     """Parse the flags, convert, and print what was written."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--input", type=Path, required=True, metavar="FILE", help="conversations, JSON or JSONL")
-    add("--image-folder", type=Path, required=True, metavar="DIR", help="where the paths of images begin")
+    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="conversations: JSON, JSONL, tar, Parquet")
+    add("--image-folder", type=Path, default=Path(), metavar="DIR", help="where the paths of images begin")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad document, stop, or log and skip it")
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
     add("--vision-image-size", type=int, default=336, metavar="N", help="height and width of images in pixels")
     add("--image-tokens", type=int, required=True, metavar="N", help="placeholders of an image: its patches")
@@ -53,9 +56,15 @@ def main() -> None:
     template = chat_template(find_chat_template(args.chat_template, folder, "a conversation"), tokenizer)
     sizes = args.vision_image_size, args.image_tokens, args.image_token_id
     job = ImageJob(args.input, args.image_folder, args.output_prefix, *sizes)
-    documents, tokens, images = preprocess_images(job, tokenizer, template)
-    parts = counted(documents, "document"), counted(tokens, "token"), counted(images, "image")
-    print(f"{args.output_prefix}: {', '.join(parts)}")
+    done = preprocess_images(job, tokenizer, template, log_skipped if args.on_error == "skip" else None)
+    numbers = (done.documents, "document"), (done.tokens, "token"), (done.images, "image")
+    skipped = f"; {counted(done.skipped, 'document')} skipped" if done.skipped else ""
+    print(f"{args.output_prefix}: {', '.join(counted(*number) for number in numbers)}{skipped}")
+
+
+def log_skipped(error: str) -> None:
+    """Print the error of a document that is skipped."""
+    print(f"> skipped {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@
 ``PREFIX_image_starts.npy`` how many of them are before each document, and their number, int64 [documents + 1].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 
 from megatron.common.errors import DataError
+from megatron.common.files import replace_file
 
 
 class ImageStore:
@@ -52,18 +54,32 @@ def _read(path: Path, dtype: type[np.integer], dimensions: int) -> np.ndarray:
     return array
 
 
-def write_images(
-    prefix: str, size: int, documents: Sequence[Sequence[Any]], read: Callable[[Any], np.ndarray] = lambda image: image
-) -> None:
-    """Write the images of each document in turn, each uint8 [size, size, 3] once it is ``read``."""
+@contextmanager
+def image_writer(prefix: str, size: int) -> Iterator[Callable[[Sequence[np.ndarray]], None]]:
+    """``add(images)`` for each document in turn, its images uint8 [size, size, 3]; in little memory.
+
+    The files get their names when the block ends without an exception.
+    """
     pixels, starts = _paths(prefix)
-    counts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    shape = (int(counts[-1]), size, size, 3)
-    if counts[-1]:
-        rows = np.lib.format.open_memmap(pixels, "w+", np.uint8, shape)
-        for row, image in zip(rows, (image for document in documents for image in document), strict=True):
-            row[:] = read(image)
-        rows.flush()
-    else:
-        np.save(pixels, np.zeros(shape, np.uint8))
-    np.save(starts, counts)
+    counts = [0]
+    with replace_file(pixels) as file:
+        _write_header(file, 0, size)
+        begin = file.tell()
+
+        def add(images: Sequence[np.ndarray]) -> None:
+            counts.append(counts[-1] + len(images))
+            for image in images:
+                assert image.shape == (size, size, 3) and image.dtype == np.uint8
+                file.write(image.tobytes())
+
+        yield add
+        file.seek(0)
+        _write_header(file, counts[-1], size)
+        assert file.tell() == begin, "NumPy leaves room for a larger number of images"
+    with replace_file(starts) as file:
+        np.save(file, np.array(counts, np.int64))
+
+
+def _write_header(file: IO[bytes], images: int, size: int) -> None:
+    header = {"descr": "|u1", "fortran_order": False, "shape": (images, size, size, 3)}
+    np.lib.format.write_array_header_1_0(file, header)

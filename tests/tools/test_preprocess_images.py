@@ -1,6 +1,11 @@
 """Conversations with images become tokens with placeholders, a loss mask and pixels."""
 
+import base64
+import io
 import json
+import os
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ from megatron.data.image_store import ImageStore
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.chat.files import chat_template
-from megatron.tools.preprocess.image_conversations import ImageJob, preprocess_images
+from megatron.tools.preprocess.image_conversations import ImageJob, ImageSummary, preprocess_images
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
 LLAVA = [
@@ -44,20 +49,72 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer("GPT2BPETokenizer", f"{folder}/vocab.json", f"{folder}/merges.txt")
 
 
-def convert(folder: Path, tokenizer: Tokenizer, records: Any, name: str = "in.json") -> tuple[int, int, int]:
-    """Convert a file of these records, for encoders of 8 pixels and 4 placeholders."""
-    (folder / name).write_text(json.dumps(records) if name == "in.json" else "\n".join(map(json.dumps, records)))
-    Image.new("RGB", (30, 20), "red").save(folder / "a.png")
-    job = ImageJob(folder / name, folder, f"{folder}/out", 8, 4, 1)
-    return preprocess_images(job, tokenizer, chat_template("examples/chat_template.jinja", tokenizer))
+def convert(folder: Path, tokenizer: Tokenizer, name: str, log: Callable[[str], None] | None = None) -> ImageSummary:
+    """Convert a file, for encoders of 8 pixels and 4 placeholders."""
+    job = ImageJob([folder / name], folder, f"{folder}/out", 8, 4, 1)
+    return preprocess_images(job, tokenizer, chat_template("examples/chat_template.jinja", tokenizer), log)
 
 
-@pytest.mark.parametrize(("records", "name"), [(LLAVA, "in.json"), (OPENAI, "in.jsonl")])
-def test_both_formats_give_the_same_data_set(tmp_path: Path, tokenizer: Tokenizer, records: Any, name: str):
-    documents, tokens, images = convert(tmp_path, tokenizer, records, name)
+def image_bytes(**settings: Any) -> bytes:
+    """A PNG."""
+    file = io.BytesIO()
+    Image.new(**{"mode": "RGB", "size": (30, 20), "color": "red"} | settings).save(file, "png")
+    return file.getvalue()
+
+
+def write_json(path: Path) -> None:
+    path.write_text(json.dumps(LLAVA))
+
+
+def write_lines(path: Path) -> None:
+    path.write_text("\n".join(map(json.dumps, OPENAI)))
+
+
+def write_data_urls(path: Path) -> None:
+    url = "data:image/png;base64," + base64.b64encode(image_bytes()).decode()
+    path.write_text("\n".join(map(json.dumps, OPENAI)).replace('"image": "a.png"', f'"image_url": {{"url": "{url}"}}')
+                    .replace('"type": "image"', '"type": "image_url"'))  # fmt: skip
+
+
+def write_tar(path: Path) -> None:
+    files = {"b/1.png": image_bytes(), "b/1.json": LLAVA[0] | {"image": None}, "b/2.json": LLAVA[1]}
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def write_parquet(path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [[{"bytes": image_bytes(), "path": None}], []]
+    rows = [
+        {"images": of_row, "conversations": one["conversations"]} for of_row, one in zip(images, LLAVA, strict=True)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("in.json", write_json),
+        ("in.jsonl", write_lines),
+        ("urls.jsonl", write_data_urls),
+        ("in.tar", write_tar),
+        ("in.parquet", write_parquet),
+    ],
+)
+def test_every_format_gives_the_same_data_set(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, write: Callable[[Path], None]
+):
+    (tmp_path / "a.png").write_bytes(image_bytes())
+    write(tmp_path / name)
+    done = convert(tmp_path, tokenizer, name)
     data, mask = IndexedDataset(tmp_path / "out"), IndexedDataset(tmp_path / "out_loss_mask")
-    assert (documents, tokens, images) == (2, data.num_tokens, 1) == (2, mask.num_tokens, 1)
-    ids, counted = data.span(0, tokens), mask.span(0, tokens)
+    assert (done.documents, done.images, done.skipped) == (2, 1, 0)
+    assert done.tokens == data.num_tokens == mask.num_tokens
+    ids, counted = data.span(0, done.tokens), mask.span(0, done.tokens)
     assert tokenizer.detokenize(ids[ids != 1]).split("<|endoftext|>") == [
         "User: \nWhat?\n\nAssistant: A cat", "User: Why?\n\nAssistant: So", ""
     ]  # fmt: skip
@@ -67,17 +124,68 @@ def test_both_formats_give_the_same_data_set(tmp_path: Path, tokenizer: Tokenize
     assert store.starts.tolist() == [0, 1, 1] and (store.pixels == np.array([255, 0, 0])).all()
 
 
+FAULTS: list[tuple[Any, str]] = [
+    ({}, "object 1: no "),
+    ({**LLAVA[1], "image": "a.png"}, "object 1: 0 times <image>, and 1 images"),
+    ({**LLAVA[0], "image": "../a.png"}, "no path within"),
+    ({**LLAVA[0], "image": "/etc/hostname"}, "no path within"),
+    ({**LLAVA[0], "image": "link.png"}, "no path within"),
+    ({**LLAVA[0], "image": "data:image/png;base64,?"}, "is not base64"),
+    ({**LLAVA[0], "image": "b.png"}, "b.png: cannot be read"),
+    ({**LLAVA[0], "image": "fifo.png"}, "fifo.png: cannot be read"),
+    ({**LLAVA[0], "image": "half.png"}, "half.png: the image is damaged"),
+    ({**LLAVA[0], "image": "deep.png"}, "deep.png: an image of more than 8 bits a color"),
+    ({**LLAVA[0], "image": "many.png"}, "many.png: an image of 2 frames"),
+    ({**LLAVA[0], "image": "bomb.png"}, "bomb.png: 5000 x 5000 pixels are more than"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "object 1: a part of a message is audio"),
+]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images that cannot be used, and one that can."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "half.png").write_bytes(image_bytes()[:60])
+    (folder / "a.png").write_bytes(image_bytes())
+    (folder / "deep.png").write_bytes(image_bytes(mode="I;16", color=40_000))
+    (folder / "bomb.png").write_bytes(image_bytes(mode="1", size=(5_000, 5_000), color=1))
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    frames[0].save(folder / "many.png", save_all=True, append_images=frames[1:])
+    (folder / "link.png").symlink_to("/etc/hostname")
+    os.mkfifo(folder / "fifo.png")
+    return folder
+
+
+@pytest.mark.parametrize(("record", "message"), FAULTS)
+def test_a_mistake_is_named(hostile: Path, tokenizer: Tokenizer, record: Any, message: str):
+    (hostile / "in.json").write_text(json.dumps([record]))
+    with pytest.raises(DataError, match=message) as error:
+        convert(hostile, tokenizer, "in.json")
+    assert "\n" not in str(error.value) and not [*hostile.glob("out*")]
+
+
+def test_mistakes_are_skipped_and_counted(hostile: Path, tmp_path: Path, tokenizer: Tokenizer):
+    (hostile / "all.json").write_text(json.dumps([*(record for record, _ in FAULTS), LLAVA[0]]))
+    skipped: list[str] = []
+    job = ImageJob([hostile / "all.json"], hostile, f"{tmp_path}/out", 8, 4, 1)
+    template = chat_template("examples/chat_template.jinja", tokenizer)
+    done = preprocess_images(job, tokenizer, template, skipped.append)
+    assert (done.documents, done.images, done.skipped) == (1, 1, len(FAULTS)) and len(skipped) == len(FAULTS)
+    assert ImageStore(f"{tmp_path}/out", 1).starts.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("name", "content", "message"),
     [
-        ({}, "object 1: no "),
-        ({**LLAVA[1], "image": "a.png"}, "object 1: 0 times <image>, and 1 images"),
-        ({**LLAVA[0], "image": "../a.png"}, "no path within"),
-        ({**LLAVA[0], "image": "b.png"}, "b.png: cannot be read"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "object 1: a part of a message is audio"),
+        ("a.json", b"{}", "a.json: not a file of conversations"),
+        ("a.jsonl", b"[", "a.jsonl:1: not JSON"),
+        ("a.tar", b"no tar" * 200, "a.tar: not a file of conversations"),
+        ("a.parquet", b"PAR1", "a.parquet: not a file of conversations"),
+        ("empty.jsonl", b"", "no conversation in"),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, tokenizer: Tokenizer, record: Any, message: str):
+def test_damaged_files_are_one_line(tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
-        convert(tmp_path, tokenizer, [record])
-    assert "\n" not in str(error.value) and not (tmp_path / "out.idx").exists()
+        convert(tmp_path, tokenizer, name)
+    assert "\n" not in str(error.value) and not [*tmp_path.glob("out*")]

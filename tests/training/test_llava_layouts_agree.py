@@ -9,7 +9,7 @@ from support.layouts import LayoutRuns, compare_metrics, compare_runs, differing
 from support.programs import read_metrics
 from support.training import RankTraining, pretrain
 
-from megatron.data.image_store import write_images
+from megatron.data.image_store import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 ITERATIONS, IMAGE, EOD, SIZE = 3, 60, 63, 28
@@ -51,7 +51,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             for tokens, prompt in documents:
                 mask = [int(place >= prompt) for place in range(len(tokens))]
                 builder.add_document(tokens if name == "data" else mask)
-    write_images(str(folder / "data"), SIZE, images)
+    with image_writer(str(folder / "data"), SIZE) as add:
+        for of_document in images:
+            add(of_document)
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(EOD + 1)]
     return ["--data-path", str(folder / "data"), "--split", "8,1,1", *tokenizer]
 

@@ -118,6 +118,8 @@ def decoded(content: bytes, size: int) -> np.ndarray:
                 raise DataError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}: make it smaller")
             if getattr(image, "n_frames", 1) > 1:
                 raise DataError(f"an image of {image.n_frames} frames: give one frame")
+            if image.mode[0] in "IF":  # conversion would cut off what is over 255
+                raise DataError("an image of more than 8 bits a color: give one of 8 bits")
             resized = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         raise DataError(f"no image: give one of {', '.join(FORMATS)}") from None
@@ -154,13 +156,13 @@ def _without_images(content: Any, images: list[np.ndarray], size: int, most: int
         if len(images) == most:
             raise DataError(f"more than {counted(most, 'image')}: the model's context has no room for them")
         address = part.get("image_url")
-        images.append(decoded(_bytes_of(address.get("url") if isinstance(address, dict) else address), size))
+        images.append(decoded(bytes_of_url(address.get("url") if isinstance(address, dict) else address), size))
         changed.append({"type": "text", "text": f"{MARK}\n"})
     return changed
 
 
-def _bytes_of(url: Any) -> bytes:
-    """What a data URL holds."""
+def bytes_of_url(url: Any) -> bytes:
+    """What a data URL holds. Raises DataError for another address, and for one that is damaged."""
     begin = _DATA_URL.match(url) if isinstance(url, str) else None
     if begin is None:
         raise DataError("an image must be a data URL (data:image/png;base64,...): nothing is fetched from an address")

@@ -1,23 +1,24 @@
 """Conversations with images as a data set: tokens with placeholders, a loss mask, and the pixels."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.common.errors import DataError
+import numpy as np
+
+from megatron.common.errors import DataError, one_line
 from megatron.common.files import replace_file
-from megatron.common.reading import parse_json, read_bytes
 from megatron.config.data import chat_template_file, loss_mask_prefix
 from megatron.data.fingerprint import write_tokenizer
-from megatron.data.image_store import write_images
+from megatron.data.image_store import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.chat.template import ChatTemplate, Text
 from megatron.tools.chat.tokens import tokenize_texts
-from megatron.tools.inference.images import MARK, read_image
+from megatron.tools.inference.images import MARK, bytes_of_url, decoded, read_image
+from megatron.tools.preprocess.image_records import Record, read_records
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 """LLaVA's names of roles."""
@@ -27,7 +28,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 class ImageJob:
     """What to convert, and for which encoder."""
 
-    input: Path
+    inputs: Sequence[Path]
     image_folder: Path
     output_prefix: str
     size: int
@@ -39,74 +40,83 @@ class ImageJob:
 
 
 class _Document(NamedTuple):
-    where: str
     text: Text
-    images: list[str]
+    images: list[np.ndarray]
+    """Each uint8 [size, size, 3]."""
 
 
-def preprocess_images(job: ImageJob, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[int, int, int]:
-    """Write the data set. Returns the numbers of documents, tokens and images.
+@dataclass
+class ImageSummary:
+    """What was converted."""
 
-    Raises DataError for a document that is wrong, and for an image that is missing, damaged, or out of the folder; then
-    nothing is written but the images before it.
+    documents: int = 0
+    tokens: int = 0
+    images: int = 0
+    skipped: int = 0
+
+
+def preprocess_images(
+    job: ImageJob, tokenizer: Tokenizer, template: ChatTemplate, log_skipped: Callable[[str], None] | None = None
+) -> ImageSummary:
+    """Write the data set, a document at a time.
+
+    ``log_skipped`` is called with the error of each document that is skipped. Without it, a document that is wrong, or
+    an image that is missing, damaged or outside of the folder, raises DataError, and nothing is written.
     """
-    documents = list(_documents(job, template))
-    write_images(job.output_prefix, job.size, [one.images for one in documents], lambda path: _image(job, path))
-    tokens, mask = job.output_prefix, loss_mask_prefix(job.output_prefix)
-    count = 0
+    prefix, done = job.output_prefix, ImageSummary()
     with (
-        IndexedDatasetBuilder(tokens, best_dtype(tokenizer.vocab_size)) as ids,
-        IndexedDatasetBuilder(mask, "u1") as flags,
+        IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as ids,
+        IndexedDatasetBuilder(loss_mask_prefix(prefix), "u1") as flags,
+        image_writer(prefix, job.size) as add_images,
     ):
-        for document in documents:
+        for document in _documents(job, template, done, log_skipped):
             of_document, counted = _tokens(job, tokenizer, document.text)
             ids.add_document(of_document)
             flags.add_document(counted)
-            count += len(of_document)
-    with replace_file(Path(chat_template_file(tokens)), text=True) as file:
+            add_images(document.images)
+            done.documents += 1
+            done.tokens += len(of_document)
+            done.images += len(document.images)
+        if not done.documents:
+            raise DataError(f"no conversation in {', '.join(map(str, job.inputs))}")
+    with replace_file(Path(chat_template_file(prefix)), text=True) as file:
         file.write(record_of(template))
-    write_tokenizer(tokens, tokenizer)
-    return len(documents), count, sum(len(one.images) for one in documents)
+    write_tokenizer(prefix, tokenizer)
+    return done
 
 
-def _documents(job: ImageJob, template: ChatTemplate) -> Iterator[_Document]:
-    for where, record in _records(job.input):
+def _documents(
+    job: ImageJob, template: ChatTemplate, done: ImageSummary, log_skipped: Callable[[str], None] | None
+) -> Iterator[_Document]:
+    for record in (record for path in job.inputs for record in read_records(path)):
         try:
-            images: list[str] = []
-            messages = _messages(record, images)
-            text = template.conversation(messages)
-            marks = text.text.count(MARK)
-            if marks != len(images):
-                raise DataError(f"{marks} times {MARK}, and {len(images)} images")
-            yield _Document(where, text, images)
+            yield _document(job, template, record)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+            message = f"{record.where}: {error}"
+            if log_skipped is None:
+                raise DataError(f"{message} (--on-error skip skips such documents)") from None
+            log_skipped(message)
+            done.skipped += 1
 
 
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Location and content of each object: of the lines of JSONL, or of the list in a file of JSON."""
-    try:
-        text = read_bytes(path).decode("utf-8")
-        if path.suffix == ".json":
-            yield from ((f"{path}: object {n}", one) for n, one in enumerate(json.loads(text), start=1))
-        else:
-            yield from (
-                (f"{path}:{n}", parse_json(line)) for n, line in enumerate(text.splitlines(), 1) if line.strip()
-            )
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON of conversations ({error})") from None
+def _document(job: ImageJob, template: ChatTemplate, record: Record) -> _Document:
+    if record.error:
+        raise DataError(record.error)
+    images: list[Any] = []
+    text = template.conversation(_messages(record.content, images))
+    if (marks := text.text.count(MARK)) != len(images):
+        raise DataError(f"{marks} times {MARK}, and {len(images)} images")
+    return _Document(text, [_image(job, image) for image in images])
 
 
-def _messages(record: Any, images: list[str]) -> list[dict[str, Any]]:
-    """Messages, also of LLaVA's conversations, with a mark for each image; their paths are added to ``images``."""
+def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
+    """Messages, also of LLaVA's conversations, with a mark for each image; their images are added to ``images``."""
     if not isinstance(record, dict) or not isinstance(
-        turns := record.get("conversations", record.get("messages")), list
+        turns := record.get("conversations") or record.get("messages"), list
     ):
         raise DataError('no "conversations" (LLaVA) or "messages" (OpenAI) in it')
-    paths = record.get("image") or []
-    images += [paths] if isinstance(paths, str) else paths
+    given = record.get("image") or record.get("images") or []
+    images += given if isinstance(given, list) else [given]
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
@@ -120,23 +130,32 @@ def _messages(record: Any, images: list[str]) -> list[dict[str, Any]]:
     return messages
 
 
-def _part(part: Any, images: list[str]) -> str:
-    """The text of a part of a message."""
+def _part(part: Any, images: list[Any]) -> str:
+    """The text of a part of a message; the image that it holds is added, if it is not among those of the record."""
     kind = part.get("type") if isinstance(part, Mapping) else "text"
     value = part.get(kind) if isinstance(part, Mapping) else part
     if kind in ("image", "image_url"):
-        images.append(value.get("url") if isinstance(value, Mapping) else value)  # type: ignore[arg-type]
+        image = value.get("url") if isinstance(value, Mapping) and "url" in value else value
+        if image is not None:
+            images.append(image)
         return f"{MARK}\n"
     if kind != "text" or not isinstance(value, str):
         raise DataError(f"a part of a message is {kind}, and can be text or image_url")
     return value
 
 
-def _image(job: ImageJob, path: Any) -> Any:
+def _image(job: ImageJob, image: Any) -> np.ndarray:
+    """The pixels of a path within the folder, a data URL, or the content of a file."""
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, str) and image.startswith("data:"):
+        image = bytes_of_url(image)
+    if isinstance(image, bytes):
+        return decoded(image, job.size)
     folder = job.image_folder.resolve()
-    if not isinstance(path, str) or not (folder / path).resolve().is_relative_to(folder):
-        raise DataError(f"the image {str(path)[:80]!r} is no path within {job.image_folder}")
-    return read_image(job.image_folder / path, job.size)
+    if not isinstance(image, str) or "\0" in image or not (folder / image).resolve().is_relative_to(folder):
+        raise DataError(f"the image {one_line(str(image))} is no path within {job.image_folder}")
+    return read_image(folder / image, job.size)
 
 
 def _tokens(job: ImageJob, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:

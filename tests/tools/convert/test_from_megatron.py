@@ -152,6 +152,7 @@ OLD = {"encoder": "transformer", "attention": "attention"}
 NEW = {"encoder": "encoder", "attention": "self_attention"}
 WRITERS: dict[str, Callable[[Path], None]] = {
     "version 0, 2 ranks": lambda folder: write_megatron_lm(folder, 0.0, size=2, stages=1, **OLD),
+    "version 1, 2 ranks": lambda folder: write_megatron_lm(folder, 1.0, size=2, stages=1, **OLD),
     "version 2, 1 rank": lambda folder: write_megatron_lm(folder, 2.0, size=1, stages=1, **OLD),
     "version 3, 2 ranks, 2 stages": lambda folder: write_megatron_lm(folder, 3.0, size=2, stages=2, **NEW),
     "the ancestor": lambda folder: write_ancestor(folder, size=2),
@@ -262,6 +263,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no file of that kind": (
         lambda folder: (folder / "latest").write_text("../elsewhere"),
         "no checkpoint of Megatron",
+    ),
+    "a gap of many ranks": (
+        lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").rename(
+            folder / "global_step7" / "layer_02-model_1000000000-model_states.pt"
+        ),
+        "number 2 is missing between",
     ),
     "weights that contain themselves": (
         changed(2, lambda state: state.update({"more": state})),

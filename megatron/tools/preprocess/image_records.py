@@ -1,0 +1,118 @@
+"""Conversations with images, of the files that people keep them in.
+
+LLaVA's JSON, JSONL, WebDataset's tar files (https://github.com/webdataset/webdataset) and Parquet, whose images are
+bytes, or the struct of bytes and path of the ``datasets`` library.
+"""
+
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.common.errors import ConfigError, DataError, one_line
+from megatron.common.reading import check_regular, parse_json, read_bytes, regular
+
+_LARGEST_MEMBER = 1 << 26
+"""Bytes of a file in a tar file."""
+_CONVERSATIONS = ("conversations", "messages")
+_IMAGES = ("image", "images")
+_ROWS = 16
+"""Rows of Parquet decoded at a time: each may hold several images."""
+
+
+class Record(NamedTuple):
+    """An object of a file, or the error that is in its place."""
+
+    where: str
+    content: Any
+    """Its ``image`` and ``images`` hold paths, or the content of files."""
+    error: str | None = None
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The conversations of a file, by its name's ending.
+
+    Raises:
+        DataError: the file cannot be read, or is damaged.
+        ConfigError: a package to read it is missing.
+    """
+    read = {".json": _of_json, ".tar": _of_tar, ".parquet": _of_parquet}.get(path.suffix, _of_lines)
+    try:
+        yield from read(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({one_line(error.strerror or str(error))})") from None
+    except (ValueError, RecursionError, tarfile.TarError) as error:
+        raise DataError(f"{path}: not a file of conversations ({one_line(str(error))})") from None
+
+
+def _of_json(path: Path) -> Iterator[Record]:
+    records = json.loads(read_bytes(path))
+    if not isinstance(records, list):
+        raise ValueError("a list of objects is expected")
+    return (Record(f"{path}: object {number}", one) for number, one in enumerate(records, start=1))
+
+
+def _of_lines(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        if line.strip():
+            yield _parsed(f"{path}:{number}", line, {})
+
+
+def _parsed(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
+    """A JSON object, with the content of the ``images`` that it names, or of all of them if it names none."""
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        return Record(where, None, f"not JSON ({error})")
+    if images and isinstance(content, dict):
+        named = next((content[key] for key in _IMAGES if content.get(key)), [*images])
+        names = [named] if isinstance(named, str) else named
+        content = content | {"image": [images.get(str(name), name) for name in names], "images": None}
+    return Record(where, content)
+
+
+def _of_tar(path: Path) -> Iterator[Record]:
+    """A sample is consecutive files whose names are the same up to the first dot of the last part."""
+    with open(path, "rb", opener=regular) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        key, files = "", dict[str, bytes]()
+        for member in archive:
+            if not member.isfile():
+                continue
+            if member.size > _LARGEST_MEMBER:
+                raise ValueError(f"{member.name} has more than {_LARGEST_MEMBER:,} bytes")
+            folder, _, name = member.name.rpartition("/")
+            if (its_key := f"{folder}/{name.partition('.')[0]}") != key and files:
+                yield _sample(path, key, files)
+                files = {}
+            key = its_key
+            content = archive.extractfile(member)
+            assert content is not None, "it is a file"
+            files[name] = content.read()
+        if files:
+            yield _sample(path, key, files)
+
+
+def _sample(path: Path, key: str, files: dict[str, bytes]) -> Record:
+    where = f"{path}: sample {key.removeprefix('/')}"
+    texts = [name for name in files if name.endswith(".json")]
+    if len(texts) != 1:
+        return Record(where, None, f"{len(texts)} files of JSON, and one is expected")
+    return _parsed(where, files.pop(texts[0]), files)
+
+
+def _of_parquet(path: Path) -> Iterator[Record]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
+    check_regular(path)
+    with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        columns = [name for name in (*_CONVERSATIONS, *_IMAGES) if name in file.schema_arrow.names]
+        if not {*columns} & {*_CONVERSATIONS}:
+            raise ValueError(f"it has no column {' or '.join(_CONVERSATIONS)}")
+        number = 0
+        for batch in file.iter_batches(_ROWS, columns=columns, use_threads=False):
+            for row in batch.to_pylist():
+                number += 1
+                yield Record(f"{path}: row {number}", row)
