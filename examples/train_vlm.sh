@@ -3,7 +3,7 @@
 # ("What is left of the blue square?"), tokenizer, two stages of training with tensor parallelism, evaluation, also with
 # the pixels of each picture in random order, and a picture of some answers.
 #
-#   bash examples/train_vlm.sh          a few minutes on two cores, after installation
+#   bash examples/train_vlm.sh          two minutes on two idle cores, after installation
 #   bash examples/train_vlm.sh --fast   shows the steps, not a good model
 #   TP=1 PP=2 bash examples/train_vlm.sh   with two pipeline stages instead
 #   DRY_RUN=1 bash examples/train_vlm.sh   prints the commands instead of running them
@@ -20,7 +20,7 @@ MASTER_PORT=${MASTER_PORT:-29500}
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-PICTURES=8000 CAPTIONS=200 QUESTIONS=350 TESTS=250
+PICTURES=8000 CAPTIONS=200 QUESTIONS=550 TESTS=250
 while (($#)); do
     case "$1" in
     --fast) PICTURES=200 CAPTIONS=4 QUESTIONS=4 TESTS=10 && shift ;;

@@ -15,7 +15,7 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def _write(saved: SavedRun, folder: Path) -> None:
     with form_errors(saved.path):
         steps: dict[str, Any] = {}
         counted: set[int | None] = set()
-        for name, parts in _parameters(saved):
+        for name, parts in _parameters(saved, specs):
             state = _full_state(specs[name], parts)
             counted.add(check_state(saved.path, name, state, specs[name].shape, Updates(most=saved.iteration)))
             _write_parameter(folder / "zero" / name, specs[name], state)
@@ -186,16 +186,16 @@ def _write(saved: SavedRun, folder: Path) -> None:
     (folder / SOURCE_FILE).write_text(source)
 
 
-def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
+def _parameters(saved: SavedRun, names: Collection[str]) -> Iterator[tuple[str, list[State]]]:
     """Each parameter once, with its state on each tensor-parallel rank. Holds one stage in memory at a time.
 
-    Parameters that the optimizer has come first; of the others there is only the weight.
+    Parameters that the optimizer has come first; of the others, which are not trained, there is only the weight.
     """
     seen: set[str] = set()
     for states in stage_states(saved) if saved.has_optimizer else ():
         yield from ((name, parts) for name, parts in states.items() if name not in seen)
         seen |= states.keys()
-    if saved.has_optimizer and not saved.whole_model_config().lora_rank:
+    if seen.issuperset(names):
         return
     shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
     for name in shards[0]:

@@ -67,6 +67,7 @@ class ParallelLayout:
         assert parallel.world_size == dist.get_world_size()
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         own_group = partial(process_groups.own_group, timeout=timeout)
+        process_groups.count_alike()
         has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
         experts, expert_data = expert_groups(parallel) if parallel.expert_model_parallel_size > 1 else (None, None)
         tensor_group = own_group(groups_along(parallel, "tensor"))

@@ -143,7 +143,7 @@ def skip(events: list[Event]) -> None:
 
 def test_swapped_and_skipped_collectives_are_found(traces: list[Trace]) -> None:
     text = changed(traces, 1, swap)
-    assert "wait for one another" in text and "rank 1 waits at megatron/" in text
+    assert "wait for one another" in text and "rank 1 waits at " in text
     assert "rank 4" in changed(traces, 4, skip)
 
 
@@ -256,7 +256,7 @@ def test_a_program_with_a_fault_ends_the_tool(programs: Programs, tmp_path: Path
     ended = programs.python(*tool, "--program", tmp_path / "faulty.py", *words)
     assert ended.returncode == 6, ended.output
     found = "call different operations as number [0-9]+ of their group of ranks 0, 1, in training:"
-    assert re.search(f"error: fresh start: ranks 0 and 1 {found}", ended.output), ended.output
+    assert re.search(f"error: fresh start: ranks (0 and 1|1 and 0) {found}", ended.output), ended.output
     assert re.search(r"rank 0: all_reduce of 64 float32 \(MAX\) at .*/faulty.py:[0-9]+", ended.output)
     assert re.search(r"rank 1: all_reduce of 64 float32 \(SUM\) at .*/faulty.py:[0-9]+", ended.output)
     assert "no rank can hang" not in ended.output

@@ -32,6 +32,7 @@ PARTS = {
     "frozen-encoder": "--freeze-vision --projector-lr-mult 10",
     "adapters": "--freeze-vision --lora-rank 2 --lora-alpha 4 --vision-lr-mult 0.1",
     "projector": "--freeze-vision --freeze-language-model",
+    "experts": "--freeze-vision --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
 }
 """Flags of what is trained, each with a layout below."""
 
@@ -79,9 +80,21 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, layout: str) -> None:
         ("frozen-encoder", "--pipe-parallel-size 2 --pipeline-partition 3,1"),
         ("adapters", "--model-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
         ("projector", "--zero-stage 2"),
+        ("experts", "--expert-model-parallel-size 2 --zero-stage 1"),
     ],
 )
 def test_a_part_is_trained_alike(runs: LayoutRuns, part: str, layout: str) -> None:
     expected, found = runs.on_one_process(PARTS[part]), runs(2, f"{PARTS[part]} {layout}")
     compare_metrics(read_metrics(expected / "metrics"), read_metrics(found / "metrics"))
     assert not differing_weights(expected / "checkpoint", found / "checkpoint")
+
+
+def test_the_position_in_the_data_is_kept_on_another_layout(runs: LayoutRuns) -> None:
+    """Saved by two data-parallel ranks in the middle of the run, and continued by two stages."""
+    begun = runs(2, "--zero-stage 1 --exit-interval 1")
+    continued = runs(2, f"--pipe-parallel-size 2 --zero-stage 1 --load {begun / 'checkpoint'}")
+    expected, found = (
+        {line["iteration"]: line["lm_loss"] for line in read_metrics(folder / "metrics") if "lm_loss" in line}
+        for folder in (runs.on_one_process(), continued)
+    )
+    assert found == {n: pytest.approx(expected[n], rel=1e-4) for n in (2, 3)}

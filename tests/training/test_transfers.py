@@ -39,6 +39,16 @@ def test_sending_does_not_wait_for_a_late_receiver(run_ranks) -> None:
     assert [[tensor.unique().item() for tensor in tensors] for tensors in taken] == [[0, 0], [2, 2], [1, 1]]
 
 
+def layout_after_groups_of_some_ranks() -> int:
+    for _ in range(2):
+        dist.new_group([0])
+    return ParallelLayout.create(ParallelConfig(pipe_parallel_size=2, world_size=2)).pipe_group.size()
+
+
+def test_groups_that_only_some_ranks_have_keep_nobody_waiting(run_ranks) -> None:
+    assert run_ranks(2, layout_after_groups_of_some_ranks, time_limit=60) == [2, 2]
+
+
 def train_with_a_late_stage(words: list[str], begun: Path) -> int:
     """Stage 1 begins each iteration when stage 0 has begun its second forward pass. Returns the iterations."""
     from support.training import pretrain
