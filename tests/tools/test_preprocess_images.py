@@ -18,6 +18,7 @@ from megatron.data.image_store import ImageStore
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.chat.files import chat_template
+from megatron.tools.preprocess import corpus, image_records
 from megatron.tools.preprocess.image_conversations import ImageJob, ImageSummary, preprocess_images
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
@@ -130,6 +131,8 @@ FAULTS: list[tuple[Any, str]] = [
     ({**LLAVA[0], "image": "../a.png"}, "no path within"),
     ({**LLAVA[0], "image": "/etc/hostname"}, "no path within"),
     ({**LLAVA[0], "image": "link.png"}, "no path within"),
+    ({**LLAVA[0], "image": "a\0.png"}, "no path within"),
+    ({**LLAVA[0], "image": 5}, "no path within"),
     ({**LLAVA[0], "image": "data:image/png;base64,?"}, "is not base64"),
     ({**LLAVA[0], "image": "b.png"}, "b.png: cannot be read"),
     ({**LLAVA[0], "image": "fifo.png"}, "fifo.png: cannot be read"),
@@ -172,6 +175,23 @@ def test_mistakes_are_skipped_and_counted(hostile: Path, tmp_path: Path, tokeniz
     done = preprocess_images(job, tokenizer, template, skipped.append)
     assert (done.documents, done.images, done.skipped) == (1, 1, len(FAULTS)) and len(skipped) == len(FAULTS)
     assert ImageStore(f"{tmp_path}/out", 1).starts.tolist() == [0, 1]
+
+
+def test_what_expands_without_end_is_refused(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """A sample of a tar file that is too large, and a column of Parquet that is hardly more than its repetition."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(image_records, "_LARGEST_SAMPLE", 1 << 16)
+    monkeypatch.setattr(corpus, "LARGEST", 1 << 16)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("1.a.png", "1.b.png"):
+            member = tarfile.TarInfo(name)
+            member.size = 40_000
+            archive.addfile(member, io.BytesIO(bytes(member.size)))
+    with pytest.raises(DataError, match="the sample of 1.b.png has more than 65,536 bytes"):
+        convert(tmp_path, tokenizer, "a.tar")
+    parquet.write_table(pyarrow.table({"messages": ["x" * 10_000_000]}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(DataError, match="expands to more than"):
+        convert(tmp_path, tokenizer, "a.parquet")
 
 
 @pytest.mark.parametrize(

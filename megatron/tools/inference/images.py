@@ -71,13 +71,8 @@ class ImageReader:
 
         Raises DataError as ``read_image``, or for a path that leaves the folder.
         """
-        paths = record.get("image") or []
-        read = list(self.of_all)
-        for path in [paths] if isinstance(paths, str) else paths:
-            if not isinstance(path, str) or not (self.folder / path).resolve().is_relative_to(self.folder.resolve()):
-                raise DataError(f"the image {one_line(str(path))} is no path within {self.folder}")
-            read.append(read_image(self.folder / path, self.model.vision_image_size))
-        return read
+        size = self.model.vision_image_size
+        return [*self.of_all, *(read_image_within(self.folder, path, size) for path in as_list(record.get("image")))]
 
     def tokens(self, text: str, record: Mapping[str, Any], tokenize: Callable[[str], Sequence[int]]) -> ImagePrompt:
         """A text as tokens, with the images of its record, see ``with_images``."""
@@ -85,13 +80,25 @@ class ImageReader:
 
     def marked(self, text: str, record: Mapping[str, Any]) -> str:
         """``text`` with a mark for each image before it, if it has none."""
-        paths = record.get("image") or []
-        return marked(text, len(self.of_all) + (1 if isinstance(paths, str) else len(paths)))
+        return marked(text, len(self.of_all) + len(as_list(record.get("image"))))
 
 
 def marked(text: str, images: int) -> str:
     """``text``, before which a mark for each image is put if it has none."""
     return text if MARK in text else f"{MARK}\n" * images + text
+
+
+def as_list(images: Any) -> list[Any]:
+    """The images of a record, which names several, one, or none."""
+    return images if isinstance(images, list) else [images] if images else []
+
+
+def read_image_within(folder: Path, path: Any, size: int) -> np.ndarray:
+    """The image in the file at ``path`` in ``folder``, as ``read_image``. Raises DataError if it leads elsewhere."""
+    inside = folder.resolve()
+    if not isinstance(path, str) or "\0" in path or not (inside / path).resolve().is_relative_to(inside):
+        raise DataError(f"the image {one_line(str(path))} is no path within {folder}")
+    return read_image(folder / path, size)
 
 
 def read_image(path: Path, size: int) -> np.ndarray:

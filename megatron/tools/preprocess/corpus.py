@@ -209,7 +209,7 @@ def _read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     # Pages are read as they are needed, not row groups, which may be of any size.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check_columns(path, file.schema_arrow, columns)
-        rows = max(1, min(_ROWS, LARGEST_LINE // _largest_part(file.metadata)))
+        rows = max(1, min(_ROWS, LARGEST_LINE // largest_part(file.metadata)))
         for batch in file.iter_batches(rows, columns=list(columns), use_threads=False):
             # As bytes: UTF-8 is decoded later, when the number of the row is known for messages.
             cells = (batch.column(name).cast(pyarrow.large_binary()).to_pylist() for name in columns)
@@ -241,7 +241,7 @@ def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                     yield from zip(*cells, strict=True)
 
 
-def _largest_part(metadata: Any) -> int:
+def largest_part(metadata: Any) -> int:
     """Bytes that a column of a row group has: a dictionary's value may be as long, and be repeated in all rows.
 
     Raises ValueError for one that expands more than any text.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.common.errors import DataError, one_line
+from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.config.data import chat_template_file, loss_mask_prefix
 from megatron.data.fingerprint import write_tokenizer
@@ -17,7 +17,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.chat.template import ChatTemplate, Text
 from megatron.tools.chat.tokens import tokenize_texts
-from megatron.tools.inference.images import MARK, bytes_of_url, decoded, read_image
+from megatron.tools.inference.images import MARK, as_list, bytes_of_url, decoded, read_image_within
 from megatron.tools.preprocess.image_records import Record, read_records
 
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -115,8 +115,7 @@ def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
         turns := record.get("conversations") or record.get("messages"), list
     ):
         raise DataError('no "conversations" (LLaVA) or "messages" (OpenAI) in it')
-    given = record.get("image") or record.get("images") or []
-    images += given if isinstance(given, list) else [given]
+    images += as_list(record.get("image") or record.get("images"))
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
@@ -152,10 +151,7 @@ def _image(job: ImageJob, image: Any) -> np.ndarray:
         image = bytes_of_url(image)
     if isinstance(image, bytes):
         return decoded(image, job.size)
-    folder = job.image_folder.resolve()
-    if not isinstance(image, str) or "\0" in image or not (folder / image).resolve().is_relative_to(folder):
-        raise DataError(f"the image {one_line(str(image))} is no path within {job.image_folder}")
-    return read_image(folder / image, job.size)
+    return read_image_within(job.image_folder, image, job.size)
 
 
 def _tokens(job: ImageJob, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError, one_line
-from megatron.common.reading import check_regular, parse_json, read_bytes, regular
+from megatron.common.reading import LARGEST, check_regular, parse_json, read_bytes, regular
+from megatron.tools.preprocess.corpus import largest_part
 
-_LARGEST_MEMBER = 1 << 26
-"""Bytes of a file in a tar file."""
+_LARGEST_SAMPLE = 1 << 26
+"""Bytes of the files of a sample in a tar file, some of which may be sparse."""
 _CONVERSATIONS = ("conversations", "messages")
 _IMAGES = ("image", "images")
 _ROWS = 16
@@ -79,13 +80,13 @@ def _of_tar(path: Path) -> Iterator[Record]:
         for member in archive:
             if not member.isfile():
                 continue
-            if member.size > _LARGEST_MEMBER:
-                raise ValueError(f"{member.name} has more than {_LARGEST_MEMBER:,} bytes")
             folder, _, name = member.name.rpartition("/")
             if (its_key := f"{folder}/{name.partition('.')[0]}") != key and files:
                 yield _sample(path, key, files)
                 files = {}
             key = its_key
+            if member.size + sum(map(len, files.values())) > _LARGEST_SAMPLE:
+                raise ValueError(f"the sample of {member.name} has more than {_LARGEST_SAMPLE:,} bytes")
             content = archive.extractfile(member)
             assert content is not None, "it is a file"
             files[name] = content.read()
@@ -111,8 +112,8 @@ def _of_parquet(path: Path) -> Iterator[Record]:
         columns = [name for name in (*_CONVERSATIONS, *_IMAGES) if name in file.schema_arrow.names]
         if not {*columns} & {*_CONVERSATIONS}:
             raise ValueError(f"it has no column {' or '.join(_CONVERSATIONS)}")
-        number = 0
-        for batch in file.iter_batches(_ROWS, columns=columns, use_threads=False):
+        number, rows = 0, max(1, min(_ROWS, LARGEST // largest_part(file.metadata)))
+        for batch in file.iter_batches(rows, columns=columns, use_threads=False):
             for row in batch.to_pylist():
                 number += 1
                 yield Record(f"{path}: row {number}", row)
