@@ -22,9 +22,9 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 git clone --quiet https://github.com/NVIDIA/apex "$folder/apex"
 git -C "$folder/apex" checkout --quiet "$APEX"
-pip install setuptools wheel ninja packaging
+python -m pip install setuptools wheel ninja packaging
 APEX_CPP_EXT=1 APEX_CUDA_EXT=1 NVCC_APPEND_FLAGS="--threads 4" \
-    pip install --verbose --no-build-isolation --no-cache-dir --no-deps "$folder/apex"
+    python -m pip install --verbose --no-build-isolation --no-cache-dir --no-deps "$folder/apex"
 
 python - <<'PYTHON'
 import torch

@@ -115,7 +115,8 @@ is named at the start of a run{% for row in choices if not row.agrees %};
 {% endfor %}
 {% for stage in of("against_cpu") %}
 <h2>GPU against CPU</h2>
-<p>Largest relative differences from training on the CPU in fp32, with the same initial weights.</p>
+<p>Largest relative differences from training on the CPU in fp32, with the same initial weights.
+{% if stage.result.left_out %}No time was left for {{ stage.result.left_out }} runs.{% endif %}</p>
 {{ checks(stage.result.against_cpu, {"model": "model", "precision": "dtype", "loss": "loss",
           "gradient norm": "grad_norm", "bound of the loss": "bound"}) }}
 {% endfor %}

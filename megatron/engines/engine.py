@@ -253,7 +253,8 @@ class SequentialEngine(Engine):
 
     def train_batch(self, batches: Iterator[Batch]) -> Tensor:
         """Run one optimizer step over a global batch. Returns its loss [], the same on every rank."""
-        self.train()
+        if not self.module.training:  # which goes through all modules
+            self.train()
         numbers = range(1, self.gradient_accumulation_steps() + 1)
         losses = []
         if self._coalesces_grad_reduction:

@@ -4,6 +4,7 @@ i inputs, o outputs, in all t tensor-parallel ranks together
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,7 +91,7 @@ def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> P
     return ParallelAdapter(*sizes, settings=settings, **arguments)
 
 
-def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
+def norm_class(config: ModelConfig, layout: ParallelLayout) -> Callable[..., nn.Module]:
     """The norm of hidden states between layers, created from (size, eps=...).
 
     With sequence parallelism each rank's gradient is of its shard of the sequence, and is summed over the tensor group.
@@ -99,6 +100,6 @@ def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
     return sharded_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
 
 
-def head_norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
+def head_norm_class(config: ModelConfig, layout: ParallelLayout) -> Callable[..., nn.Module]:
     """The norm of each head's queries or keys. A rank has its own heads, so that gradients are summed."""
     return sharded_norm(choose_norm(config, fp32_residual=False), layout.tensor_group)

@@ -140,30 +140,42 @@ class _Traced(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_rowwise: bool, gradient_type: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.share, ctx.gradient_type = None if is_rowwise else _own, gradient_type
+        largest = None if is_rowwise else largest_magnitude(weight)
+        ctx.save_for_backward(x, weight, largest)
         rows = quantize(x.flatten(0, -2), E4M3, ctx.share)
-        y = multiply(rows, quantize(weight, E4M3, ctx.share), bias, is_gradient=False)
+        y = multiply(rows, quantize(weight, E4M3, ctx.share, largest), bias, is_gradient=False)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, largest = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        quantized = quantize(rows, ctx.gradient_type, ctx.share), quantize(weight.t(), E4M3, ctx.share)
+        quantized = quantize(rows, ctx.gradient_type, ctx.share), quantize(weight.t(), E4M3, ctx.share, largest)
         of_x = multiply(*quantized, None, is_gradient=True).view_as(x)
         of_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
-def quantize(rows: Tensor, dtype: torch.dtype, share: Share | None) -> Quantized:
-    """rows [.., k] in FP8 with one scale, whose largest magnitude is shared; or without ``share`` one for each row."""
+def quantize(rows: Tensor, dtype: torch.dtype, share: Share | None, largest: Tensor | None = None) -> Quantized:
+    """rows [.., k] in FP8 with one scale, whose largest magnitude is shared; or without ``share`` one for each row.
+
+    ``largest`` [] is that magnitude where it is known.
+    """
     if share is None:
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True).float()
-    else:
-        largest = share(torch.linalg.vector_norm(rows, torch.inf).float())
+    elif largest is None:
+        largest = share(largest_magnitude(rows))
     scale = (torch.finfo(dtype).max / largest.clamp(min=1e-12)).log2().floor().exp2()  # also for zeros
     return Quantized((rows * scale.to(rows.dtype)).to(dtype).contiguous(), scale.reciprocal())
+
+
+def largest_magnitude(rows: Tensor) -> Tensor:
+    """rows [.., k] -> [] in fp32.
+
+    Row by row: torch's compiler computes the maximum of a row where the row is made, and reads all again otherwise.
+    """
+    return torch.linalg.vector_norm(rows, torch.inf, dim=-1).amax().float()
 
 
 def _decoded(encoded: tuple[Tensor, ...], dtype: torch.dtype) -> Quantized:

@@ -106,16 +106,19 @@ def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> T
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
-def sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
-    """``norm`` for a rank's part of the sequence or of the heads: gradients of its replicated weights are summed."""
+def sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> Callable[..., nn.Module]:
+    """``norm`` for a rank's part of the sequence or of the heads: gradients of its replicated weights are summed.
 
-    class ShardedNorm(norm):  # type: ignore[valid-type, misc]  # a class that is chosen at run time
-        def __init__(self, size: int, eps: float):
-            super().__init__(size, eps=eps)
-            for parameter in self.parameters():
-                all_reduce_gradient(parameter, group)
+    No class of its own: layers whose norms have different classes would each be compiled again.
+    """
 
-    return ShardedNorm
+    def build(size: int, eps: float) -> nn.Module:
+        module = norm(size, eps=eps)
+        for parameter in module.parameters():
+            all_reduce_gradient(parameter, group)
+        return module
+
+    return build
 
 
 class ColumnParallelLinear(DeferringModule):

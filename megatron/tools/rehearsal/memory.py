@@ -99,9 +99,10 @@ def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:
 
 
 def live_tensors() -> list[Tensor]:
-    """Every tensor in host memory that Python knows."""
+    """Every tensor in host memory that Python knows; not the fake ones that torch's compiler keeps."""
     gc.collect()
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.device.type == "cpu"]
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)]
 
 
 def real_bytes() -> int:

@@ -19,7 +19,7 @@ from megatron.tools.rehearsal.memory import (
     measured_peak,
     real_bytes,
 )
-from megatron.tools.rehearsal.request import COUNTED, PHASED, WARM_UP
+from megatron.tools.rehearsal.request import MEASURED, PHASED, WARM_UP
 from megatron.training.callbacks import Callback
 
 PHASES = {
@@ -92,7 +92,7 @@ class PhaseClocks:
 
 
 class Observer(Callback):
-    """Times the iterations after the warm-up, then phases, then counts operations, then measures memory.
+    """Times the iterations after the warm-up, then phases, then measures memory, then counts operations.
 
     Iterations are timed from the beginning of one to the beginning of the next, with all that the training loop does
     between; on a GPU the host does not wait in these, but before the first and after the last.
@@ -119,15 +119,12 @@ class Observer(Callback):
         if 0 <= number <= self._steps:
             self._marks.append(Clocks.now() - self.delivered)
         phased = self._steps + (PHASED if self._steps else 0)
-        if number == phased + COUNTED and self._counts is not None:
-            self._counts.__exit__(None, None, None)
-            self._counts = None
         observe = (
             nullcontext(()) if number < 0
             else self._timed() if number < self._steps
-            else self._phased() if number < phased
-            else self._counted() if number < phased + COUNTED
-            else self._measured()
+            else self._phased(is_last=number == phased - 1) if number < phased
+            else self._measured() if number < phased + MEASURED
+            else self._counted()
         )  # fmt: skip
         with observe as hooks:
             yield hooks
@@ -165,15 +162,16 @@ class Observer(Callback):
         self.host.append(time.perf_counter() - begin)
 
     @contextmanager
-    def _phased(self) -> Iterator[Sequence[InstructionHook]]:
+    def _phased(self, *, is_last: bool) -> Iterator[Sequence[InstructionHook]]:
         clocks = PhaseClocks(lambda: Clocks.now() - self.delivered)
-        yield [clocks.hook]
+        with before_measured_peak() if is_last else nullcontext():
+            yield [clocks.hook]
         self.of_phases.append(clocks.end())
         self.phases.append(clocks)
 
     @contextmanager
     def _counted(self) -> Iterator[Sequence[InstructionHook]]:
-        """Count until the next iteration begins, and look at memory when gradients have been summed up."""
+        """Count operations, and look at memory when gradients have been summed up."""
 
         @contextmanager
         def look(instruction: Instruction) -> Iterator[None]:
@@ -182,10 +180,9 @@ class Observer(Callback):
                     self.held = held_by_kind(self._engine())
             yield
 
-        self._counts = Counts(self.operations)
-        self._counts.__enter__()
-        with before_measured_peak() if self._fake is None else nullcontext():
+        with Counts(self.operations) as self._counts:
             yield [self._counts.hook, look]
+        self._counts = None
 
     @contextmanager
     def _measured(self) -> Iterator[Sequence[InstructionHook]]:

@@ -15,10 +15,10 @@ WARM_UP = 3
 """Iterations before the timed ones: buffers are made, and DeepSpeed records the order of layers."""
 PHASED = 3
 """Iterations whose phases are timed, with a wait for the device around each."""
-COUNTED = 1
-"""Iterations whose operations are counted."""
 MEASURED = 1
 """Iterations whose peak of memory is measured."""
+COUNTED = 1
+"""Iterations whose operations are counted: the last, since layers are not compiled in it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Rehearsal:
     @property
     def iterations(self) -> int:
         """All iterations of a rehearsal."""
-        return WARM_UP + (self.timed and self.timed + PHASED) + COUNTED + MEASURED
+        return WARM_UP + (self.timed and self.timed + PHASED) + MEASURED + COUNTED
 
 
 def shortened(run: RunConfig, iterations: int) -> RunConfig:
