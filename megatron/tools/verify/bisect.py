@@ -239,7 +239,7 @@ def _finding_of_step(
     }
     if differences.kind != "gradient":
         return Finding(first, operations.get(differences.kind, ""))
-    found = gradient_differences(reference, other)
+    found = gradient_differences(reference, other, bounds, differences.noise)
     differing = [name for name in reversed(found) if not found[name] <= bounds.gradient]
     name = differing[0]
     cause = what_copies_say(other.gradients.get(name, ()), reference.gradients[name][0])

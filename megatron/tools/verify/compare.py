@@ -5,9 +5,9 @@ nothing but rounding makes a step as long as any other, in a direction that each
 of the first step have no such history: all layouts take them of the same weights and the same samples, so they differ
 by rounding only, and their bound is fixed.
 
-What follows from the first step may differ by more without a fault: training at a large learning rate, or with an
-optimizer that makes gradients orthogonal, amplifies rounding. A second run of the reference, from initial weights that
-differ by rounding, shows how far.
+Two things may differ by more without a fault: a gradient that is zero in exact arithmetic, and what follows from the
+first step, since training at a large learning rate, or with an optimizer that takes signs or makes gradients
+orthogonal, amplifies rounding. Runs of the reference from initial weights that differ by rounding show how far.
 """
 
 import math
@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 SAFETY = 10.0
-"""A difference may be this multiple of what the second run of the reference differs by."""
+"""A difference may be this multiple of what runs of the reference differ by."""
 _SMALLEST_SCALE = 1e-3
 """A gradient is compared relative to its largest element, or to this part of the model's largest if that is more: a
 parameter without effect, such as a bias of attention's keys, has a gradient of nothing but rounding."""
+_NOISE = 0.5
+"""A gradient of which rounding changes this part is nothing but rounding. It changes a hundredth of others in bf16."""
 
 Copies = Sequence[Tensor]
 """A full parameter, or something of its shape, from each rank that has all of it."""
@@ -87,14 +89,16 @@ class Differences:
     """Of the first: initial weights, loss, gradient, norm or step."""
     iteration: int = 0
     """Of the first, from 1 on."""
-    follows_first_step: bool = False
-    """Whether the first follows from a step, so that it may be rounding that training amplifies."""
-    is_amplified: bool = False
-    """Whether it agrees only since rounding is amplified as much in the reference."""
+    may_be_rounding: bool = False
+    """Whether runs of the reference may show that it is rounding: small gradients, or what follows from a step."""
+    is_rounding: bool = False
+    """Whether it agrees only since rounding makes as much of a difference in the reference."""
     losses: Sequence[float] = field(default=(), compare=False)
     norms: Sequence[float] = field(default=(), compare=False)
     first_weights: float = field(default=0.0, compare=False)
     """As ``weights``, after the first step, in units of its learning rate."""
+    noise: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The largest difference of each gradient that is nothing but rounding."""
 
     @property
     def agree(self) -> bool:
@@ -105,16 +109,51 @@ class Differences:
 _NONE = Differences(0.0, 0.0, 0.0, 0.0, 0.0, None)
 
 
+def what_rounding_becomes(reference: Result, others: Sequence[Result], bounds: Bounds) -> Differences:
+    """The largest differences of ``others``, runs of the reference from weights that differ by rounding."""
+    noise = _noise(reference, others, bounds)
+    found = [compare(reference, other, bounds, replace(_NONE, noise=noise)) for other in others]
+    return Differences(
+        loss=_largest(one.loss for one in found),
+        grad_norm=_largest(one.grad_norm for one in found),
+        gradient=_largest(one.gradient or 0.0 for one in found),
+        weights=_largest(one.weights for one in found),
+        other_weights=_largest(one.other_weights for one in found),
+        first=None,
+        losses=[_largest(of_iteration) for of_iteration in zip(*(one.losses for one in found), strict=True)],
+        norms=[_largest(of_iteration) for of_iteration in zip(*(one.norms for one in found), strict=True)],
+        first_weights=_largest(one.first_weights for one in found),
+        noise=noise,
+    )
+
+
+def _noise(reference: Result, others: Sequence[Result], bounds: Bounds) -> dict[str, float]:
+    """By how much each gradient differs, of those that are small and nothing but rounding."""
+    noise = {}
+    for name in _small_gradients(reference, bounds):
+        gradient = reference.gradients[name][0]
+        differences = [other.gradients[name][0] - gradient for other in others]
+        if any(one.norm() > _NOISE * gradient.norm() for one in differences):
+            noise[name] = _largest(one.abs().max().item() for one in differences)
+    return noise
+
+
+def _small_gradients(reference: Result, bounds: Bounds) -> set[str]:
+    """Those that may be nothing but rounding of larger ones."""
+    sizes = {name: copies[0].abs().max().item() for name, copies in reference.gradients.items()}
+    return {name for name, size in sizes.items() if size < bounds.gradient * max(sizes.values())}
+
+
 def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differences = _NONE) -> Differences:
     """Compare ``other`` with ``reference``.
 
-    ``rounding`` is what a second run of the reference differs in. It raises the bounds of what follows from the first
-    step, as much more as gradients differ more.
+    ``rounding`` is what further runs of the reference differ in. It raises the bounds of gradients that are nothing but
+    rounding, and of what follows from the first step, of that as much more as gradients differ more.
     """
     losses = _of_series(reference.losses, other.losses)
     norms = _of_series(reference.grad_norms, other.grad_norms)
-    gradients = gradient_differences(reference, other)
-    clear = {name: _has_clear_gradient(copies[0], bounds) for name, copies in reference.gradients.items()}
+    gradients = gradient_differences(reference, other, bounds, rounding.noise)
+    clear = _clear_gradients(reference, bounds, rounding.noise)
     rates, step = reference.learning_rates, reference.first_step
     first_weights = _of_weights(reference.first_weights, other.first_weights, rates[step : step + 1], clear)
     weights = _of_weights(reference.weights, other.weights, rates, clear)
@@ -128,9 +167,11 @@ def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differen
         losses=losses,
         norms=norms,
         first_weights=_largest(clear_ones for clear_ones, _ in first_weights.values()),
+        noise=rounding.noise,
     )
     growth = SAFETY * max(1.0, (found.gradient or 0.0) / (rounding.gradient or math.inf))
     first, numbers = step + 1, range(1, len(losses) + 1)
+    differing = [name for name in reversed(gradients) if not gradients[name] <= bounds.gradient]
 
     def raised(bound: float, *measured: float) -> float:
         return max(bound, growth * _largest(measured))
@@ -139,8 +180,7 @@ def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differen
         *(("initial weights", first, f"initial {name}") for name, (_, rest) in first_weights.items()
           if not rest <= bounds.other_weights),
         *_beyond("loss", losses[:first], [bounds.loss] * first),
-        *(("gradient", first, _described(name, reference, other)) for name in reversed(gradients)
-          if not gradients[name] <= bounds.gradient),
+        *(("gradient", first, _described(name, reference, other)) for name in differing),
         *_beyond("norm", norms[:first], [bounds.grad_norm] * first),
     ]  # fmt: skip
     after = [
@@ -153,7 +193,9 @@ def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differen
                   and rest <= raised(bounds.other_weights, rounding.other_weights))),
     ]  # fmt: skip
     kind, iteration, text = next(iter(before + after), ("", 0, None))
-    return replace(found, first=text, kind=kind, iteration=iteration, follows_first_step=bool(after) and not before)
+    is_small = _small_gradients(reference, bounds).issuperset(differing) and len(before) == len(differing)
+    may_be_rounding = is_small and bool(before or after)
+    return replace(found, first=text, kind=kind, iteration=iteration, may_be_rounding=may_be_rounding)
 
 
 _QUANTITIES = {"loss": "loss", "norm": "gradient norm"}
@@ -176,13 +218,30 @@ def _of_number(reference: float | None, other: float | None) -> float:
     return abs(other - reference) / abs(reference) if reference else abs(other)
 
 
-def gradient_differences(reference: Result, other: Result) -> dict[str, float]:
+def gradient_differences(
+    reference: Result, other: Result, bounds: Bounds, noise: Mapping[str, float]
+) -> dict[str, float]:
     """The largest difference of an element, relative to its parameter's largest, by name."""
-    sizes = {name: copies[0].abs().max().item() for name, copies in reference.gradients.items()}
-    smallest = _SMALLEST_SCALE * max(sizes.values(), default=0.0)
+    scales = _scales(reference, bounds, noise)
     return {
-        name: _largest_difference(copies[0], other.gradients.get(name, ())) / (max(sizes[name], smallest) or 1.0)
+        name: _largest_difference(copies[0], other.gradients.get(name, ())) / scales[name]
         for name, copies in reference.gradients.items()
+    }
+
+
+def _scales(reference: Result, bounds: Bounds, noise: Mapping[str, float]) -> dict[str, float]:
+    """What the differences of each gradient are relative to. One that is ``noise`` may differ by SAFETY times that."""
+    sizes = {name: copies[0].abs().max().item() for name, copies in reference.gradients.items()}
+    smallest = _SMALLEST_SCALE * max(sizes.values(), default=0.0) or 1.0
+    of_noise = {name: SAFETY * difference / bounds.gradient for name, difference in noise.items()}
+    return {name: max(size, smallest, of_noise.get(name, 0.0)) for name, size in sizes.items()}
+
+
+def _clear_gradients(reference: Result, bounds: Bounds, noise: Mapping[str, float]) -> dict[str, Tensor]:
+    """Elements of each parameter whose first gradient is far above rounding."""
+    scales = _scales(reference, bounds, noise)
+    return {
+        name: copies[0].abs() >= bounds.clear_gradient * scales[name] for name, copies in reference.gradients.items()
     }
 
 
@@ -195,11 +254,6 @@ def _described(name: str, reference: Result, other: Result) -> str:
     rest = max((copy - factor * gradient).norm() / gradient.norm() for copy in copies)
     is_multiple = rest < 0.01 * abs(factor) and abs(factor - 1) > 0.01
     return f"gradient of {name}{f' ({factor:.3g} times the reference)' if is_multiple else ''}"
-
-
-def _has_clear_gradient(gradient: Tensor, bounds: Bounds) -> Tensor:
-    """Elements of a parameter whose first gradient is far above rounding."""
-    return gradient.abs() >= bounds.clear_gradient * gradient.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _of_weights(

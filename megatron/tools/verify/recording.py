@@ -55,12 +55,15 @@ def record_run(folder: str, iteration: int) -> None:
     setup.build_engine = build_recorded  # type: ignore[assignment]
 
 
-def perturb_weights(relative: float) -> None:
-    """Let the program that this process becomes draw initial weights that are larger or smaller by ``relative``."""
+def perturb_weights(relative: float, number: int) -> None:
+    """Let the program that this process becomes draw initial weights that are larger or smaller by ``relative``.
+
+    Which are larger follows from ``number``.
+    """
     draw = WeightInit.draw
 
     def perturbed(init: WeightInit, shape: tuple[int, ...]) -> Tensor:
-        signs = draw(replace(init, name=f"{init.name}/rounding"), shape).sign()
+        signs = draw(replace(init, name=f"{init.name}/rounding {number}"), shape).sign()
         return draw(init, shape) * (1 + relative * signs)
 
     WeightInit.draw = perturbed  # type: ignore[assignment, method-assign]

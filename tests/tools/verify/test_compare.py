@@ -1,11 +1,14 @@
 """Differences between what two runs computed."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.tools.verify.compare import Bounds, Differences, Result, compare
+from megatron.tools.verify import results
+from megatron.tools.verify.compare import Bounds, Differences, Result, compare, what_rounding_becomes
+from megatron.tools.verify.request import ONE_PROCESS
 
 WEIGHT = torch.tensor([[1.0, -4.0], [2.0, 0.5]])
 GRADIENT = torch.tensor([[0.5, -2.0], [1.0, 1e-6]])
@@ -104,7 +107,7 @@ def test_rounding_that_is_amplified_raises_the_bounds_after_the_first_step_only(
     """Up to ten times what was measured in an iteration or before it, if gradients differ as much."""
     slightly = {"gradients": {"1.weight": [GRADIENT + 2e-6]}}
     again = result(losses=(2.0, 1.001), norms=(0.5, 0.2501), weights={"0.weight": [moved(clear=0.01)]}, **slightly)
-    rounding = compare(result(), again, BOUNDS)
+    rounding = what_rounding_becomes(result(), [again, result(**slightly)], BOUNDS)
 
     def first_with(**changes) -> str | None:
         return compare(result(), result(**slightly, **changes), BOUNDS, rounding).first
@@ -115,7 +118,56 @@ def test_rounding_that_is_amplified_raises_the_bounds_after_the_first_step_only(
     assert first_with(losses=(2.002, 1.0)) == "loss of iteration 1"
     assert first_with(norms=(0.501, 0.25)) == "gradient norm of iteration 1"
     assert first_with(losses=(2.0, math.nan)) == "loss of iteration 2"
-    assert found(losses=(2.0, 1.1)).follows_first_step and not found(losses=(2.1, 1.1)).follows_first_step
+    assert found(losses=(2.0, 1.1)).may_be_rounding and not found(losses=(2.1, 1.1)).may_be_rounding
+
+
+def test_a_small_gradient_of_nothing_but_rounding_is_compared_with_how_much_rounding_there_is() -> None:
+    """Its elements are not clear either; other gradients keep their bound."""
+    bf16, noise = Bounds.of("bf16"), torch.tensor([[6e-3, -2e-3], [-4e-3, 1e-3]])
+
+    def of(factor: float, steps: float = 0.0, **others) -> Result:
+        weights = {"1.weight": [WEIGHT + steps * torch.sign(noise)]}
+        gradients = {"1.weight": [factor * noise], **others}
+        return result(gradients=gradients, first_weights=weights, weights=weights)
+
+    rounding = what_rounding_becomes(of(1), [of(-0.5), of(0.2)], bf16)
+    assert rounding.noise == pytest.approx({"1.weight": 1.5 * 6e-3})
+
+    def differences(other: Result, known: Differences = rounding) -> Differences:
+        return compare(of(1), other, bf16, known)
+
+    without = compare(of(1), of(-1, steps=0.15), bf16)
+    assert (without.first, without.may_be_rounding) == ("gradient of 1.weight (-1 times the reference)", True)
+    assert differences(of(-1, steps=0.15)).agree
+    assert differences(of(17)).first == "gradient of 1.weight (17 times the reference)"
+    of_another = differences(of(1, **{"0.weight": [1.2 * GRADIENT]}))
+    assert (of_another.kind, of_another.may_be_rounding) == ("gradient", False)
+    assert not differences(of(-1, steps=0.25)).agree
+    assert not what_rounding_becomes(of(1), [of(0.8)], bf16).noise
+    assert not what_rounding_becomes(result(), [result(gradients={"0.weight": [-GRADIENT]})], bf16).noise
+
+
+@pytest.mark.parametrize("loss, runs", [(1.00005, 0), (1.09, 2), (1.5, 3)])
+def test_the_reference_runs_again_until_a_difference_is_rounding(
+    loss: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first run that happens to differ by little decides nothing; three do."""
+    calls = []
+
+    class Again:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def train(self, layout: object, iterations: int, prepare: tuple) -> tuple[Result, None]:
+            calls.append(prepare)
+            return result(losses=(2.0, (1.0001, 1.01, 1.002)[prepare[2]])), None
+
+    monkeypatch.setattr(results, "Trainer", Again)
+    request = SimpleNamespace(first=ONE_PROCESS, run=lambda _: SimpleNamespace(precision=SimpleNamespace(dtype="fp32")))
+    comparison = results.Comparison(request, BOUNDS, 1)
+    for _ in range(2):  # what has run is kept
+        differences = comparison.compare(ONE_PROCESS, result(), result(losses=(2.0, loss)))
+        assert (differences.agree, differences.is_rounding, len(calls)) == (runs < 3, runs == 2, runs)
 
 
 def test_the_last_digit_of_a_weight_is_no_part_of_a_small_step() -> None:
