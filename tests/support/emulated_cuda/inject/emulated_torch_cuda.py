@@ -76,6 +76,20 @@ class Stream:
         pass
 
 
+class TensorType:
+    """``torch.cuda.FloatTensor`` and the like, which a torch without CUDA has no use for."""
+
+    def __init__(self, of_host: Any):
+        self._of_host = of_host
+
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+        """A tensor on the device, of what the type of the host takes."""
+        return self._of_host(*arguments, **options).cuda()
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_cuda and value.dtype == self._of_host.dtype
+
+
 class Generator:
     """The device's generator of random numbers, of which torch's own class would need CUDA."""
 
@@ -101,6 +115,9 @@ def install() -> None:
     def seed(value: int) -> None:
         device.seed(int(value) & (2**63 - 1))
 
+    def initial_seed() -> int:
+        return int(device.random_state()[:8].view(torch.int64))
+
     def memory_stats(place: Any = None) -> dict[str, int]:
         return {"allocated_bytes.all.current": device.allocated(), "allocated_bytes.all.peak": device.peak()}
 
@@ -122,7 +139,7 @@ def install() -> None:
         "get_device_properties": properties, "is_bf16_supported": lambda *_, **__: True,
         "get_rng_state": lambda place=None: device.random_state(),
         "set_rng_state": lambda state, place=None: device.set_random_state(state),
-        "manual_seed": seed, "manual_seed_all": seed, "initial_seed": lambda: 0,
+        "manual_seed": seed, "manual_seed_all": seed, "initial_seed": initial_seed,
         "default_generators": defaultdict(Generator), "Stream": Stream, "Event": Event,
         "stream": lambda stream: stream or Stream(), "current_stream": lambda place=None: Stream(),
         "default_stream": lambda place=None: Stream(), "is_current_stream_capturing": lambda: False,
@@ -132,6 +149,8 @@ def install() -> None:
         "reset_max_memory_cached": reset_peak, "memory_stats": memory_stats, "empty_cache": nothing,
         "mem_get_info": lambda place=None: (_total_memory() - device.allocated(), _total_memory()),
     }  # fmt: skip
+    for kind in ("Bool", "Byte", "Double", "Float", "Half", "Int", "Long"):
+        replaced[f"{kind}Tensor"] = TensorType(getattr(torch, f"{kind}Tensor"))
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = nothing
