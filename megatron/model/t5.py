@@ -117,8 +117,9 @@ class StackPositions(_OfHidden, PositionEmbedding):  # type: ignore[misc]
 
 def encoder_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
     """The norm after the last layer of the encoder."""
-    norm = norm_class(config, layout)
-    return type("EncoderNorm", (_OfHidden, norm), {})(config.hidden_size, eps=config.layernorm_epsilon)
+    norm = norm_class(config, layout)(config.hidden_size, eps=config.layernorm_epsilon)
+    norm.__class__ = type("EncoderNorm", (_OfHidden, type(norm)), {})  # its parameters keep their names
+    return norm
 
 
 def without_encoder_output(state: State) -> Tensor:

@@ -21,12 +21,13 @@ PIPELINE = [*MODEL, "--pipe-parallel-size", "2", "--model-parallel-size", "2", "
 
 @pytest.fixture(scope="module")
 def rehearsed(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The last stage's rank 5 of eight, real and fake, as the tool has rehearsed it."""
+    """The last stage's rank 5 of eight, real and fake, as rehearsed by the tool with numbers that grow too large."""
     folder, found = tmp_path_factory.mktemp("rehearsed"), {}
     saving = ["--save", folder / "never", "--save-interval", "1"]
+    growing = ["--lr", "1e30", "--max-consecutive-bad-steps", "1"]
     for name, flags in {"real": ["--steps", "2"], "fake": ["--fake"]}.items():
         words = ["--world-size", "8", "--rank", "5", "--devices-per-node", "8", "--json", folder / name, *flags]
-        programs.warm(1, "tools/rehearse.py", *words, *PIPELINE, *saving).ok()
+        programs.warm(1, "tools/rehearse.py", *words, *PIPELINE, *saving, *growing).ok()
         (found[name],) = json.loads((folder / name).read_text())["ranks"]
     assert not (folder / "never").exists(), "nothing is saved"
     return found

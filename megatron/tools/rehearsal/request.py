@@ -73,13 +73,14 @@ class Rehearsal:
 def shortened(run: RunConfig, iterations: int) -> RunConfig:
     """``run`` for the first iterations, without evaluations, checkpoints and reports.
 
-    The schedule of the learning rate, the order of the data and everything that an iteration does stay the same.
+    The schedule of the learning rate, the order of the data and everything that an iteration does stay the same. That
+    numbers become too large does not end it: without the other ranks' parts, norms of deep models divide by little.
     """
     return replace(
         run,
         train=replace(
             run.train, exit_interval=iterations, exit_duration_in_mins=None, eval_iters=0, skip_train=False,
-            rewind_on_spike=False,
+            rewind_on_spike=False, max_consecutive_bad_steps=iterations + 1,
         ),
         checkpoint=CheckpointConfig(),
         logging=replace(

@@ -92,7 +92,7 @@ def _result(number: int, code: int, output: Any, result: Any) -> dict[str, Any]:
             "layout that takes less (tools/plan.py), or describe this one with --fake"
         )
     kinds = {kind.exit_code: kind for kind in UserError.__subclasses__()}
-    errors = [line for line in lines if "error: " in line] or lines[-_SHOWN:] or [f"ended with exit code {code}"]
+    errors = [line for line in lines if "error: " in line] or [*lines[-_SHOWN:], f"ended with exit code {code}"]
     raise kinds.get(code, LaunchError)([f"rank {number}: {line.partition('error: ')[2] or line}" for line in errors])
 
 
