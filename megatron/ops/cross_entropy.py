@@ -35,21 +35,21 @@ class CrossEntropyKernel:
     """In plain torch, some rows at a time, so that the logits are never all in fp32."""
 
     def statistics(self, logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, from_largest: bool) -> Tensor:
-        """logits [r, v/t], of which ``columns`` count, index [r] of the labels -> [2, r] in fp32.
+        """logits [r, v/t], of which ``columns`` count, index [r] of the labels -> [3, r] in fp32.
 
-        They are the label's log-probability among these columns, and the logsumexp, computed in ``dtype``. The latter
-        is accurate for every row ``from_largest`` logits; otherwise it is computed from what is read of the label.
+        They are the label's log-probability among these columns, a logit, and by how much the logsumexp is larger,
+        computed in ``dtype``. That logit is the largest, so that the rest is accurate, or the label's, which is read.
         """
-        found = logits.new_empty((2, len(logits)), dtype=torch.float32)
+        found = logits.new_empty((3, len(logits)), dtype=torch.float32)
         for rows in _chunks(logits, columns):
             counted = logits[rows, :columns].to(dtype)
             log_probabilities = counted.log_softmax(-1)
             at_label = index[rows].unsqueeze(-1)
             found[0, rows] = log_probabilities.gather(-1, at_label).squeeze(-1)
             if from_largest:
-                found[1, rows] = counted.amax(-1).float() - log_probabilities.amax(-1)
+                found[1, rows], found[2, rows] = counted.amax(-1), -log_probabilities.amax(-1)
             else:
-                found[1, rows] = counted.gather(-1, at_label).squeeze(-1) - found[0, rows]
+                found[1, rows], found[2, rows] = counted.gather(-1, at_label).squeeze(-1), -found[0, rows]
             del counted, log_probabilities  # before the next rows take as much
         return found
 
@@ -86,7 +86,7 @@ def _statistics(logits: Tensor, index: Tensor, columns: int) -> Tensor:
     largest = counted.amax(-1)
     log_sum = (counted - largest.unsqueeze(-1)).exp().sum(-1).log()
     at_label = counted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    return torch.stack([at_label - largest - log_sum, largest + log_sum])
+    return torch.stack([at_label - largest - log_sum, largest, log_sum])
 
 
 def _gradient(

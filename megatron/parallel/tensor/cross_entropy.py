@@ -55,11 +55,13 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         elsewhere = (labels < 0) | (labels >= columns)
         index = labels.masked_fill(elsewhere, 0)
-        own, normalizers = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float32)
+        own, largest, rest = logits.new_full((3, len(logits)), -torch.inf, dtype=torch.float32)
         if columns:
-            own, normalizers = kernel.statistics(logits, index, columns, dtype, group.size() > 1)
+            own, largest, rest = kernel.statistics(logits, index, columns, dtype, group.size() > 1)
+        normalizers = largest + rest
         if group.size() > 1:
-            losses, shares = _over_ranks(own, normalizers, elsewhere, outside, group)
+            at_label = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            losses, shares = _over_ranks(at_label, largest, rest, elsewhere, outside, group)
         else:
             losses, shares = torch.where(outside, normalizers, -own), torch.ones_like(own)
         ctx.save_for_backward(logits, normalizers, shares, index, elsewhere)
@@ -75,20 +77,20 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _over_ranks(
-    own: Tensor, normalizers: Tensor, elsewhere: Tensor, outside: Tensor, group: ProcessGroup
+    at_label: Tensor, largest: Tensor, rest: Tensor, elsewhere: Tensor, outside: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """The losses [r], and the share of the exponentials' sum that this rank's columns have [r].
 
-    ``own`` [r] and ``normalizers`` [r] are only of these columns; labels may be ``elsewhere`` [r] than among them, or
-    ``outside`` [r] of all.
+    Of these columns there are the logit at the label [r], the ``largest`` [r] and the ``rest`` [r] of the logsumexp;
+    labels may be ``elsewhere`` [r] than among them, or ``outside`` [r] of all.
     """
-    largest = normalizers.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    in_sum = normalizers - largest
-    sums = torch.stack([in_sum.exp(), (own + in_sum).masked_fill(elsewhere, 0.0)])
+    of_all = largest.clone()
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
+    in_sum = largest - of_all + rest
+    sums = torch.stack([in_sum.exp(), (at_label - of_all).masked_fill(elsewhere, 0.0)])
     dist.all_reduce(sums, group=group)
     logarithms = sums[0].log()
-    return torch.where(outside, largest + logarithms, logarithms - sums[1]), (in_sum - logarithms).exp()
+    return torch.where(outside, of_all + logarithms, logarithms - sums[1]), (in_sum - logarithms).exp()
 
 
 def vocab_parallel_argmax(logits: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
