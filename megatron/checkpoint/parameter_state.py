@@ -181,7 +181,7 @@ def _with_experts(states: dict[str, State], others: Sequence[Mapping[str, State]
     for name in others[0] if others else ():
         parts = [states[name], *(other[name] for other in others)]
         states[name] = {
-            key: torch.cat([part[key] for part in parts]) if _is_flat(value) else value
+            key: torch.cat([part[key] for part in parts]) if is_flat(value) else value
             for key, value in states[name].items()
         }
     return states
@@ -207,7 +207,7 @@ def _zero1_and_2_blocks(
         weights = torch.cat([partition["single_partition_of_fp32_groups"][number] for partition in partitions])
         states = [numbered_state(partition["base_optimizer_state"], number) for partition in partitions]
         state = {
-            key: torch.cat([state[key] for state in states]) if _is_flat(value) else value
+            key: torch.cat([state[key] for state in states]) if is_flat(value) else value
             for key, value in states[0].items()
         }
         lengths = {name: shape.numel() for name, shape in shapes.items()}
@@ -257,15 +257,15 @@ def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str
     numbers: dict[str, State] = defaultdict(dict)
     for block in blocks:
         values = {WEIGHT: block.weights, **{key: block.state[key] for key in block.state if key not in _OF_MATRICES}}
-        tensors = {key: value.detach().flatten() for key, value in values.items() if _is_flat(value)}
+        tensors = {key: value.detach().flatten() for key, value in values.items() if is_flat(value)}
         for name, span in block.spans.items():
             for key, tensor in tensors.items():
                 parts[name][key].append(tensor[span])
-            numbers[name] |= {key: value for key, value in values.items() if not _is_flat(value)}
+            numbers[name] |= {key: value for key, value in values.items() if not is_flat(value)}
     return {name: numbers[name] | _full(name, parts[name], shape, folder) for name, shape in shapes.items()}
 
 
-def _is_flat(value: Any) -> bool:
+def is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 

@@ -186,7 +186,8 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     def _reduce(self, gradients: Gradients) -> None:
         gradients.reduce()
-        summed = []
+        # The empty one is for ranks whose parts have nothing to sum: all ranks call the same operations.
+        summed = [gradients.parts[0][:0]] if self._summed_over_tensor_ranks else []
         for number, part in enumerate(gradients.parts):
             pieces = self._pieces[number]
             averaged = [part[piece.start : piece.start + piece.length] for piece in pieces]

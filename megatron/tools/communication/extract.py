@@ -41,6 +41,8 @@ class Job:
     prepare: Prepare | None = None
     nothing_counts: bool = False
     """See ``memoryless``."""
+    lacks_files: bool = False
+    """Whether the checkpoint that it loads lacks files, those of ranks that were not run."""
     signal_in: int | None = None
     """The iteration in which the rank receives SIGTERM."""
 
@@ -90,7 +92,7 @@ def _run(job: Job, rank: int) -> None:
         with (
             one_rank(job.world_size, rank),
             memoryless(nothing_counts=job.nothing_counts, computed=recorder.buffers.computed),
-            recording(recorder),
+            recording(recorder, lacks_files=job.lacks_files),
         ):
             if job.prepare is not None:
                 job.prepare(rank)

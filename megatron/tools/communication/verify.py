@@ -1,7 +1,6 @@
 """Extract every start of a run, and check it: what is found, as text and as JSON."""
 
 import random
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import MANIFEST, write_manifest
 from megatron.common.units import with_prefix
 from megatron.config import RunConfig
 from megatron.tools.command_line import progress_bar
 from megatron.tools.communication.check import Counterexample, check, programs
+from megatron.tools.communication.checkpoint import gather
 from megatron.tools.communication.extract import Job, Prepare, extract
 from megatron.tools.communication.request import ITERATIONS, Start, representatives
 from megatron.tools.communication.trace import Issue, Trace
@@ -50,6 +49,7 @@ def verify(
     sampled = sorted(random.Random(seed).sample(others, min(sample, len(others))))
     expected: dict[int, Trace] = {}
     loaded = {start.loads for start in starts}
+    incomplete = set()
     for number, start in enumerate(starts):
         chosen = of_run if start.world_size == run.parallel.world_size else [0] * start.world_size
         stands_for = sorted(set(chosen))
@@ -57,6 +57,7 @@ def verify(
         compared = sampled if start is starts[0] else []
         ranks = chosen[-1:] if start.nothing_counts and len(stands_for) < len(chosen) else stands_for
         job = Job(program, start.words, start.world_size, folder / str(number), prepare, start.nothing_counts)
+        job = replace(job, lacks_files=start.loads in incomplete)
         job = replace(job, signal_in=2 * ITERATIONS - 1 if start.ends_by_signal else None)
         if start.loads:
             for rank in ranks:
@@ -71,7 +72,9 @@ def verify(
         )
         expected = expected or traces
         if start.name in loaded:
-            _gather(job, stands_for, folder / start.name, run)
+            saved = [job.folder_of(rank) / "checkpoint" for rank in stands_for]
+            gather(saved, folder / start.name, run, start.world_size)
+            incomplete |= {start.name} if len(stands_for) < len(chosen) else set()
         shutil.rmtree(job.folder)
 
 
@@ -133,26 +136,6 @@ def _unsized(event: Any) -> Any:
 
 def _of(event: Any) -> str:
     return ", ".join(map(str, event.calls)) if isinstance(event, Issue) else f"waits at {event.place}"
-
-
-def _gather(job: Job, ranks: Sequence[int], folder: Path, run: RunConfig) -> None:
-    """The checkpoints of all ranks as one, in ``folder``.
-
-    DeepSpeed counts the files of weights: in place of those of ranks that were not run there are links to others, which
-    no rank that is run reads.
-    """
-    for rank in ranks:
-        shutil.copytree(job.folder_of(rank) / "checkpoint", folder, dirs_exist_ok=True)
-    if len(ranks) < job.world_size:
-        for file in sorted(folder.glob("*/*00[_-]model_states.pt")):
-            tensor, stages = run.parallel.model_parallel_size, max(run.parallel.pipe_parallel_size, 1)
-            for number in range(tensor * (stages if file.name.startswith("mp_rank") else 1)):
-                other = file.with_name(re.sub("00(.model_states)", rf"{number:02}\1", file.name))
-                if not other.exists():
-                    other.hardlink_to(file)
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        manifest.unlink()
-        write_manifest(manifest.parent, {})
 
 
 def table(findings: Sequence[Finding]) -> str:

@@ -1,0 +1,53 @@
+"""The checkpoint of a start of which some ranks were run: what the ranks of the next start load."""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.files import MANIFEST, write_manifest
+from megatron.checkpoint.parameter_state import WEIGHT, State, is_flat, model_file, numbered_state, optimizer_file
+from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.tensor_files import read_file
+from megatron.config import RunConfig
+from megatron.model.spec import ParameterSpec
+from megatron.tools.one_rank.accelerator import DEVICE
+
+
+def gather(checkpoints: Sequence[Path], folder: Path, run: RunConfig, world_size: int) -> None:
+    """The ``checkpoints`` of the ranks that were run, of ``world_size``, as one in ``folder``.
+
+    DeepSpeed counts the files of weights: in place of those of ranks that were not run there are links to others, which
+    no rank that is run reads.
+    """
+    for checkpoint in checkpoints:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    if len(checkpoints) < world_size:
+        for file in sorted(folder.glob("*/*00[_-]model_states.pt")):
+            tensor, stages = run.parallel.model_parallel_size, max(run.parallel.pipe_parallel_size, 1)
+            for number in range(tensor * (stages if file.name.startswith("mp_rank") else 1)):
+                other = file.with_name(re.sub("00(.model_states)", rf"{number:02}\1", file.name))
+                if not other.exists():
+                    other.hardlink_to(file)
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+        write_manifest(manifest.parent, {})
+
+
+def full_parameters(saved: SavedRun, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, list[State]]]:
+    """Each parameter as one shard, without the files of ranks that were not run: a conversion reads them otherwise.
+
+    Its state has what rank 0 keeps of the first one.
+    """
+    kept: State = {}
+    if saved.has_optimizer:
+        if saved.layout.has_optimizer_partitions:
+            state = read_file(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
+        else:
+            state = read_file(model_file(saved.path, saved.layout, 0))["optimizer"]
+        kept = numbered_state(state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state, 0)
+    for name, spec in specs.items():
+        full = torch.zeros(spec.shape, device=DEVICE)
+        yield name, [{WEIGHT: full, **{key: full if is_flat(value) else value for key, value in kept.items()}}]
