@@ -7,9 +7,10 @@ imports this package.
 
 # ruff: noqa: F401, F403  # these names are what the package offers
 
-from . import cross_entropy, data, initialize, layers, mappings, random, utils
+from . import cross_entropy, data, grads, initialize, layers, mappings, random, utils
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
+from .grads import clip_grad_norm
 from .initialize import *
 from .layers import (
     ColumnParallelLinear,

@@ -40,7 +40,16 @@ def with_groups(check: Callable) -> Callable:
 
 @pytest.mark.parametrize(
     "check",
-    ["linear_layers", "strides_and_biases", "embeddings", "losses", "batches", "random_streams", "recomputation"],
+    [
+        "linear_layers",
+        "strides_and_biases",
+        "embeddings",
+        "losses",
+        "clipping",
+        "batches",
+        "random_streams",
+        "recomputation",
+    ],
 )
 def test_it_computes_what_plain_torch_does(run_ranks, check):
     run_ranks(4, globals()[check])
@@ -125,6 +134,21 @@ def losses() -> None:
     assert_close(loss, expected, rtol=0, atol=0)
     grads = [torch.autograd.grad(value.mean(), logits)[0] for value in (loss, expected)]
     assert_close(*grads, rtol=0, atol=1e-6)
+
+
+@with_groups
+def clipping() -> None:
+    """Of weights that ranks share out, and of one that each has in full."""
+    gradient, shared = torch.linspace(-2, 3, 8), torch.linspace(1, 2, 3)
+    rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    for norm_type in (2, float("inf")):
+        weights = [nn.Parameter(torch.zeros(8 // size)), nn.Parameter(torch.zeros(3))]
+        mpu.set_tensor_model_parallel_attributes(weights[0], is_parallel=size > 1, dim=0, stride=1)
+        weights[0].grad, weights[1].grad = gradient.chunk(size)[rank].clone(), shared.clone()
+        expected = torch.cat([gradient, shared]).norm(norm_type).item()
+        assert mpu.clip_grad_norm(weights, 1.0, norm_type) == pytest.approx(expected)
+        assert_close(weights[0].grad, gradient.chunk(size)[rank] / expected)
+        assert_close(weights[1].grad, shared / expected)
 
 
 @with_groups
