@@ -1,6 +1,7 @@
 """A rehearsal as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from megatron.common.units import duration, with_prefix
@@ -11,6 +12,9 @@ from megatron.tools.rehearsal.estimate import Expected
 from megatron.tools.reporting.callbacks import smallest_change
 
 _STATES = ("weights", "gradients", "optimizer")
+_PHASES = ("data", "forward", "backward", "reduction", "optimizer", "host")
+_LEAST_SHOWN = 0.001
+"""Of the step, an uncertainty that has a line."""
 
 
 def planned_memory(run: RunConfig, stage: int) -> Memory | None:
@@ -28,7 +32,8 @@ def describe_rank(run: RunConfig, rank: Mapping[str, Any], room: float) -> Itera
     stage = stage_of(run, rank["rank"])
     yield f"rank {rank['rank']}: stage {stage} of {run.parallel.pipe_stages}"
     if "seconds" in rank:
-        phases = ", ".join(f"{name} {duration(one['wall'])}" for name, one in rank["phases"].items())
+        found = rank["phases"]
+        phases = ", ".join(f"{name} {duration(found[name]['wall'])}" for name in _PHASES if name in found)
         walls = [one["wall"] for one in rank["rounds"]]
         spread = f"{duration(min(walls))} to {duration(max(walls))} in {len(walls)} iterations"
         seconds = rank["seconds"]
@@ -62,10 +67,12 @@ def describe_expected(expected: Expected) -> Iterator[str]:
     low, high = expected.between
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in expected.parts.items())
     yield f"expected step {duration(expected.seconds)}, between {duration(low)} and {duration(high)}: {parts}"
-    for one in expected.uncertainties:
+    shown = [one for one in expected.uncertainties if max(one.low, one.high) > _LEAST_SHOWN * expected.seconds]
+    for one in shown:
         yield f"  {one.name:13} -{duration(one.low)} to +{duration(one.high)}: {one.why}"
+    length = f"{expected.days:.3g} days" if expected.days >= 1 else str(timedelta(seconds=round(86400 * expected.days)))
     yield (
-        f"{expected.tokens_per_second:,.0f} tokens/s, MFU {expected.mfu:.1%}, {expected.days:.3g} days for "
+        f"{expected.tokens_per_second:,.0f} tokens/s, MFU {expected.mfu:.1%}, {length} for "
         f"{expected.run.train.train_iters:,} iterations"
     )
 
