@@ -1,5 +1,11 @@
 """The pictures of the documentation, drawn from the code that they explain: each function returns an SVG."""
 
+import html
+import os
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +16,20 @@ from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
-from megatron.tools.reporting.files import read_series
+from megatron.tools.reporting.files import read_record, read_series, read_timeline
+from megatron.tools.reporting.page import KEYS, page
 from megatron.tools.reporting.pictures import CURVE_KEYS, as_svg, draw_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-METRICS = Path(__file__).resolve().parents[1] / "docs" / "images" / "quickstart.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+EXPLAINED = """--explain --world-size 8 --model-parallel-size 2 --pipe-parallel-size 4 --num-layers 24 --hidden-size 1024
+--num-attention-heads 16 --seq-length 1024 --bf16 --batch-size 2 --gas 8 --train-iters 1000 --lr 1.5e-4 --mock-data
+--attention-dropout 0 --hidden-dropout 0"""
+REPORT_HEIGHT = 1800
 COLORS = ("#5b9bd5", "#6ab187", "#d6a520", "#c8553d", "#8f6bb3", "#8a8a8a")
 
 
@@ -120,12 +132,50 @@ def experts() -> str:
 
 def quickstart_loss() -> str:
     """The curves of a run of examples/quickstart.sh, whose metrics are kept beside the picture."""
-    return as_svg(draw_curves({"quickstart": read_series(METRICS, CURVE_KEYS)}, {"unigram entropy": 6.2707}, ""))
+    return as_svg(draw_curves({"quickstart": read_series(IMAGES / "quickstart.jsonl", CURVE_KEYS)}, {"unigram entropy": 6.2707}, ""))
+
+
+def explained() -> str:
+    """What ``--explain`` prints about a pipeline, up to DeepSpeed's configuration; passes are colored."""
+    words = [sys.executable, "pretrain_gpt2.py", *shlex.split(EXPLAINED)]
+    environ = {**os.environ, "DS_ACCELERATOR": "cuda"}
+    shown = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in shown.partition("> deepspeed")[0].splitlines() if line.startswith(">")]
+    colors = {"F": COLORS[0], "B": COLORS[1]}
+
+    def cell(match: re.Match) -> str:
+        return f'<tspan fill="{colors[match[1]]}" font-weight="bold">{match[0]}</tspan>'
+
+    texts = (re.sub(r"\b([FB])\d+", cell, html.escape(line)) for line in lines)
+    rows = (f'<text x="14" y="{24 + 17 * number}" xml:space="preserve">{text}</text>\n'
+            for number, text in enumerate(texts))  # fmt: skip
+    width, height = 28 + 7.9 * max(map(len, lines)), 20 + 17 * len(lines)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" font-size="13"'
+        f' font-family="DejaVu Sans Mono, monospace">\n<rect width="100%" height="100%" fill="#f6f6f6"/>\n'
+        f"{''.join(rows)}</svg>\n"
+    )
+
+
+def report() -> str:
+    """The page of tools/report.py about a run of two stages, whose files are kept beside the picture, as far as the
+    environment of the run.
+    """
+    run = IMAGES / "report"
+    series = read_series(run / "metrics.jsonl", KEYS)
+    text = page("runs/my", series, read_record(run / "run.json"), read_timeline(run))
+    style = text[text.index("<style>") : text.index("</head>")].replace("body {", "#page {")
+    body = text[text.index("<body>") + len("<body>") : text.index("<h2>Environment")]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1280 {REPORT_HEIGHT}">{style}'
+        '<rect width="100%" height="100%" fill="white"/><foreignObject width="1280" height="100%">'
+        f'<div xmlns="http://www.w3.org/1999/xhtml" id="page">{body}</div></foreignObject></svg>\n'
+    )
 
 
 PICTURES: dict[str, Callable[[], str]] = {
     "rank-cube": rank_cube, "splits": splits, "zero": zero_bars, "stages": stage_bars, "ring": ring, "experts": experts,
-    "quickstart-loss": quickstart_loss,
+    "quickstart-loss": quickstart_loss, "explain": explained, "report": report,
 }  # fmt: skip
 
 

@@ -40,19 +40,15 @@ LAYOUTS = """\
 # Which layouts are supported
 
 This page lists which layouts are supported, and every rule with its reason; `python tools/write_reference_docs.py`
-generates it from the rules. A run that breaks a rule is rejected before it starts, with a message that names the
-nearest supported settings; all broken rules are reported at once. A rule marked as a warning does not stop the run,
-since the setting is harmless: the run starts with one line about it. `--explain` on any command line prints the layout,
-the rank groups, the DeepSpeed config and the result of each rule, and exits; with it, `--world-size N` replaces the
-launcher. [tools/verify_layout.py](verify.md) checks that supported layouts compute the same results with your own
-model.
+generates it from the rules. A run that breaks rules is rejected before it starts, with a message that names all of them
+and the nearest supported settings. A rule marked as a warning does not stop the run.
 
 ## Overview
 
-Each row is a setting. Each column is an engine (`DeepSpeedEngine` without a pipeline, or the pipeline engine) with
-tensor parallelism (TP), `--sequence-parallel` (SP), `--context-parallel-size` (CP) or `--ds-sequence-parallel-size`
-(Ulysses). A number refers to the rule below that excludes the combination. Half precision at ZeRO 0 runs as ZeRO 1
-([why](training.md#precision)).
+Each row has settings to which the same applies, each column engines (`DeepSpeedEngine` without a pipeline, or the pipeline
+engine) with tensor parallelism (TP), `--sequence-parallel` (SP), `--context-parallel-size` (CP) or
+`--ds-sequence-parallel-size` (Ulysses). A number refers to the rule below that excludes the combination. Half precision at
+ZeRO 0 runs as ZeRO 1 ([why](training.md#precision)).
 """
 
 RULES_TABLE = """
@@ -192,15 +188,20 @@ def rates() -> dict[str, list[float]]:
 
 
 def layouts() -> str:
-    """The page of supported layouts: a row for each setting, a column for each engine; then a row for each rule."""
-    lines = [f"\n| | {' | '.join(ENGINES)} |\n", "|---" * (len(ENGINES) + 1) + "|\n"]
-    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # equal rows of a setting are one row, with their stages
-    for name, words in SETTINGS.items():
-        cells = (", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values())
+    """The page of supported layouts: settings and engines with equal cells are one row and column; then the rules."""
+    cells = {name: [", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values()]
+             for name, words in SETTINGS.items()}  # fmt: skip
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for engine, column in zip(ENGINES, zip(*cells.values(), strict=True), strict=True):
+        columns.setdefault(column, []).append(engine)
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for name, row in zip(cells, zip(*columns, strict=True), strict=True):
         setting, _, stage = name.partition(", ZeRO ")
-        rows.setdefault((setting, tuple(cells)), []).append(stage)
-    for (setting, cells), stages in rows.items():
-        lines.append(f"| {setting}{', ZeRO ' * any(stages)}{', '.join(stages)} | {' | '.join(cells)} |\n")
+        rows.setdefault(row, {}).setdefault(setting, []).append(stage)
+    lines = [f"\n| | {' | '.join(map('<br>'.join, columns.values()))} |\n", "|---" * (len(columns) + 1) + "|\n"]
+    for row, settings in rows.items():
+        names = (f"{name}{', ZeRO ' * any(stages)}{', '.join(stages)}" for name, stages in settings.items())
+        lines.append(f"| {'<br>'.join(names)} | {' | '.join(row)} |\n")
     lines.append(RULES_TABLE)
     for number, (name, rule) in enumerate(rule_rows().items(), start=1):
         why = REASONS.get(rule.kind, rule.why)
