@@ -10,6 +10,6 @@ source "$(dirname "$0")/common.sh"
 
 train --tokenizer-type HuggingFaceTokenizer --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \
     --seq-length 4096 --swiglu --normalization RMSNorm --qk-layernorm --position-embedding-type rope \
-    --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 64 --moe-router-topk 8 \
+    --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 64 --moe-router-topk 8 --moe-router-pre-softmax \
     --moe-ffn-hidden-size 1024 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-grouped-gemm --zero-stage 1 \
     --batch-size 2 --global-batch-size 1024 --train-iters 6200 --lr-warmup-iters 500 --lr 4e-4 --min-lr 5e-5 "$@"

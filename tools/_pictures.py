@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-EXPLAINED = """--explain --world-size 8 --model-parallel-size 2 --pipe-parallel-size 4 --num-layers 24 --hidden-size 1024
---num-attention-heads 16 --seq-length 1024 --bf16 --batch-size 2 --gas 8 --train-iters 1000 --lr 1.5e-4 --mock-data
---attention-dropout 0 --hidden-dropout 0"""
-REPORT_HEIGHT = 1800
+EXPLAINED = """--explain --world-size 8 --model-parallel-size 2 --pipe-parallel-size 4 --num-layers 24
+--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 --batch-size 2 --gas 8 --train-iters 1000
+--lr 1.5e-4 --mock-data --attention-dropout 0 --hidden-dropout 0"""
+REPORT_HEIGHT = 2420
 COLORS = ("#5b9bd5", "#6ab187", "#d6a520", "#c8553d", "#8f6bb3", "#8a8a8a")
 
 
@@ -132,7 +132,8 @@ def experts() -> str:
 
 def quickstart_loss() -> str:
     """The curves of a run of examples/quickstart.sh, whose metrics are kept beside the picture."""
-    return as_svg(draw_curves({"quickstart": read_series(IMAGES / "quickstart.jsonl", CURVE_KEYS)}, {"unigram entropy": 6.2707}, ""))
+    series = read_series(IMAGES / "quickstart.jsonl", CURVE_KEYS)
+    return as_svg(draw_curves({"quickstart": series}, {"unigram entropy": 6.2707}, ""))
 
 
 def explained() -> str:

@@ -45,10 +45,10 @@ and the nearest supported settings. A rule marked as a warning does not stop the
 
 ## Overview
 
-Each row has settings to which the same applies, each column engines (`DeepSpeedEngine` without a pipeline, or the pipeline
-engine) with tensor parallelism (TP), `--sequence-parallel` (SP), `--context-parallel-size` (CP) or
-`--ds-sequence-parallel-size` (Ulysses). A number refers to the rule below that excludes the combination. Half precision at
-ZeRO 0 runs as ZeRO 1 ([why](training.md#precision)).
+Each row has settings to which the same applies, each column engines (`DeepSpeedEngine` without a pipeline, or the
+pipeline engine) with tensor parallelism (TP), `--sequence-parallel` (SP), `--context-parallel-size` (CP) or
+`--ds-sequence-parallel-size` (Ulysses). A number refers to the rule below that excludes the combination. Half
+precision at ZeRO 0 runs as ZeRO 1 ([why](training.md#precision)).
 """
 
 RULES_TABLE = """
