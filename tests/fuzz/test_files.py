@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save
@@ -174,14 +174,23 @@ def test_hugging_face_folders(config: object, tokenizer: object) -> None:
 JOB = {"--input": [["a.jsonl", 10, 20]], "--json-keys": ["text"]}
 
 
-@given(st.data())
-def test_journals_of_preprocessing(data: st.DataObject) -> None:
+def journal_at(place: tuple[int, int]) -> bytes:
+    """What preprocessing has written after three documents."""
     with scratch() as folder:
         journal = Journal(folder / "data.progress", JOB)
-        journal.write(Milestone((0, 3), {"text": Written(3, 40, 3)}, Summary(documents=3)))
-        whole = journal.path.read_bytes()
-        other = altered(json.loads(whole)).map(json.dumps).map(str.encode)
-        journal.path.write_bytes(data.draw(damaged(whole) | other))
+        journal.write(Milestone(place, {"text": Written(3, 40, 3)}, Summary(documents=3)))
+        return journal.path.read_bytes()
+
+
+JOURNAL = journal_at((0, 3))
+
+
+@given(damaged(JOURNAL) | altered(json.loads(JOURNAL)).map(json.dumps).map(str.encode))
+@example(journal_at((False, 3)))
+def test_journals_of_preprocessing(content: bytes) -> None:
+    with scratch() as folder:
+        journal = Journal(folder / "data.progress", JOB)
+        journal.path.write_bytes(content)
         with unchanged(folder):
             done = outcome(journal.read, 3)
             if done is not None:

@@ -74,7 +74,8 @@ class Journal:
             outputs = {key: Written(*written) for key, written in saved["outputs"].items()}
             (inputs, chunks), summary = saved["place"], Summary(**saved["counts"])
             numbers = [inputs, chunks, *chain.from_iterable(outputs.values()), *vars(summary).values()]
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            kinds = [int] * (len(numbers) - len(vars(summary))) + [*map(type, vars(Summary()).values())]
+            if not all(type(one) is kind and one >= 0 for one, kind in zip(numbers, kinds, strict=True)):
                 raise ValueError(numbers)
         except FileNotFoundError:
             return None
