@@ -74,9 +74,9 @@ class Journal:
             outputs = {key: Written(*written) for key, written in saved["outputs"].items()}
             (inputs, chunks), summary = saved["place"], Summary(**saved["counts"])
             numbers = [inputs, chunks, *chain.from_iterable(outputs.values()), *vars(summary).values()]
-            kinds = [int] * (len(numbers) - len(vars(summary))) + [*map(type, vars(Summary()).values())]
-            if not all(type(one) is kind and one >= 0 for one, kind in zip(numbers, kinds, strict=True)):
-                raise ValueError(numbers)
+            are_bools = [type(number) is bool for number in numbers]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers) or any(are_bools[:-1]):
+                raise ValueError(numbers)  # the last one is whether the job has finished
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
