@@ -237,6 +237,30 @@ def test_no_rank_can_hang_in_a_sample_of_layouts(tmp_path: Path) -> None:
         assert all("training" in phases for _, phases in starts[::2]), name
 
 
+def verify_in_turn(folder: str) -> None:
+    """Write what is found on two layouts."""
+    from megatron.tools.communication.verify import verify_layouts
+    from megatron.tools.verify.request import make_request, parse_layout
+
+    words = [*FLAGS[: FLAGS.index("--batch-size")], *"--global-batch-size 4 --lr 1e-3 --bf16".split()]
+    layouts = [parse_layout(name) for name in ("tp1-pp1-dp2-zero1", "tp2-pp0-dp1-zero1")]
+    request = make_request(words, 6, layouts[0], {"DS_ACCELERATOR": "cuda"}, PROGRAM)
+    found = {
+        layout.name: {finding.start: finding.problems for finding in findings}
+        for layout, findings in verify_layouts(request, layouts, Path(folder), processes=2)
+    }
+    Path(folder, "found").write_text(json.dumps(found))
+
+
+def test_a_layout_loads_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
+    process = fork_server().Process(target=verify_in_turn, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    starts: dict[str, list] = {"fresh start": [], "empty batches": [], "resumed": []}
+    found = {"tp1-pp1-dp2-zero1": starts, "tp2-pp0-dp1-zero1": {**starts, "from tp1-pp1-dp2-zero1": []}}
+    assert json.loads((tmp_path / "found").read_text()) == found
+
+
 FAULTY = """
 import os, runpy
 import torch.distributed as dist

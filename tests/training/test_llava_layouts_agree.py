@@ -1,12 +1,15 @@
 """The central test for LLaVA: every layout gives the same losses, gradient norms and weights, whatever images its ranks
 and stages have."""
 
+import pickle
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.layouts import LayoutRuns, compare_metrics, compare_runs, differing_weights
 from support.programs import read_metrics
+from support.ranks import fork_server
 from support.training import RankTraining, pretrain
 
 from megatron.data.image_store import image_writer
@@ -40,10 +43,15 @@ PARTS = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Conversations of which many have no image, and one has more than a sample."""
-    folder, chance, pixels = tmp_path_factory.mktemp("data"), random.Random(1), np.random.default_rng(1)
+    return write_data(tmp_path_factory.mktemp("data"), has_images=True)
+
+
+def write_data(folder: Path, *, has_images: bool) -> list[str]:
+    """The flags that read 60 conversations in ``folder``."""
+    chance, pixels = random.Random(1), np.random.default_rng(1)
     documents, images = [], []
     for number in range(60):
-        count = 3 if number == 7 else chance.choice((0, 0, 0, 1, 2))
+        count = has_images * (3 if number == 7 else chance.choice((0, 0, 0, 1, 2)))
         answer = [chance.randrange(50) for _ in range(chance.randint(3, 9))]
         documents.append(([*[55, *[IMAGE] * 4] * count, 51, *answer, EOD], 5 * count + 1))
         images.append([pixels.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8) for _ in range(count)])
@@ -98,3 +106,31 @@ def test_the_position_in_the_data_is_kept_on_another_layout(runs: LayoutRuns) ->
         for folder in (runs.on_one_process(), continued)
     )
     assert found == {n: pytest.approx(expected[n], rel=1e-4) for n in (2, 3)}
+
+
+PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_vlm.py"
+
+
+def extract_ranks(folder: str, words: list[str], ranks: int) -> None:
+    """Write what each of ``ranks`` communicates, as bytes, into ``folder``."""
+    from megatron.tools.communication.extract import Job, extract
+
+    traces = extract(Job(PROGRAM, words, ranks, Path(folder)), range(ranks), 2)
+    Path(folder, "traces").write_bytes(pickle.dumps(sorted(traces, key=lambda trace: trace.rank)))
+
+
+def test_ranks_without_any_image_communicate_as_those_with_images(data: list[str], tmp_path: Path) -> None:
+    """Each data-parallel rank of two stages, of which the first ends in the encoder."""
+    sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3"
+    layout = "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1 --bf16"
+    words = [*SETTINGS, *sizes.split(), *layout.split(), "--num-workers", "0"]
+    found = []
+    for name, flags in (("some", data), ("none", write_data(tmp_path, has_images=False))):
+        (tmp_path / name).mkdir()
+        process = fork_server().Process(target=extract_ranks, args=(str(tmp_path / name), [*words, *flags], 8))
+        process.start()
+        process.join()
+        found.append(pickle.loads((tmp_path / name / "traces").read_bytes()))
+    some, none = found
+    assert [trace.threads for trace in none] == [trace.threads for trace in some]
+    assert any(len(events) > 100 for events in some[0].threads.values())

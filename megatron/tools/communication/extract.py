@@ -24,7 +24,12 @@ Prepare = Callable[[int], None]
 """Called with the number of a rank in its process, before its program."""
 
 
-_IMPORTED_LATE = ("deepspeed.runtime.zero.muon.muon_optimizer", "megatron.checkpoint.universal")
+_IMPORTED_LATE = (
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
+    "megatron.checkpoint.universal", "megatron.checkpoint.huggingface", "megatron.checkpoint.snapshot_recovery",
+    "megatron.cli.settings_file", "megatron.tools.reporting.tracing", "megatron.training.setup",
+    "torch.utils.serialization.config",
+)  # fmt: skip
 """Modules that every rank would import for itself."""
 
 

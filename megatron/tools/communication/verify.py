@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.common.errors import LaunchError
 from megatron.common.units import with_prefix
 from megatron.config import RunConfig
 from megatron.tools.command_line import progress_bar
 from megatron.tools.communication.check import Counterexample, check, programs
 from megatron.tools.communication.checkpoint import gather
 from megatron.tools.communication.extract import Job, Prepare, extract
-from megatron.tools.communication.request import ITERATIONS, Start, representatives
+from megatron.tools.communication.request import ITERATIONS, Start, make_starts, representatives
 from megatron.tools.communication.trace import Issue, Trace
+from megatron.tools.verify.request import Layout, Request, without
 
 
 @dataclass
@@ -76,6 +78,29 @@ def verify(
             gather(saved, folder / start.name, run, start.world_size)
             incomplete |= {start.name} if len(stands_for) < len(chosen) else set()
         shutil.rmtree(job.folder)
+
+
+def verify_layouts(
+    request: Request, layouts: Sequence[Layout], folder: Path, processes: int
+) -> Iterator[tuple[Layout, list[Finding]]]:
+    """``verify`` of each of ``layouts``, which loads the checkpoint of the one before it in place of one rank's."""
+    words = without(list(request.words), ["--eval-iters", "0"])
+    before = ""
+    for layout in layouts:
+        flags = [*words, *layout.flags]
+        run, (*own, _, loading) = make_starts(flags, layout.processes, request.environ, request.program)
+        starts = [*own, replace(loading, name=f"from {before}", loads=before)] if before else own
+        findings: list[Finding] = []
+        try:
+            findings.extend(verify(run, starts, request.program, folder, processes=processes))
+        except LaunchError as error:  # a rank does not run
+            shutil.rmtree(folder / str(len(findings)))
+            findings.append(Finding(starts[len(findings)].name, problems=error.messages))
+        yield layout, findings
+        if (saved := folder / own[0].name).exists():
+            shutil.rmtree(folder / before) if before else None
+            before = layout.name
+            saved.rename(folder / before)
 
 
 def _compared(start: Start, chosen: Sequence[int], traces: dict[int, Trace], expected: dict[int, Trace]) -> Finding:

@@ -221,13 +221,14 @@ def make_request(
         raise ConfigError(f"--iterations {iterations} is more than the {run.train.train_iters} of the run: lower it")
     if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
         # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
-        words = _without(words, values["gradient_accumulation_steps"].words)
+        words = without(words, values["gradient_accumulation_steps"].words)
     if "step_batch_size_schedule" not in values:
         words += ["--global-batch-size", str(run.train.global_batch_size)]
     return replace(request, words=tuple(words), first=first)
 
 
-def _without(words: list[str], pair: list[str]) -> list[str]:
+def without(words: list[str], pair: list[str]) -> list[str]:
+    """``words`` without a flag and its value."""
     start = next(n for n in range(len(words)) if words[n : n + 2] == pair)
     return words[:start] + words[start + 2 :]
 
