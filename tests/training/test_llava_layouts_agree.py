@@ -120,14 +120,14 @@ def extract_ranks(folder: str, words: list[str], ranks: int) -> None:
 
 
 def test_ranks_without_any_image_communicate_as_those_with_images(data: list[str], tmp_path: Path) -> None:
-    """Each data-parallel rank of two stages, of which the first ends in the encoder."""
+    """Two stages, of which the first ends in the encoder, of two tensor-parallel ranks."""
     sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3"
     layout = "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1 --bf16"
     words = [*SETTINGS, *sizes.split(), *layout.split(), "--num-workers", "0"]
     found = []
     for name, flags in (("some", data), ("none", write_data(tmp_path, has_images=False))):
         (tmp_path / name).mkdir()
-        process = fork_server().Process(target=extract_ranks, args=(str(tmp_path / name), [*words, *flags], 8))
+        process = fork_server().Process(target=extract_ranks, args=(str(tmp_path / name), [*words, *flags], 4))
         process.start()
         process.join()
         found.append(pickle.loads((tmp_path / name / "traces").read_bytes()))
