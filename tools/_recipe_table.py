@@ -80,6 +80,8 @@ def recipe_row(recipe: Recipe) -> list[str]:
 
 
 def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.0f} minutes"
     return f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.2g} hours"
 
 
