@@ -17,7 +17,14 @@ from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
 from support.training import RankTraining, pretrain_bert, pretrain_in_blocks, pretrain_t5  # noqa: E402
 
+from megatron.launch.environment import extensions_folder  # noqa: E402
+
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+# Extensions of the tests are compiled faster than those that users train with, and kept apart from them.
+os.environ["CXX"] = str(ROOT / "tests" / "support" / "compiler" / "g++")
+os.environ["TORCH_EXTENSIONS_DIR"] = (
+    f"{extensions_folder({**os.environ, 'TORCH_EXTENSIONS_DIR': ''}, sys.prefix)}-tests"
+)
 # Hundreds of processes import this checkout; none should have to compile it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -89,7 +89,9 @@ def test_each_environment_has_its_own_cache(programs: Programs, built: Path, tmp
         "import os; from megatron.launch.environment import prepare_environment; "
         "prepare_environment(os.environ); print(os.environ['TORCH_EXTENSIONS_DIR'])"
     )
-    printed = programs.run(tmp_path / "venv" / "bin" / "python", "-c", program).ok().output.strip()
+    printed = (
+        programs.run(tmp_path / "venv" / "bin" / "python", "-c", program, TORCH_EXTENSIONS_DIR="").ok().output.strip()
+    )
     assert Path(printed).parent == built.parent and Path(printed) != built
 
 
