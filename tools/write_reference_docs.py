@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
@@ -189,8 +190,12 @@ def rates() -> dict[str, list[float]]:
 
 def layouts() -> str:
     """The page of supported layouts: settings and engines with equal cells are one row and column; then the rules."""
-    cells = {name: [", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values()]
-             for name, words in SETTINGS.items()}  # fmt: skip
+    engines = [read(words) for words in ENGINES.values()]
+    cells: dict[str, list[str]] = {}
+    for name, words in SETTINGS.items():
+        device = "cpu" if words.startswith("cpu ") else "cuda"
+        given = read(f"{SAMPLE} {words.removeprefix('cpu ')}")
+        cells[name] = [", ".join(map(str, broken_rules(given | engine, device))) or "yes" for engine in engines]
     columns: dict[tuple[str, ...], list[str]] = {}
     for engine, column in zip(ENGINES, zip(*cells.values(), strict=True), strict=True):
         columns.setdefault(column, []).append(engine)
@@ -209,11 +214,15 @@ def layouts() -> str:
     return LAYOUTS + "".join(lines)
 
 
-def broken_rules(words: str) -> list[int]:
-    """The numbers of the rules that a run of SAMPLE and ``words`` breaks, on GPUs unless they begin with cpu."""
-    device = "cpu" if words.startswith("cpu ") else "cuda"
-    provided, problems, _ = read_flags([*SAMPLE.split(), *words.removeprefix("cpu ").split()])
+def read(words: str) -> dict[str, Any]:
+    """The settings that these flags give."""
+    provided, problems, _ = read_flags(words.split())
     assert not problems, problems
+    return provided
+
+
+def broken_rules(provided: dict[str, Any], device: str) -> list[int]:
+    """The numbers of the rules that a run with these settings breaks on this device."""
     run, unresolved = resolve_run(provided, {"DS_ACCELERATOR": device, "WORLD_SIZE": "8"})
     assert not unresolved, unresolved
     numbers = {row: number for number, row in enumerate(rule_rows(), start=1)}

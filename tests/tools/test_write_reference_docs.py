@@ -1,16 +1,30 @@
 """tools/write_reference_docs.py: generated pages and pictures are up to date, and the recipes good plans."""
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 from support.pages import ROOT
 
 DOCS = ROOT / "docs"
 
 
-def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "tools" / "write_reference_docs.py", "--output", tmp_path], check=True)
+@pytest.fixture(scope="module")
+def writer() -> Iterator[ModuleType]:
+    """The tool, which plans its recipes once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        import write_reference_docs
+
+        found = list(write_reference_docs.recipes())
+        patch.setattr(write_reference_docs, "recipes", lambda: found)
+        yield write_reference_docs
+
+
+def test_the_pages_are_up_to_date(writer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["write_reference_docs.py", "--output", str(tmp_path)])
+    writer.main()
     written = {file.relative_to(tmp_path): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
     stale = [str(name) for name, text in written.items() if (DOCS / name).read_text() != text]
     assert len(written) > 10 and not stale, "run python tools/write_reference_docs.py"
@@ -29,12 +43,9 @@ def test_the_table_knows_what_deepspeed_refuses() -> None:
         assert {table[f"fp32, ZeRO {stages}", engine] for engine in ("pipeline", "DualPipeV, TP")} == {pipeline}
 
 
-def test_recipes_fit_and_are_among_the_fastest_layouts(monkeypatch) -> None:
+def test_recipes_fit_and_are_among_the_fastest_layouts(writer: ModuleType) -> None:
     """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 5 % faster."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from _recipe_table import recipes
-
-    found = {recipe.script.stem: recipe for recipe in recipes()}
+    found = {recipe.script.stem: recipe for recipe in writer.recipes()}
     assert {"gpt-125m", "gpt-350m", "gpt-1.3b", "llama-1b", "llama-8b", "llama-70b"} < found.keys() and len(found) == 8
     for recipe in found.values():
         seconds = recipe.planned.timing.total
