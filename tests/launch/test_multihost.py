@@ -85,17 +85,6 @@ def test_deepspeed_with_open_mpi(programs, hosts, settings, on_one_host, tmp_pat
     assert losses(tmp_path / "metrics") == on_one_host
 
 
-def test_accelerate_with_a_hostfile(programs, hosts, settings, on_one_host, tmp_path) -> None:
-    """It starts deepspeed over pdsh, with its own environment in the file that deepspeed reads."""
-    programs.run(
-        *hosts.on("host-1"), "accelerate", "launch", "--use_deepspeed", "--num_machines", "2", "--num_processes", "2",
-        "--machine_rank", "0", "--deepspeed_hostfile", hosts.hostfile(1, 2), "--main_process_ip", "host-1",
-        "pretrain_gpt2.py", *settings, "--metrics-file", tmp_path / "metrics",
-        DS_ENV_FILE=str(tmp_path / "environment"), **ENVIRONMENT,
-    ).ok()  # fmt: skip
-    assert losses(tmp_path / "metrics") == on_one_host
-
-
 def test_deepspeed_without_ssh(programs, hosts, settings, on_one_host, tmp_path) -> None:
     """Started once on each host."""
     files = {"HOSTFILE": str(hosts.hostfile(1, 2)), "SAVE": str(tmp_path / "saved"), "MASTER_ADDR": "host-1"}

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_lines import CPU, complaints
-from support.programs import TINY_MODEL, Programs, read_metrics
+from support.programs import BIN, TINY_MODEL, Programs, read_metrics
 from support.training import RankTraining
 
 from megatron.common.environment import check_place, expected_device
 from megatron.common.errors import ConfigError
+from megatron.tools.cluster.launching import read_launch
 
 TOOL = "tools/convert_checkpoint.py"
 SETTINGS = (
@@ -55,6 +56,25 @@ def test_one_process_in_place_of_several_is_refused():
     check_place(by_accelerate)
     with pytest.raises(ConfigError, match="--cpu starts several processes only with --mpirun_hostfile: use --use_deep"):
         check_place({**by_accelerate, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+
+
+def test_with_a_hostfile_it_starts_deepspeed_over_pdsh(programs: Programs, tmp_path: Path):
+    """With its own environment in the file that deepspeed sends, as in ``tests/launch/test_multihost.py``."""
+    deepspeed, sent = tmp_path / "deepspeed", tmp_path / "environment"
+    deepspeed.write_text('#!/bin/sh\necho "started $*"\n')
+    deepspeed.chmod(0o755)
+    ended = programs.run(
+        BIN / "accelerate", "launch", "--use_deepspeed", "--num_machines", "2", "--num_processes", "2",
+        "--machine_rank", "0", "--deepspeed_hostfile", "hostfile", "--main_process_ip", "host-1",
+        "pretrain_gpt2.py", "--lr", "0.1",
+        PATH=f"{tmp_path}:{os.environ['PATH']}", DS_ENV_FILE=str(sent),
+    ).ok()  # fmt: skip
+    (started,) = [line for line in ended.output.splitlines() if line.startswith("started ")]
+    launch = read_launch(started.split()[1:])
+    assert (str(launch.hostfile), launch.num_gpus, launch.master_addr) == ("hostfile", 1, "host-1")
+    assert "--launcher pdsh" in started
+    assert (launch.script, list(launch.arguments)) == ("pretrain_gpt2.py", ["--lr", "0.1"])
+    assert "ACCELERATE_USE_DEEPSPEED=true" in sent.read_text().splitlines()
 
 
 @pytest.fixture(scope="module")

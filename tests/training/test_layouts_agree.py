@@ -62,11 +62,6 @@ LAYOUTS = {
         "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-schedule zbh1 --sequence-parallel --zero-stage 1"
         " --tp-comm-overlap --shape-order SBH",
     ),
-    "documents-plain-tp2-sequence-overlap-compiled": (
-        2,
-        "--model-parallel-size 2 --sequence-parallel --tp-comm-overlap --compile"
-        " --reset-attention-mask --reset-position-ids",
-    ),
     "pp4-ends-alone": (4, "--pipe-parallel-size 4 --pipeline-partition 0,2,2,0"),
     "tp2-pp2-dualpipev-zero1-recompute": (
         4,
@@ -89,10 +84,10 @@ LAYOUTS = {
         4,
         "--context-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations",
     ),
-    "documents-plain-tp2-sequence-zero2-recompute-compiled": (
+    "documents-plain-tp2-sequence-overlap-zero2-recompute-compiled": (
         2,
-        "--model-parallel-size 2 --sequence-parallel --zero-stage 2 --checkpoint-activations --compile"
-        " --reset-attention-mask --reset-position-ids",
+        "--model-parallel-size 2 --sequence-parallel --tp-comm-overlap --zero-stage 2 --checkpoint-activations"
+        " --compile --reset-attention-mask --reset-position-ids",
     ),
     "plain-tp2-sequence-zero1-in-place": (
         2,

@@ -15,11 +15,7 @@ SETTINGS = (
 ELEVEN = "--num-layers 11"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 TWO = {
-    "interleaved-zero1-recompute": (
-        "--num-layers-per-virtual-pipeline-stage 2 --zero-stage 1 --checkpoint-activations --checkpoint-num-layers 2"
-    ),
     "documents-interleaved-uneven": f"--pipeline-schedule interleaved --pipeline-partition 0,2,1,2,2,1 {DOCUMENTS}",
-    "zbh1": "--pipeline-schedule zbh1 --pipeline-partition 5,3",
     "zbh1-zero1-recompute-in-place": (
         "--pipeline-schedule zbh1 --zero-stage 1 --checkpoint-activations --gradient-accumulation-fusion"
     ),
@@ -48,8 +44,10 @@ FOUR = {
 SIX = "--train-iters 6"
 CHAIN = {
     "1f1b": "--pipeline-schedule 1f1b --zero-stage 1",
-    "interleaved": TWO["interleaved-zero1-recompute"],
-    "zbh1, uneven": TWO["zbh1"],
+    "interleaved": (
+        "--num-layers-per-virtual-pipeline-stage 2 --zero-stage 1 --checkpoint-activations --checkpoint-num-layers 2"
+    ),
+    "zbh1, uneven": "--pipeline-schedule zbh1 --pipeline-partition 5,3",
     "zbv": "--pipeline-schedule zbv --zero-stage 1",
     "dualpipev": "--pipeline-schedule dualpipev",
     "1f1b again": "--pipeline-partition 3,5",
