@@ -100,7 +100,8 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     """The lines of the ranked table, and of the reasons against the other layouts."""
     yield describe_request(request)
     yield (
-        f"{counted(plan.looked_at, 'layout')}: {len(plan.fitting):,} fit, {len(plan.too_large):,} take more memory, "
+        f"{counted(plan.looked_at, 'layout')}: {len(plan.fitting):,} fit, {len(plan.superseded):,} more are slower "
+        f"than one of the same sizes that takes as little, {len(plan.too_large):,} do not fit, "
         f"{sum(rejection.layouts for rejection in plan.rejections):,} break a rule"
     )
     shown = plan.fitting[:top] or plan.too_large[:1]
@@ -179,6 +180,7 @@ def as_json(plan: Plan, request: Request, top: int) -> dict[str, Any]:
         "tokens": request.tokens,
         "looked_at": plan.looked_at,
         "fitting": [_as_json(one, with_stages=number < top) for number, one in enumerate(plan.fitting)],
+        "superseded": [_as_json(one, with_stages=False) for one in plan.superseded],
         "too_large": [_as_json(one, with_stages=False) for one in plan.too_large],
         "rejections": [asdict(rejection) for rejection in plan.rejections],
     }
@@ -235,7 +237,7 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     for number, one in enumerate(shown, 1):
         t, p, c, e, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
         rows.append({
-            "": number, "TP": t, "PP": p, "CP": c, "EP": e, "DP": d, "ZeRO": zero, "SP": "yes" if cut else "no",
+            "": number, "TP": t, "PP": p or 1, "CP": c, "EP": e, "DP": d, "ZeRO": zero, "SP": "yes" if cut else "no",
             "recompute": recompute or "none", "micro": micro, "gas": gas,
             "schedule": f"{schedule}{chunks if schedule == 'interleaved' else ''}" if schedule else "-",
             f"memory {memory_prefix}B": f"{one.memory.total / memory:.1f}", "bubble": f"{one.bubble:.1%}",

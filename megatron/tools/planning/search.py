@@ -5,6 +5,7 @@ which layouts are valid.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -107,7 +108,9 @@ class Plan:
     """The result of a search."""
 
     fitting: list[Candidate]
-    """The fastest first."""
+    """The fastest first, without those that are ``superseded``."""
+    superseded: list[Candidate]
+    """Layouts that fit as well, but are no faster than one of the same parallel sizes, and take hardly less memory."""
     too_large: list[Candidate]
     """Valid layouts that do not fit in memory, the smallest first."""
     rejections: list[Rejection]
@@ -116,7 +119,8 @@ class Plan:
     @property
     def looked_at(self) -> int:
         """Layouts of all kinds."""
-        return len(self.fitting) + len(self.too_large) + sum(rejection.layouts for rejection in self.rejections)
+        broken = sum(rejection.layouts for rejection in self.rejections)
+        return len(self.fitting) + len(self.superseded) + len(self.too_large) + broken
 
 
 def search(request: Request, *, any_schedule: bool = False) -> Plan:
@@ -128,18 +132,41 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
     found = [one for flags in _layouts(request) for one in _with_micro_batches(request, flags, rejected)]
     if any_schedule and "pipeline_schedule" not in request.given:
         found = list(map(with_schedule, found))
+    fitting = sorted(
+        (one for one in found if one.fits), key=lambda one: (one.timing.total, one.memory.total, len(one.given))
+    )
+    best = _best(fitting)
+    kept = {id(one) for one in best}
     return Plan(
-        sorted((one for one in found if one.fits), key=lambda one: (one.timing.total, one.memory.total)),
+        best,
+        [one for one in fitting if id(one) not in kept],
         sorted((one for one in found if not one.fits), key=lambda one: one.memory.total),
         sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
     )
 
 
+_LESS = 0.95
+"""Share of a faster layout's memory below which a slower one is worth showing."""
+
+
+def _best(fastest_first: Sequence[Candidate]) -> list[Candidate]:
+    """Those that take clearly less memory than every faster one of the same parallel sizes."""
+    best, least = [], dict[tuple, float]()
+    for one in fastest_first:
+        parallel = one.run.parallel
+        sizes = (parallel.model_parallel_size, parallel.pipe_stages, parallel.sequence_ranks)
+        place = (*sizes, parallel.expert_model_parallel_size)
+        if one.memory.total < _LESS * least.get(place, math.inf):
+            least[place] = one.memory.total
+            best.append(one)
+    return best
+
+
 def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
     """The flags of every layout, without the micro-batch.
 
-    One pipeline stage runs on either engine. Context parallelism is searched for long sequences, and expert parallelism
-    for models with experts.
+    One stage runs without DeepSpeed's pipeline engine, with which nothing would be gained. Context parallelism is
+    searched for long sequences, and expert parallelism for models with experts.
     """
     given = {name: value.value for name, value in request.given.items()}
     sizes = _divisors(request.devices)
@@ -156,7 +183,7 @@ def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
         ),
     }
     for t in _axis(request, "model_parallel_size", sizes):
-        stages = _axis(request, "pipe_parallel_size", (0, *_divisors(request.devices // t.value or 1)))
+        stages = _axis(request, "pipe_parallel_size", (0, *_divisors(request.devices // t.value or 1)[1:]))
         for p, *values in itertools.product(stages, *axes.values()):
             chosen = {"model_parallel_size": t, "pipe_parallel_size": p, **dict(zip(axes, values, strict=True))}
             yield {**request.given, **{name: value for name, value in chosen.items() if value is not None}}

@@ -160,7 +160,8 @@ def _fitting(
         vocab_size=run.model.vocab_size or None,
         architecture=architecture,
     )
-    return search(request).fitting
+    found = search(request)
+    return [*found.fitting, *found.superseded]
 
 
 def _sizes(run: RunConfig) -> tuple[int, int]:

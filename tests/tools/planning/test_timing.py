@@ -36,7 +36,8 @@ def candidate(words: str, devices: int, **settings) -> Candidate:
     """The one layout that the words leave."""
     request = make_request(words.split(), Machine(DEVICES["a100"], 8), devices, **settings)
     found, cut = search(request), "--sequence-parallel" in words
-    (one,) = (one for one in (*found.fitting, *found.too_large) if one.run.parallel.sequence_parallel is cut)
+    layouts = (*found.fitting, *found.superseded, *found.too_large)
+    (one,) = (one for one in layouts if one.run.parallel.sequence_parallel is cut)
     return one
 
 
