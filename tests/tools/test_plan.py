@@ -2,8 +2,9 @@
 
 import json
 import os
-import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -50,16 +51,22 @@ def test_the_table_and_the_file_agree(planned):
     assert best["memory_bytes"]["total"] == max(stage["total"] for stage in best["stages"])
 
 
-def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs):
-    """--explain prints the DeepSpeed config that the run would start with, and ends with 0."""
-    folder, _ = planned
-    script = (folder / "files" / "run.sh").read_text()
-    words = shlex.split(script.rpartition("pretrain_gpt2.py")[2].replace("\\\n", " ").replace('"$@"', ""))
-    words[words.index("--deepspeed_config") + 1] = str(folder / "files" / "ds_config.json")
-    finished = programs.python("pretrain_gpt2.py", *words, "--explain", "--world-size", "4", DS_ACCELERATOR="cuda").ok()
-    assert "rules, all kept" in finished.output
-    config = json.loads(finished.output.partition("> deepspeed ")[2])
-    assert config == json.loads((folder / "files" / "ds_config.json").read_text())
+@pytest.mark.parametrize("has_data", [True, False])
+def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs, tmp_path, has_data):
+    """--explain prints the DeepSpeed config that the run would start with, and ends with 0; also without the data."""
+    files = planned[0] / "files"
+    script = (files / "run.sh").read_text()
+    prefix = programs.data_arguments[programs.data_arguments.index("--data-path") + 1]
+    for name in ("run.sh", "ds_config.json"):
+        (tmp_path / name).write_text((files / name).read_text())
+    if not has_data:
+        (tmp_path / "run.sh").write_text(script.replace(str(prefix), "data/missing"))
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", tmp_path / "run.sh", "--explain"]
+    ended = subprocess.run(command, cwd=programs.root, env=environ, capture_output=True, text=True, check=True)
+    assert "rules, all kept" in ended.stdout and ("--mock-data" in ended.stderr) is not has_data
+    config = json.loads(ended.stdout.partition("> deepspeed ")[2])
+    assert config == json.loads((files / "ds_config.json").read_text())
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])

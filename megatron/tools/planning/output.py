@@ -1,5 +1,6 @@
 """A plan as a table and JSON, and a chosen layout as files to start it with."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from megatron.tools.planning.search import Candidate, Plan
 from megatron.tools.planning.timing import spans
 from megatron.training.summary import describe_config
 
+_OF_DATA = ("data_path", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
 
 
@@ -65,20 +67,23 @@ def hostfile(one: Candidate) -> str:
 def script(one: Candidate) -> str:
     """A shell script that starts the run and passes on its arguments; LAUNCHER chooses between two launchers.
 
-    With an argument that starts no training, it needs neither a launcher nor the hosts and their devices.
+    With an argument that starts no training, it needs neither a launcher nor the hosts, their devices and the data.
     """
     program, devices, accelerator = one.request.program, one.request.devices, one.request.machine.device.accelerator
     several = devices > one.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
-    flags = "".join(f" \\\n    {shlex.join(value.words)}" for value in one.given.values())
+    data = {name: value for name, value in one.given.items() if name in _OF_DATA}
+    flags = "".join(f" \\\n    {shlex.join(value.words)}" for name, value in one.given.items() if name not in data)
+    index = f"{data['data_path'].words[-1]}.idx" if "data_path" in data else "."
     return f"""\
 #!/usr/bin/env bash
 # Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.
-# With --explain or --dry-run, neither the hosts nor their devices are needed.
+# With --explain or --dry-run, neither the hosts nor their devices are needed, nor the data set.
 set -euo pipefail
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
+data=({shlex.join(itertools.chain.from_iterable(value.words for value in data.values()))})
 start=(deepspeed --log_level {"warning" if several else "critical"} {hosts})
 if [ "${{LAUNCHER:-deepspeed}}" = accelerate ]; then
     start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})
@@ -88,10 +93,14 @@ for argument in "$@"; do
     if [[ $argument = --explain || $argument = --dry[-_]run ]]; then
         start=(env DS_ACCELERATOR={accelerator} python)
         set -- --world-size {devices} "$@"
+        if [ ! -e {shlex.quote(index)} ]; then
+            echo "{SCRIPT}: there is no {index} yet: $argument with --mock-data" >&2
+            data=(--mock-data --vocab-size {one.request.vocab_size})
+        fi
         break
     fi
 done
-"${{start[@]}}" {program}{flags} \\
+"${{start[@]}}" {program} "${{data[@]}}"{flags} \\
     --deepspeed_config "$here/{JSON_FILE}" "$@"
 """
 
