@@ -26,7 +26,7 @@ from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
-    "training_step", "whole_program", "flags", "engines", "ddp", "memory", "planner", "bubble",
+    "training_step", "whole_program", "flags", "engines", "ddp", "memory", "planner", "published", "bubble",
     "preprocessing", "checkpoints", "generation", "rehearsal", "scale",
 )  # fmt: skip
 SIZES = {"training_step": tuple("ABC")}
