@@ -24,7 +24,6 @@ from megatron.config import (
 from megatron.config.batch_schedule import Steps
 from megatron.config.data import DEFAULT_VOCABULARY
 from megatron.config.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
-from megatron.data.sft_dataset import samples_per_epoch
 from megatron.model.architectures import GPT2
 from megatron.model.partition import explicit, repartitioned
 from megatron.model.spec import ArchitectureSpec
@@ -217,6 +216,8 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
     if train.epochs is not None and run.data.sft:
         samples = 1.0
         with suppress(DataError):  # which the check of the data raises again
+            from megatron.data.sft_dataset import samples_per_epoch  # NumPy, which a mistake need not wait for
+
             samples = train.epochs * samples_per_epoch(run.data)
         train = replace(train, train_iters=math.ceil(samples / batch.global_size))
     if train.train_samples is not None:

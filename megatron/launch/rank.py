@@ -16,6 +16,7 @@ from megatron.common.environment import check_place, local_rank
 from megatron.common.environment import rank as rank_of
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
 from megatron.common.files import restrict_new_files
+from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
 from megatron.common.screen import ignore_lost_output
 from megatron.launch.host_limits import check_host, failure_of_host
@@ -92,7 +93,8 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
     try:
         restrict_new_files(os.environ)
         check_host(os.environ)
-        exit_code = main() or 0
+        with required_packages():
+            exit_code = main() or 0
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")
         joined = distributed is not None and distributed.is_initialized()

@@ -1,0 +1,48 @@
+"""A required package that is not installed is one line with code 2, of a rank and of a tool."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import rank
+
+ROOT = Path(__file__).resolve().parents[2]
+ADVICE = "is not installed: pip install -r requirements.txt\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("xxhash", "xxhash"), ("PIL.Image", "pillow"), ("yaml", "pyyaml"), ("torch", "torch")]
+)
+def test_a_rank_names_the_package(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py"])
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], None)  # an import then fails as if it were missing
+    monkeypatch.setitem(sys.modules, module, None)
+    assert rank._exit_code(lambda: importlib.import_module(module) and 0, 0, True) == 2
+    assert capsys.readouterr().err == f"pretrain_gpt2.py: error: the package {package} {ADVICE}"
+
+
+def test_what_is_not_required_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rank._exit_code(lambda: importlib.import_module("no_such_package") and 0, 0, True) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "package", "arguments"),
+    [
+        ("pretrain_gpt2.py", "xxhash", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --explain"),
+        ("tools/preprocess_data.py", "numpy", "--help"),  # which it imports before main() is called
+    ],
+)  # fmt: skip
+def test_a_program_names_the_package(program: str, package: str, arguments: str) -> None:
+    script = (
+        "import os, runpy, sys; del sys.argv[0]; sys.modules[sys.argv.pop(0)] = None; "
+        "sys.path[0] = os.path.dirname(sys.argv[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    words = [sys.executable, "-c", script, package, str(ROOT / program), *arguments.split()]
+    ended = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, f"{Path(program).name}: error: the package {package} {ADVICE}")
