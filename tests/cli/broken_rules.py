@@ -66,6 +66,16 @@ BROKEN = _rows("""
     --gas 4
 --pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --gas 3
     --gas 4
+--pipe-parallel-size 2 --gas 4 --pipeline-schedule interleaved
+    --num-virtual-stages-per-pipeline-rank 2
+--pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 3
+    --num-layers-per-virtual-pipeline-stage 1
+--pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 2
+    --num-layers 8
+--pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule zbv
+    --pipeline-schedule interleaved
+--pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2
+--pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-partition 2,2
 --lora-rank 4 --pipe-parallel-size 1 --pipeline-partition parameters
     --pipeline-partition 4
 --pipe-parallel-size 1 --zero-stage 2

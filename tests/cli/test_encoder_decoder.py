@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from support.command_lines import complaints, parse
+from support.command_lines import CPU, SMALL_BERT, parse
 
-from megatron.model.architectures import architecture_of
+from megatron.cli import read_run
+from megatron.model.architectures import T5, architecture_of
 from megatron.model.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.model.spec import model_flops
 
@@ -50,25 +51,7 @@ def test_flops_count_both_sequences():
     assert model_flops(run) == 3 * 2 * (encoder + decoder + r * 2 * h * vocabulary)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("t5 --compile", "--compile: pretrain_t5.py has no such flag: it is GPT-2's, for pretrain_gpt2.py"),
-        ("t5 --swiglu", "--swiglu: pretrain_t5.py has no such flag: it is GPT-2's, for pretrain_gpt2.py"),
-        ("bert --decoder-num-layers 2", "--decoder-num-layers: pretrain_bert.py has no such flag: it is T5's, for"),
-    ],
-)
-def test_flags_of_other_models_are_refused(words: str, message: str):
-    (found,) = complaints(words)
-    assert found.startswith(message)
-
-
 def test_a_decoder_needs_an_encoder():
-    from support.command_lines import CPU, SMALL_BERT
-
-    from megatron.cli import read_run
-    from megatron.model.architectures import T5
-
     given = f"{SMALL_BERT} --decoder-num-layers 4".replace("--num-layers 4 ", "", 1)
     problems = read_run(given.split(), CPU, T5).problems
     assert {"--num-layers is required", "--decoder-seq-length is required"} <= set(problems)

@@ -109,52 +109,42 @@ def test_later_layers_replace_values_and_what_they_exclude() -> None:
     assert layered([preset]) == preset and layered([]) == {}
 
 
+SECTIONS = "sections are not supported: write each flag in its own line, not indented"
 WRONG = {
-    "hiden-size: 64": "run.yaml, line 1: unknown flag --hiden-size: did you mean --hidden-size?",
-    "lr: 1\n\nlr: 1": "run.yaml, line 3: lr was already given in line 1",
-    "zero-stage: 1\nzero_stage: 1": "run.yaml, line 2: zero_stage was already given in line 1",
-    "batch-size: 2\nmicro-batch-size: 3": "run.yaml, line 1: --batch-size 2 and run.yaml, line 2: --micro-batch-size 3 "
-    "set the same thing: remove one",
-    "lr: much": "run.yaml, line 1: --lr much: must be a number",
-    "num-layers: 1.5": "run.yaml, line 1: --num-layers 1.5: must be a whole number",
-    "num-layers: true": "run.yaml, line 1: --num-layers needs a value, not true",
-    "data-impl: mmapp": "run.yaml, line 1: --data-impl mmapp: did you mean mmap?",
-    "bf16: yes": "run.yaml, line 1: --bf16 is a switch: write true or false",
-    'bf16: "true"': "run.yaml, line 1: --bf16 is a switch: write true or false",
-    "lr: [1, 2]": "run.yaml, line 1: unexpected argument '2': every value follows its flag",
-    "lr:": "run.yaml, line 1: lr has no value: write one, or remove the line",
-    "save: ~": "run.yaml, line 1: save has no value: write one, or remove the line",
-    "data-path: []": "run.yaml, line 1: data-path has no value: write one, or remove the line",
-    "save: ''": "run.yaml, line 1: --save '': must not be empty",
-    'save: "a\\0b"': "run.yaml, line 1: save: 'a\\x00b' has a character that is not printable: remove it",
-    "save: " + "a" * 5000: "run.yaml, line 1: save: 5,000 characters: write at most 4,096",
-    "data-path: [a, --save]": "run.yaml, line 1: --data-path: '--save' looks like a flag; write a value",
-    "data-path: [[a]]": "run.yaml, line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
-    "model:\n  num-layers: 4": "run.yaml, line 2: sections are not supported: write each flag in its own line, "
-    "not indented",
-    "save: &x a": "run.yaml, line 1: anchors and aliases are not supported: write the value",
-    "save: !!python/object/apply:os.system [id]": "run.yaml, line 1: the tag "
-    "'tag:yaml.org,2002:python/object/apply:os.system' is not supported: write only the value",
-    "lr: 1\n---\nlr: 2": "run.yaml, line 2: a second document begins here: write one",
-    "--lr: 1": "run.yaml, line 1: '--lr' is not the name of a flag: write it without --, then a colon and a space",
-    "lr=5: 3": "run.yaml, line 1: 'lr=5' is not the name of a flag: write it without --, then a colon and a space",
-    "lr 5": "run.yaml, line 1: not a setting: write lines of FLAG: VALUE",
-    "- lr": "run.yaml, line 1: not a setting: write lines of FLAG: VALUE",
-    "# nothing\n": "run.yaml: holds no settings: write lines of FLAG: VALUE",
-    "config: other.yaml": "run.yaml, line 1: --config is for the command line: remove it",
-    "mask-prob: 0.1": "run.yaml, line 1: --mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for "
-    "pretrain_bert.py",
-    "lr: -1": "run.yaml, line 1: --lr -1 must be more than 0",
-    "[" * 100_000: "run.yaml, line 1: not a setting: write lines of FLAG: VALUE",
-    "lr: " + "[" * 100_000: "run.yaml, line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
+    "hiden-size: 64": ", line 1: unknown flag --hiden-size: did you mean --hidden-size?",
+    "zero-stage: 1\nzero_stage: 1": ", line 2: zero_stage was already given in line 1",
+    "batch-size: 2\nmicro-batch-size: 3": ", line 1: --batch-size 2 and run.yaml, line 2: --micro-batch-size 3 set the "
+    "same thing: remove one",
+    "lr: much": ", line 1: --lr much: must be a number",
+    "num-layers: true": ", line 1: --num-layers needs a value, not true",
+    "bf16: yes": ", line 1: --bf16 is a switch: write true or false",
+    "lr: [1, 2]": ", line 1: unexpected argument '2': every value follows its flag",
+    "save: ~": ", line 1: save has no value: write one, or remove the line",
+    "data-path: []": ", line 1: data-path has no value: write one, or remove the line",
+    "save: ''": ", line 1: --save '': must not be empty",
+    'save: "a\\0b"': ", line 1: save: 'a\\x00b' has a character that is not printable: remove it",
+    "save: " + "a" * 5000: ", line 1: save: 5,000 characters: write at most 4,096",
+    "data-path: [a, --save]": ", line 1: --data-path: '--save' looks like a flag; write a value",
+    "data-path: [[a]]": ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
+    "model:\n  num-layers: 4": f", line 2: {SECTIONS}",
+    "save: &x a": ", line 1: anchors and aliases are not supported: write the value",
+    "save: !!python/object/apply:os.system [id]": ", line 1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' "
+    "is not supported: write only the value",
+    "lr: 1\n---\nlr: 2": ", line 2: a second document begins here: write one",
+    "lr=5: 3": ", line 1: 'lr=5' is not the name of a flag: write it without --, then a colon and a space",
+    "- lr": ", line 1: not a setting: write lines of FLAG: VALUE",
+    "# nothing\n": ": holds no settings: write lines of FLAG: VALUE",
+    "config: other.yaml": ", line 1: --config is for the command line: remove it",
+    "lr: -1": ", line 1: --lr -1 must be more than 0",
+    "[" * 100_000: ", line 1: not a setting: write lines of FLAG: VALUE",
+    "lr: " + "[" * 100_000: ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
 }
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
 def test_a_wrong_file_is_one_line_with_its_place(messages, text: str) -> None:
-    assert messages(text, SMALL if "must be more" not in WRONG[text] else SMALL.replace("--lr 0.001 ", "")) == [
-        WRONG[text]
-    ]
+    words = SMALL.replace("--lr 0.001 ", "") if "must be more" in WRONG[text] else SMALL
+    assert messages(text, words) == [f"run.yaml{WRONG[text]}"]
 
 
 def test_text_that_is_not_yaml_is_one_line(messages, tmp_path: Path) -> None:
