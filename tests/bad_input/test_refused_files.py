@@ -65,11 +65,6 @@ DATA: dict[str, tuple[Damage, str, list[str]]] = {
         "--vocab-file ck",
         ["--vocab-file ck: is a folder (tools/train_tokenizer.py makes one)"],
     ),
-    "a vocabulary that may not be read": (
-        locked(VOCAB),
-        "",
-        ["vocab.json: cannot be read (Permission denied)"],
-    ),
     "a tokens file for the vocabulary": (
         whole,
         f"--vocab-file {IDX}",
@@ -103,11 +98,6 @@ OUTPUTS: dict[str, tuple[Damage, str, list[str]]] = {
         locked("ck", 0o555),
         "--save ck",
         ["--save ck: no permission to write in {place}/ck; name another folder, or change its permissions"],
-    ),
-    "a name that is too long": (
-        whole,
-        f"--save {'x' * 300}",
-        [f"--save {'x' * 300}: File name too long; name another folder"],
     ),
     "a folder for the metrics": (whole, "--metrics-file ck", ["--metrics-file ck is a folder; name a file"]),
     "metrics that may not be written": (

@@ -19,12 +19,6 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         ['--split "1,1,1,1": expected one to three weights for training, validation and test, such as "969, 30, 1"'],
     ),
     "an empty name": ("--save ''", {}, ["--save '': must not be empty"]),
-    "an empty name of the config": ("--deepspeed_config ''", {}, ["--deepspeed-config '': must not be empty"]),
-    "a rank that is no number": (
-        "",
-        {**TWO, "RANK": "abc"},
-        ["environment variable RANK=abc: set a whole number from 0 on, or unset it"],
-    ),
     "a rank beyond the last": (
         "",
         {**TWO, "RANK": "2"},
@@ -38,6 +32,14 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "torchrun or mpirun, or unset WORLD_SIZE"
         ],
     ),
+    "a local rank beyond the last": (
+        "",
+        {**launched(0, 1), "LOCAL_RANK": "5"},
+        [
+            "the environment sets local rank 5 of 1 on this host, counted from 0: start with deepspeed, torchrun or "
+            "mpirun"
+        ],
+    ),
     "a rank without an address": (
         "",
         {"RANK": "0", "WORLD_SIZE": "1"},
@@ -45,11 +47,6 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "the environment has RANK without LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start with deepspeed, torchrun or "
             "mpirun, or unset RANK"
         ],
-    ),
-    "no world": (
-        "",
-        {"WORLD_SIZE": "0"},
-        ["environment variable WORLD_SIZE=0: set a whole number from 1 on, or unset it"],
     ),
     "a port that is no number": (
         "",

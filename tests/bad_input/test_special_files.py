@@ -64,13 +64,6 @@ def test_a_hostile_config_is_one_line(tmp_path: Path, text: str) -> None:
     assert problems == [f"{path}{CONFIGS[text]}"]
 
 
-def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
-    with open(path := tmp_path / "ds.json", "wb") as file:
-        file.truncate(100 << 20)
-    with pytest.raises(ConfigError, match=r"ds.json: 104,857,600 bytes, more than the 262,144 that such a file has"):
-        read_config_file(str(path))
-
-
 NESTED, DIGITS = "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 
 
