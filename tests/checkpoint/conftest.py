@@ -23,7 +23,6 @@ LAYOUTS = {
     "tp2-zero1": (2, "--model-parallel-size 2 --zero-stage 1"),
     "tp2-fp8": (2, f"--model-parallel-size 2 --sequence-parallel {FP8}"),
     "tp4": (4, "--model-parallel-size 4"),
-    "pp2-other-stages-zero1": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1"),
     "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
     "tp2-pp2-zero1": (4, "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1"),
     "pp1-cp2-zero1": (2, "--pipe-parallel-size 1 --context-parallel-size 2 --zero-stage 1"),

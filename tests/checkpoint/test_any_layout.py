@@ -13,12 +13,10 @@ PAIRS = [
     ("one", "tp4"),  # a padded vocabulary of 512 rows in place of 128
     ("tp2-pp2-zero1", "one"),
     ("tp2-pp2-zero1", "ulysses2-zero2-round-robin"),
-    ("tp2-pp2-zero1", "pp2-dualpipev"),
     ("dp2-zero3", "one-zero3-offload"),
     ("ulysses2-zero2-round-robin", "pp1-cp2-zero1"),
     ("pp1-cp2-zero1", "tp2-zero1"),
     ("ulysses2-zero2-round-robin", "dp2-zero3"),
-    ("pp2-dualpipev", "pp2-other-stages-zero1"),
     ("pp2-dualpipev", "dp2-zero1-offload"),
 ]
 

@@ -19,7 +19,6 @@ from megatron.checkpoint.files import (
     check_content,
     read_manifest,
     record_of,
-    replace_text,
     write_text,
     xxh128_of,
 )
@@ -196,13 +195,6 @@ def test_file_modes_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> N
     for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")):
         expected = mode | (mode >> 2 & 0o111) if path.is_dir() else mode
         assert path.stat().st_mode & 0o777 == expected, path
-
-
-def test_text_is_replaced_atomically(tmp_path: Path) -> None:
-    replace_text(tmp_path / "latest", "global_step1")
-    replace_text(tmp_path / "latest", "global_step2")
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
-    assert (tmp_path / "latest").read_text() == "global_step2"
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_the_tool_converts_once(programs: Programs, saved_on):
 
 
 def test_tool_refuses_folders_without_a_checkpoint(programs: Programs, tmp_path: Path):
-    finished = programs.python("tools/convert_checkpoint.py", "to-universal", tmp_path)
+    finished = programs.warm(1, "tools/convert_checkpoint.py", "to-universal", tmp_path)
     assert finished.returncode == 4 and "no checkpoint there" in finished.output
 
 
