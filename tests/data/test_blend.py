@@ -10,7 +10,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.blend_order import BlendOrder, BlendWindow
+from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
@@ -42,14 +42,6 @@ def test_blend_has_the_weights_at_every_point(shares: tuple[Fraction, ...]) -> N
         assert place == taken[source]
         taken[source] += 1
         assert all(abs(count - share * (sample + 1)) < 1 for count, share in zip(taken, shares, strict=True))
-
-
-def test_longer_run_continues_the_same_order() -> None:
-    shares = shares_of(3, 5, 17)
-    long = BlendOrder(shares, 400)
-    for requested in (7, 24, 25, 26, 300):
-        short = BlendOrder(shares, requested)
-        assert [short[sample] for sample in range(requested)] == [long[sample] for sample in range(requested)]
 
 
 @pytest.fixture
@@ -116,13 +108,3 @@ def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: P
     assert sum(name.startswith("blend_") for name in before) == 2
     build_datasets(blend(prefixes, "2", "2", "2"), **SIZES)
     assert {path.name for path in folder.glob("*.npy")} == before
-
-
-def test_places_count_the_samples_of_each_data_set() -> None:
-    random = np.random.default_rng(3)
-    sources, taken = random.integers(0, 10_000, 5_000).astype(np.uint16), tuple(range(10_000))
-    places = BlendWindow((), taken, len(sources)).places(sources)
-    seen = list(taken)
-    for source, place in zip(sources.tolist(), places.tolist(), strict=True):
-        assert place == seen[source]
-        seen[source] += 1

@@ -31,12 +31,15 @@ CASES = [
 
 @pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
 def test_samples_equal_a_sequential_scan(lengths: list[int], seq_length: int, requested: int) -> None:
-    maps = epochs_of(lengths, seq_length, requested)
+    """And every epoch has each document and each of its samples once."""
+    maps, sampled = epochs_of(lengths, seq_length, requested), SampleStream(np.array(lengths), seq_length, 1234)
     orders: dict[int, list[int]] = {}
     for epoch, one in maps.items():
         parts = one.documents.reshape(-1, len(lengths)).tolist()
         for later, order in enumerate(parts, start=epoch):
             assert orders.setdefault(later, order) == order, "the order of an epoch does not depend on where it is read"
+            assert sorted(order) == list(range(len(lengths)))
+        assert sorted(one.shuffle) == list(range(sampled.first_sample(epoch + 1) - sampled.first_sample(epoch)))
     stream = [document for _, order in sorted(orders.items()) for document in order]
     assert list(orders) == list(range(len(orders)))
     found, count = [], sum(len(one.shuffle) for one in maps.values())
@@ -45,20 +48,6 @@ def test_samples_equal_a_sequential_scan(lengths: list[int], seq_length: int, re
     assert count >= requested
     # Empty documents aside, a place in the stream has one name.
     assert found == [list(at) for at in walk(lengths, stream, seq_length, count)][:-1]
-
-
-@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
-def test_every_epoch_has_each_document_and_each_sample_once(
-    lengths: list[int], seq_length: int, requested: int
-) -> None:
-    stream, first = SampleStream(np.array(lengths), seq_length, 1234), 0
-    for epoch, maps in epochs_of(lengths, seq_length, requested).items():
-        for order in maps.documents.reshape(-1, len(lengths)):
-            assert sorted(order) == list(range(len(lengths)))
-        assert sorted(maps.shuffle) == list(range(len(maps.shuffle)))
-        block = range(first, first := first + len(maps.shuffle))
-        assert block == range(stream.first_sample(epoch), stream.first_sample(epoch + 1))
-        assert all(epoch * stream.tokens <= sample * seq_length < (epoch + 1) * stream.tokens for sample in block)
 
 
 def test_golden_maps() -> None:

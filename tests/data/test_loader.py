@@ -60,23 +60,9 @@ def test_one_rank_reads_all_in_order(num_workers: int) -> None:
     assert rows(read(num_workers=num_workers)) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("data_size", [1, 2, 4, 8])
-def test_global_batches_are_the_same_for_every_layout(data_size: int, micro_batch_size: int) -> None:
-    if data_size * micro_batch_size > 8:
-        data_size = 8 // micro_batch_size
-    of_rank = [
-        rows(read(data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size)) for rank in range(data_size)
-    ]
-    per_rank = 8 // data_size
-    for number in range(SAMPLES // 8):
-        parts = [mine[number * per_rank : (number + 1) * per_rank] for mine in of_rank]
-        assert [row for part in parts for row in part] == list(range(8 * number, 8 * number + 8))
-
-
 @pytest.mark.parametrize(("data_size", "micro_batch_size", "finished"), [(1, 1, 0), (1, 4, 2), (2, 2, 1), (4, 1, 3)])
-def test_batches_that_grow_are_the_same_for_every_layout(data_size: int, micro_batch_size: int, finished: int) -> None:
-    """Also from the middle on, with samples that are skipped, and without the batch that is not complete."""
+def test_batches_are_the_same_for_every_layout(data_size: int, micro_batch_size: int, finished: int) -> None:
+    """They grow; also from the middle on, with samples that are skipped, and without the batch that is not complete."""
     sizes, skipped = BatchSchedule(((0, 4), (10, 8), (40, 16))), (range(5, 8), range(30, 31))
     of_rank = [
         rows(
@@ -101,11 +87,6 @@ def test_resumed_reader_continues_exactly(num_workers: int) -> None:
     at_once = rows(read(data_rank=1, data_size=2))
     resumed = rows(read(first_sample=24, data_rank=1, data_size=2, num_workers=num_workers))
     assert at_once[12:] == resumed
-
-
-@pytest.mark.parametrize("first_sample", [57, 64, 100])
-def test_loader_ends_with_the_last_complete_global_batch(first_sample: int) -> None:
-    assert rows(read(first_sample=first_sample)) == []
 
 
 def test_labels_are_the_next_tokens() -> None:

@@ -87,8 +87,3 @@ def test_a_run_resumes_exactly(programs: Programs, tmp_path: Path) -> None:
     assert other.returncode == 4 and "but mock data in" in other.output
     audit = programs.warm(1, "tools/audit_data.py", "batch", "--load", folder, "--iteration", "1")
     assert audit.returncode == 2 and "was trained on --mock-data, which has no documents to list" in audit.output
-
-
-def test_bert_trains_on_mock_data(programs: Programs, tmp_path: Path) -> None:
-    train(programs, 1, "pretrain_bert.py", "--vocab-size", "90", "--metrics-file", tmp_path / "metrics")
-    assert [line["iteration"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line] == [1, 2, 3, 4]

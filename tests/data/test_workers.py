@@ -44,16 +44,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def start() -> tuple[subprocess.Popen, int]:
-    """A parent, and the id of its worker, which is at work."""
+def test_a_worker_leaves_ctrl_c_to_its_parent_and_dies_with_it() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    return parent, int(parent.stdout.readline())
-
-
-def test_a_worker_dies_with_its_parent() -> None:
-    parent, worker = start()
+    worker = int(parent.stdout.readline())  # it is at work
+    os.kill(worker, signal.SIGINT)
+    time.sleep(0.2)
     assert is_running(worker)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
@@ -66,14 +63,3 @@ def test_a_worker_dies_with_its_parent() -> None:
 def test_a_worker_whose_parent_died_before_it_began_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", ORPHAN], cwd=ROOT, capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("", "")
-
-
-def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
-    parent, worker = start()
-    try:
-        os.kill(worker, signal.SIGINT)
-        time.sleep(0.2)
-        assert is_running(worker)
-    finally:
-        parent.kill()
-        parent.wait()
