@@ -38,25 +38,9 @@ def with_groups(check: Callable) -> Callable:
     return call
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "linear_layers",
-        "strides_and_biases",
-        "embeddings",
-        "losses",
-        "clipping",
-        "batches",
-        "random_streams",
-        "recomputation",
-    ],
-)
-def test_it_computes_what_plain_torch_does(run_ranks, check):
-    run_ranks(4, globals()[check])
-
-
+@pytest.mark.ranks(4)
 @with_groups
-def linear_layers() -> None:
+def test_linear_layers() -> None:
     """Column then row with the classic defaults, which gather and scatter; results are pairs, and tensors."""
     seed_all(12)
     serial = [nn.Linear(8, 12), nn.Linear(12, 8)]
@@ -86,8 +70,9 @@ def linear_layers() -> None:
     assert_close(parallel[1].bias.grad, serial[1].bias.grad)
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def strides_and_biases() -> None:
+def test_strides_and_biases() -> None:
     """Without gathering, with two matrices side by side in the weight, and with biases that are left to the caller."""
     seed_all(3)
     column = mpu.ColumnParallelLinear(
@@ -106,8 +91,9 @@ def strides_and_biases() -> None:
     assert_close(y, (one * two) @ row.master_weight.t())
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def embeddings() -> None:
+def test_embeddings() -> None:
     for kind, dim in ((mpu.VocabParallelEmbedding, 0), (mpu.layers.ParallelEmbedding, 1)):
         seed_all(5)
         serial = nn.Embedding(48, 16)
@@ -123,8 +109,9 @@ def embeddings() -> None:
         assert_close(parallel.weight.grad, parts[mpu.get_tensor_model_parallel_rank()])
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def losses() -> None:
+def test_losses() -> None:
     """Logits of three orders of magnitude, whose losses are rounded as plain torch rounds them."""
     seed_all(1)
     logits = (1000 * torch.randn(13, 17, 44)).requires_grad_()
@@ -136,8 +123,9 @@ def losses() -> None:
     assert_close(*grads, rtol=0, atol=1e-6)
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def clipping() -> None:
+def test_clipping() -> None:
     """Of weights that ranks share out, and of one that each has in full."""
     gradient, shared = torch.linspace(-2, 3, 8), torch.linspace(1, 2, 3)
     rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -151,8 +139,9 @@ def clipping() -> None:
         assert_close(weights[1].grad, shared / expected)
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def batches() -> None:
+def test_batches() -> None:
     data = {"text": torch.arange(6).view(2, 3), "mask": torch.ones(4, dtype=torch.long), "other": torch.zeros(1)}
     is_first = mpu.get_tensor_model_parallel_rank() == 0
     sent = mpu.broadcast_data(["text", "mask"], data if is_first else None, torch.int64)
@@ -161,12 +150,22 @@ def batches() -> None:
     assert sizes == ({"text": [2, 3], "mask": [4]}, {"text": 6, "mask": 4}, 10)
     with pytest.raises(AssertionError, match="other has data type"):
         mpu.data._check_data_types(["other"], data, torch.int64)
-    chunk = mpu.split_tensor_into_1d_equal_chunks(torch.arange(8.0))
-    assert_close(mpu.gather_split_1d_tensor(chunk), torch.arange(8.0))
+    size = mpu.get_tensor_model_parallel_world_size()
+    if size == 1:  # the first rank alone has the tensors
+        with pytest.raises(ValueError, match="broadcast_data: text is torch.int64, not torch.float32"):
+            mpu.broadcast_data(["text"], data, torch.float32)
+    for whole in (torch.arange(8.0), torch.arange(24.0).view(4, 6).t()):
+        chunk = mpu.split_tensor_into_1d_equal_chunks(whole)
+        assert_close(chunk, whole.flatten().chunk(size)[mpu.get_tensor_model_parallel_rank()])
+        assert_close(mpu.gather_split_1d_tensor(chunk), whole.flatten())
+    if size > 1:
+        with pytest.raises(ValueError, match=f"25 elements cannot be divided equally over {size} ranks"):
+            mpu.split_tensor_into_1d_equal_chunks(torch.zeros(5, 5))
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def random_streams() -> None:
+def test_random_streams() -> None:
     mpu.model_parallel_cuda_manual_seed(12345)
     assert torch.initial_seed() == 12345
     with mpu.get_cuda_rng_tracker().fork():
@@ -178,8 +177,9 @@ def random_streams() -> None:
     mpu.get_cuda_rng_tracker().reset()
 
 
+@pytest.mark.ranks(4)
 @with_groups
-def recomputation() -> None:
+def test_recomputation() -> None:
     """The second run draws what the first drew, from both streams."""
     mpu.model_parallel_cuda_manual_seed(7)
     x = torch.ones(64, requires_grad=True)
@@ -240,11 +240,8 @@ def groups_of_two_by_two() -> dict:
         return {key: dist.get_process_group_ranks(group) for key, group in found.items()} | {"stage": stage}
 
 
-def test_groups_are_made_once_and_needed(run_ranks):
-    run_ranks(4, groups_once)
-
-
-def groups_once() -> None:
+@pytest.mark.ranks(4)
+def test_groups_are_made_once_and_needed() -> None:
     assert mpu.is_unitialized()
     with pytest.raises(ConfigError, match="call mpu.initialize_model_parallel"):
         mpu.get_tensor_model_parallel_rank()

@@ -67,21 +67,6 @@ def test_compiled_cross_entropy(dtype: torch.dtype, from_largest: bool, monkeypa
     assert_close(*gradients, **_tolerances(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_that_accumulates(dtype: torch.dtype) -> None:
-    """The weight's gradient of three micro-batches."""
-    weights = [nn.Parameter(_leaf(dtype, 6, SIZE).detach()) for _ in range(2)]
-    random = torch.Generator().manual_seed(1)
-    for step in range(3):
-        grad, x = (torch.randn(5, size, generator=random).to(dtype) for size in (6, SIZE))
-        for weight, kernel in zip(weights, (linear.LinearKernel(), linear.AccumulatingLinearKernel()), strict=True):
-            gradient = kernel.weight_gradient(grad, x, weight)
-            assert (gradient is None) == (step > 0 and kernel.has_own_gradients)
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
-    assert_close(weights[0].grad, weights[1].grad, **_tolerances(dtype))
-
-
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 7, 0], [0, 0, 0]])
 @pytest.mark.parametrize(
     ("kernel", "dtype"),

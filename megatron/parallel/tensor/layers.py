@@ -20,10 +20,8 @@ from megatron.parallel.tensor.deferred import DeferringModule
 from megatron.parallel.tensor.linear import linear, register_group
 from megatron.parallel.tensor.mappings import (
     all_reduce,
-    gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_model_parallel_region,
 )
 
 
@@ -122,7 +120,7 @@ def sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> Callable[..., nn
 
 
 class ColumnParallelLinear(DeferringModule):
-    """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
+    """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t].
 
     ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
     of the same layout, is added. With ``parts`` there are that many matrices, each
@@ -139,7 +137,6 @@ class ColumnParallelLinear(DeferringModule):
         init: WeightInit,
         has_bias: bool = True,
         parts: int = 1,
-        gather_output: bool = False,
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
@@ -151,7 +148,6 @@ class ColumnParallelLinear(DeferringModule):
         self.sequence_dim = sequence_dim
         self.kernel = kernel()
         self.chunks = chunks
-        self.gather_output = gather_output
         register_group(group)
         self.activation = activation
         more = () if parts == 1 else (parts,)
@@ -178,15 +174,14 @@ class ColumnParallelLinear(DeferringModule):
             y = y + self.lora(x)
         if self.activation is not None and bias is not None:
             y = self.activation(y, bias)
-        return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
+        return y
 
 
 class RowParallelLinear(DeferringModule):
     """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
-    With ``input_is_parallel=False`` the input is not sharded, [.., i], and is scattered here. The output of
-    ``lora(x)``, if given, is added. ``kernel`` computes the matmul, whose output is summed in ``chunks``, or
-    ``BY_RANK``.
+    The output of ``lora(x)``, if given, is added. ``kernel`` computes the matmul, whose output is summed in
+    ``chunks``, or ``BY_RANK``.
     """
 
     def __init__(
@@ -197,7 +192,6 @@ class RowParallelLinear(DeferringModule):
         group: ProcessGroup,
         init: WeightInit,
         has_bias: bool = True,
-        input_is_parallel: bool = True,
         sequence_dim: int | None = None,
         lora: nn.Module | None = None,
         kernel: Callable[[], LinearKernel] = LinearKernel,
@@ -208,7 +202,6 @@ class RowParallelLinear(DeferringModule):
         self.sequence_dim = sequence_dim
         self.kernel = kernel()
         self.chunks = chunks
-        self.input_is_parallel = input_is_parallel
         register_group(group)
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
         self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
@@ -217,8 +210,6 @@ class RowParallelLinear(DeferringModule):
         self.lora = lora
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.input_is_parallel:
-            x = scatter_to_model_parallel_region(x, self.group)
         bias = self.bias if self.group.size() == 1 else None  # otherwise it is added to the ranks' sum
         y = linear(
             x,
