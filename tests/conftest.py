@@ -1,6 +1,7 @@
 """Shared fixtures: ranks that run a function together, and programs started as a user starts them."""
 
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,24 @@ def pytest_collection_finish() -> None:
     """From here on there is something to collect, among what the tests make."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``@pytest.mark.ranks(1, 2)``: the body of the test runs on one gloo rank, and then on two."""
+    if mark := metafunc.definition.get_closest_marker("ranks"):
+        metafunc.fixturenames.append("_ranks")
+        metafunc.parametrize("_ranks", mark.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test on its ranks, whose workers live on for the next."""
+    if pyfuncitem.get_closest_marker("ranks") is None:
+        return None
+    pools = pyfuncitem._request.getfixturevalue("_rank_pools")
+    arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters]
+    pools.run(pyfuncitem.callspec.params["_ranks"], pyfuncitem.obj, *arguments)
+    return True
 
 
 @pytest.fixture(autouse=True)

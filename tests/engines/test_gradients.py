@@ -23,11 +23,8 @@ SIZES = (6, 7, 8, 5)
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_part_is_the_mean_over_the_ranks(is_sharded: bool, dtype: torch.dtype, run_ranks) -> None:
-    run_ranks(2, part_is_the_mean, is_sharded, dtype)
-
-
-def part_is_the_mean(is_sharded: bool, dtype: torch.dtype) -> None:
+@pytest.mark.ranks(2)
+def test_a_part_is_the_mean_over_the_ranks(is_sharded: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     layers = nn.Sequential(*(nn.Linear(i, o) for i, o in zip(SIZES, SIZES[1:], strict=False))).to(dtype)

@@ -14,19 +14,15 @@ from megatron.config import ParallelConfig
 from megatron.parallel.layout import ParallelLayout
 
 
-def test_the_grid_of_a_pipeline_is_that_of_deepspeed(run_ranks) -> None:
-    for ours, theirs in run_ranks(8, _grids):
-        assert ours == theirs
-
-
-def _grids() -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.mark.ranks(8)
+def test_the_grid_of_a_pipeline_is_that_of_deepspeed() -> None:
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
     from megatron.engines.grid import LayoutGrid
 
     layout = ParallelLayout.create(ParallelConfig(world_size=8, model_parallel_size=2, pipe_parallel_size=2))
     topology = layout.pipeline_topology
-    return _described(LayoutGrid(layout, topology)), _described(PipelineParallelGrid(topology))
+    assert _described(LayoutGrid(layout, topology)) == _described(PipelineParallelGrid(topology))
 
 
 def _described(grid: Any) -> dict[str, Any]:
@@ -38,21 +34,14 @@ def _described(grid: Any) -> dict[str, Any]:
     return {**numbers, **getters, **ranks, "neighbor": neighbor}
 
 
-def test_stages_that_share_a_weight_have_a_group_of_their_own(run_ranks) -> None:
-    sums = run_ranks(4, _sums_of_stages)
-    assert [first for first, _ in sums] == [3, 1, 2, 3], "of the first and the last stage, others are alone"
-    assert [second for _, second in sums] == [0, 3, 3, 3], "the groups made after it are the same on all ranks"
-
-
-def _sums_of_stages() -> tuple[int, int]:
+@pytest.mark.ranks(4)
+def test_stages_that_share_a_weight_have_a_group_of_their_own() -> None:
+    """The other stages are each alone, and the groups made after it are the same on all ranks."""
     layout = ParallelLayout.create(ParallelConfig(world_size=4, pipe_parallel_size=4))
-    found = []
-    for stages in ([0, 3], [1, 2]):
+    for stages, sums in (([0, 3], [3, 1, 2, 3]), ([1, 2], [0, 3, 3, 3]), (range(4), [6] * 4)):
         group, ranks = layout.group_of_stages(stages)
         assert ranks == dist.get_process_group_ranks(group)
-        found.append(_sum(group))
-    assert _sum(layout.group_of_stages(range(4))[0]) == 6
-    return found[0], found[1]
+        assert _sum(group) == sums[dist.get_rank()]
 
 
 def _sum(group: dist.ProcessGroup) -> int:

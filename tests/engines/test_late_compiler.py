@@ -3,10 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-from megatron.launch.environment import free_port
 
 SCRIPT = """
 import sys
@@ -32,41 +29,32 @@ optimizer.step()
 """
 
 
-def run_script(script: str, folder: Path, variables: Mapping[str, str]) -> None:
-    environ = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).parents[2])}
+def test_the_compiler_is_imported_by_what_compiles(tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.run(
-        [sys.executable, "-c", script], env=environ, cwd=folder, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", SCRIPT], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert process.returncode == 0, process.stderr
 
 
-def test_the_compiler_is_imported_by_what_compiles(tmp_path: Path) -> None:
-    run_script(SCRIPT, tmp_path, {})
-
-
-COMPILED_RUN = """
-from benchmarks.measures.shapes import Shape
-from benchmarks.measures.suite import run_of
-from megatron.engines.build import build_engine
-from megatron.launch.distributed import distributed
-from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.training.learning_rates import annealing_lr
-
-shape = Shape(layers=2, hidden=16, heads=4, sequence=16, batch=2, vocabulary=21)
-run = run_of(shape, "--compile", "--reset-attention-mask")
-with distributed(run.parallel) as layout:
-    model_parallel_manual_seed(1, layout)
-    engine = build_engine(run, layout, annealing_lr(run))
-    layers = [part for part in engine.module.modules() if isinstance(part, ParallelTransformerLayer)]
-    assert len(layers) == 2
-    for layer in layers:
-        limited = layer.attention.core.attention._limited
-        assert getattr(limited, "_torchdynamo_disable", False), f"layer {layer.layer_number} is traced"
-"""
-
-
-def test_the_compiler_looks_into_the_documents_of_no_layer(tmp_path: Path) -> None:
+def test_the_compiler_looks_into_the_documents_of_no_layer(run_ranks_once) -> None:
     """Otherwise the first layer, built before anything is compiled, would be compiled again for every batch."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    run_script(COMPILED_RUN, tmp_path, {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert run_ranks_once(1, layers_whose_documents_are_traced) == [[False, False]]
+
+
+def layers_whose_documents_are_traced() -> list[bool]:
+    from benchmarks.measures.shapes import Shape
+    from benchmarks.measures.suite import run_of
+    from megatron.engines.build import build_engine
+    from megatron.launch.distributed import distributed
+    from megatron.model.transformer import ParallelTransformerLayer
+    from megatron.parallel.tensor.random import model_parallel_manual_seed
+    from megatron.training.learning_rates import annealing_lr
+
+    shape = Shape(layers=2, hidden=16, heads=4, sequence=16, batch=2, vocabulary=21)
+    run = run_of(shape, "--compile", "--reset-attention-mask")
+    with distributed(run.parallel) as layout:
+        model_parallel_manual_seed(1, layout)
+        engine = build_engine(run, layout, annealing_lr(run))
+        layers = [part for part in engine.module.modules() if isinstance(part, ParallelTransformerLayer)]
+        return [not getattr(layer.attention.core.attention._limited, "_torchdynamo_disable", False) for layer in layers]

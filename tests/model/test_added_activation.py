@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.pages import ROOT
 from support.programs import TINY_MODEL, Programs, read_metrics
+from support.training import RankTraining
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +26,13 @@ def patched(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pro
     return copy
 
 
-def test_it_trains_is_checked_and_is_not_exported_as_another(patched: Programs, tmp_path: Path) -> None:
+def test_it_trains_is_checked_and_is_not_exported_as_another(
+    patched: Programs, train_in_ranks: RankTraining, tmp_path: Path
+) -> None:
     saved, files = tmp_path / "checkpoint", (tmp_path / "relu.jsonl", tmp_path / "gelu.jsonl")
     words = ("pretrain_gpt2.py", *TINY_MODEL, *patched.data_arguments, "--batch-size", "1", "--train-iters", "2")
     patched.python(*words, "--relu", "--save", saved, "--metrics-file", files[0]).ok()
-    patched.python(*words, "--metrics-file", files[1]).ok()
+    train_in_ranks(1, "--batch-size", "1", "--train-iters", "2", "--metrics-file", files[1])  # of this project
     relu, gelu = ([line["lm_loss"] for line in read_metrics(file) if "lm_loss" in line] for file in files)
     assert len(relu) == 2 and relu != gelu
 

@@ -60,11 +60,8 @@ def token_by_token(attention: ParallelSelfAttention, config: ModelConfig, docume
 @pytest.mark.parametrize("pre_tokens", [0, 2, S - 2, S - 1, 65536])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("explicit", [False, True], ids=["fused", "explicit"])
-def test_a_token_sees_its_window(run_ranks, pre_tokens, documents, explicit):
-    run_ranks(1, a_token_sees_its_window, pre_tokens, documents, explicit)
-
-
-def a_token_sees_its_window(pre_tokens: int, documents: bool, explicit: bool):
+@pytest.mark.ranks(1)
+def test_a_token_sees_its_window(pre_tokens: int, documents: bool, explicit: bool) -> None:
     config = replace(CONFIG, pre_tokens=pre_tokens, attention_softmax_in_fp32=explicit)
     numbers = DOCUMENTS if documents else None
     attention = _attention(config)
@@ -78,24 +75,10 @@ def a_token_sees_its_window(pre_tokens: int, documents: bool, explicit: bool):
     assert torch.allclose(output, everything) != (shut or documents)
 
 
-def test_attention_is_causal_for_any_next_tokens(run_ranks):
-    run_ranks(1, no_token_sees_ahead)
-
-
-def no_token_sees_ahead():
+@pytest.mark.ranks(1)
+def test_attention_is_causal_for_any_next_tokens() -> None:
     for next_tokens in (0, 3, 65536):
         assert torch.equal(_attention(replace(CONFIG, next_tokens=next_tokens))(HIDDEN), _attention()(HIDDEN))
-
-
-def test_a_window_is_the_same_on_every_tensor_parallel_size(run_ranks):
-    (whole,), halves = run_ranks(1, windowed_loss), run_ranks(2, windowed_loss)
-    assert halves == pytest.approx([whole] * 2, rel=1e-5)
-    assert whole != pytest.approx(run_ranks(1, windowed_loss, 65536)[0], rel=1e-3)
-
-
-def windowed_loss(pre_tokens: int = 3) -> float:
-    config = replace(CONFIG, pre_tokens=pre_tokens)
-    return sequential_model(config, ActivationConfig(), _layout())(TOKENS, TARGETS).item()
 
 
 def test_the_softmax_in_fp32_is_closer_to_fp32():
@@ -108,13 +91,9 @@ def test_the_softmax_in_fp32_is_closer_to_fp32():
     assert (in_fp32 - exact).abs().mean() < 0.3 * (of_bf16 - exact).abs().mean()
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("changes", [{}, {"attention_softmax_in_fp32": True}, {"reset_attention_mask": True}])
-def test_selective_recomputation_repeats_the_core_alone(run_ranks, size, changes):
-    run_ranks(size, selective_recomputation, changes)
-
-
-def selective_recomputation(changes: dict):
+@pytest.mark.ranks(1, 2)
+def test_selective_recomputation_repeats_the_core_alone(changes: dict) -> None:
     """With dropout: each core runs twice, each layer's linears once, and nothing changes, to the last bit."""
     layout, results = _layout(), []
     for recomputes in (False, True):

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
@@ -45,14 +45,11 @@ def _bert(config: ModelConfig = CONFIG) -> SequentialModel:
     return model
 
 
-def test_logits_and_gradients_are_those_of_transformers(run_ranks, tmp_path: Path):
-    run_ranks(1, equals_transformers, tmp_path)
-
-
-def equals_transformers(folder: Path):
+@pytest.mark.ranks(1)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     """MegatronBertForPreTraining is the network with its norms in front, as Megatron trained it."""
     for tanh in (False, True):
-        compare_pretraining(replace(CONFIG, openai_gelu=tanh), folder / str(tanh))
+        compare_pretraining(replace(CONFIG, openai_gelu=tanh), tmp_path / str(tanh))
 
 
 def compare_pretraining(config: ModelConfig, folder: Path):
@@ -75,14 +72,11 @@ def compare_pretraining(config: ModelConfig, folder: Path):
     compare_gradients(ours, theirs, config)
 
 
-def test_a_classifier_is_that_of_transformers(run_ranks, tmp_path: Path):
-    run_ranks(1, classifier_equals_transformers, tmp_path)
-
-
-def classifier_equals_transformers(folder: Path):
+@pytest.mark.ranks(1)
+def test_a_classifier_is_that_of_transformers(tmp_path: Path) -> None:
     config = replace(CONFIG, architecture=CLASSIFIER.name, classes=("a", "b", "c"))
     ours = _bert(config)
-    theirs = exported(ours, config, folder / "hf")
+    theirs = exported(ours, config, tmp_path / "hf")
     assert theirs.config.id2label == {0: "a", 1: "b", 2: "c"}
     mask, types, labels = REAL.long(), SEGMENTS.clamp(min=0), torch.tensor([2, 0])
     expected = theirs(TOKENS, attention_mask=mask, token_type_ids=types, labels=labels)
@@ -122,11 +116,8 @@ def compare_gradients(ours: SequentialModel, theirs: torch.nn.Module, config: Mo
         assert_close(gradient, theirs.get_parameter(name).grad)
 
 
-def test_bert_attends_to_the_future_but_not_to_padding(run_ranks):
-    run_ranks(1, padding_is_not_seen)
-
-
-def padding_is_not_seen():
+@pytest.mark.ranks(1)
+def test_bert_attends_to_the_future_but_not_to_padding() -> None:
     for config in (CONFIG, replace(CONFIG, attention_softmax_in_fp32=True, shape_order="SBH")):
         model = _bert(config)
         logits, order = model(INPUTS)
@@ -140,20 +131,3 @@ def padding_is_not_seen():
         others, other_order = model(changed)
         assert (others[0, 0] - logits[0, 0]).abs().max() > 1e-3, "the first token sees the last"
         assert_close(others[1], logits[1])
-
-
-def test_loss_is_the_sum_of_both_tasks(run_ranks):
-    run_ranks(1, both_losses)
-
-
-def both_losses():
-    model = _bert()
-    logits, order = model(INPUTS)
-    labels, weights, swapped = TARGETS
-    words = (
-        F.cross_entropy(logits[..., :21].flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()
-    ).sum()
-    assert_close(model(INPUTS, TARGETS), words + F.cross_entropy(order, swapped))
-    assert_close(model.loss_fn.parts, {"masked_lm_loss": words, "sop_loss": F.cross_entropy(order, swapped)})
-    nothing_hidden = (labels, torch.zeros_like(weights), swapped)
-    assert_close(model(INPUTS, nothing_hidden), F.cross_entropy(order, swapped))

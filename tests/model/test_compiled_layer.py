@@ -31,15 +31,13 @@ CONFIG = ModelConfig(
 WITH_ADAPTERS = replace(CONFIG, lora_rank=2, lora_dropout=0.25)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_compiled_layer_is_one_graph_with_the_masks_of_the_plain_one(run_ranks, size: int) -> None:
-    run_ranks(size, same_as_plain, False)
-    if size > 1:
-        run_ranks(size, same_as_plain, True)
-        run_ranks(size, same_as_plain, True, WITH_ADAPTERS)
-
-
-def same_as_plain(sequence_parallel: bool, config: ModelConfig = CONFIG) -> None:
+@pytest.mark.parametrize(
+    ("sequence_parallel", "config"), [(False, CONFIG), (True, CONFIG), (True, WITH_ADAPTERS)], ids=["", "sp", "lora"]
+)
+@pytest.mark.ranks(2)
+def test_a_compiled_layer_is_one_graph_with_the_masks_of_the_plain_one(
+    sequence_parallel: bool, config: ModelConfig
+) -> None:
     """Outputs, gradients, and both random streams afterwards; without sequence parallelism ranks agree on outputs."""
     size = dist.get_world_size()
     layout = ParallelLayout.create(

@@ -1,6 +1,8 @@
 """GPT-2 against a plain account of it, and its two containers against each other."""
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,15 +13,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.engines.containers import SequentialModel, build_layers, sequential_model
-from megatron.engines.optimizers import weight_decay_groups
-from megatron.engines.pipeline import PipelinedModel
-from megatron.model.architectures import GPT2
+from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.loss import lm_loss
-from megatron.model.partition import partition_boundaries
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 
 EOD = SMALL_GPT2.eod_token
@@ -66,11 +63,8 @@ def plain_gpt2(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) 
     return norm(x, str(config.num_layers + 3)) @ table.T
 
 
-def test_logits_equal_a_reference_implementation(run_ranks):
-    run_ranks(1, equals_the_plain_account)
-
-
-def equals_the_plain_account():
+@pytest.mark.ranks(1)
+def test_logits_equal_a_reference_implementation() -> None:
     model = _model()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,59 +79,8 @@ def equals_the_plain_account():
         assert_close(parameter.grad, weights[name].grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_padding_the_vocabulary_changes_nothing(run_ranks):
-    run_ranks(1, padding_changes_nothing)
-
-
-def padding_changes_nothing():
-    padded, bare = _model(), _model(replace(CONFIG, padded_vocab_size=21))
-    losses = [model(TOKENS, TARGETS) for model in (padded, bare)]
-    assert_close(*losses)
-    sum(losses).backward()
-    for (name, one), (_, other) in zip(padded.named_parameters(), bare.named_parameters(), strict=True):
-        assert_close(one.grad[: len(other)], other.grad)
-        assert not one.grad[len(other) :].any(), name
-
-
-def test_both_containers_name_their_parameters_alike(run_ranks):
-    whole, *rest = run_ranks(2, parameter_names)
-    assert set(whole["plain"]) == set(whole["pipe"]) | set(rest[0]["pipe"])
-    assert whole["plain"] == rest[0]["plain"]
-    shared = set(whole["pipe"]) & set(rest[0]["pipe"])
-    assert shared == {"tied_modules.embed.word_embeddings.weight"}
-
-
-def parameter_names() -> dict[str, list[str]]:
-    pipe = _layout(pipe=2)
-    parts = build_layers(GPT2.layers(CONFIG), CONFIG, pipe), lm_loss(CONFIG, pipe)
-    cut = {"partition_boundaries": partition_boundaries([2, 1], CONFIG), "schedule": Schedule("1f1b", 2, 1)}
-    models = {
-        "plain": sequential_model(CONFIG, KEEP, _layout()),
-        "pipe": PipelinedModel(*parts, KEEP, pipe, **cut),
-    }
-    return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
-
-
-def test_initial_weights_do_not_depend_on_the_layout(run_ranks):
-    (whole,) = run_ranks(1, initial_weights)
-    parts = run_ranks(2, initial_weights)
-    for name, (weight, dim) in whole.items():
-        if dim is None:
-            assert torch.equal(parts[1][name][0], weight), name
-        else:
-            assert torch.equal(torch.cat([part[name][0] for part in parts], dim), weight), name
-
-
-def initial_weights() -> dict[str, tuple[Tensor, int | None]]:
-    return {n: (p.detach(), getattr(p, "partition_dim", None)) for n, p in _model().named_parameters()}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_attention_does_not_cross_documents(run_ranks, size):
-    run_ranks(size, documents_do_not_see_each_other)
-
-
-def documents_do_not_see_each_other():
+@pytest.mark.ranks(1, 2)
+def test_attention_does_not_cross_documents() -> None:
     """Packed into one sample with both resets, each document gets the logits that it gets alone."""
     model = _model(replace(CONFIG, reset_attention_mask=True, reset_position_ids=True))
     first, second, third = [1, 2, 3, EOD], [EOD], [7, 8, 9, 10, 11, 12, 13]
@@ -161,15 +104,14 @@ EQUAL_VARIANTS = [
 OTHER_VARIANTS = [{"openai_gelu": True}, {"apply_residual_connection_post_layernorm": True}, {"seed": 5}]
 
 
-def test_variants(run_ranks):
-    run_ranks(1, variants)
-
-
-def variants():
+@pytest.mark.ranks(1)
+def test_variants() -> None:
     """Other ways to compute the same give the same; flags that change the model change it."""
+    not_lowered = patch("megatron.ops.activation._compiled", partial(torch.compile, backend="aot_eager"))
     for changes in EQUAL_VARIANTS:
         plain = _model(replace(CONFIG, reset_attention_mask=changes.get("reset_attention_mask", False)))
-        model = _model(replace(CONFIG, **changes))
+        with not_lowered:  # the compiler's graphs, without the kernels that it would make of them
+            model = _model(replace(CONFIG, **changes))
         losses = [m.train()(TOKENS, TARGETS) for m in (plain, model)]
         assert_close(*losses, msg=str(changes))
         sum(losses).backward()
@@ -181,11 +123,8 @@ def variants():
 
 @pytest.mark.parametrize("together", [1, 2, 3])
 @pytest.mark.parametrize("documents", [False, True])
-def test_recomputation_recomputes_every_layer_and_changes_nothing(run_ranks, together, documents):
-    run_ranks(2, recomputation, together, documents)
-
-
-def recomputation(together: int, documents: bool):
+@pytest.mark.ranks(2)
+def test_recomputation_recomputes_every_layer_and_changes_nothing(together: int, documents: bool) -> None:
     """With dropout on, under tensor parallelism: equal losses and gradients, and each layer runs twice."""
     config = replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2, reset_attention_mask=documents)
     layout = _layout(2)
@@ -206,32 +145,14 @@ def recomputation(together: int, documents: bool):
     assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
 
 
-def test_evaluation_recomputes_and_drops_nothing(run_ranks):
-    run_ranks(1, evaluation)
-
-
-def evaluation():
+@pytest.mark.ranks(1)
+def test_evaluation_recomputes_and_drops_nothing() -> None:
     model = _model(replace(CONFIG, attention_dropout=0.5, hidden_dropout=0.5), RECOMPUTE).eval()
     assert_close(model(TOKENS), _model()(TOKENS))
 
 
-def test_biases_and_norms_have_no_weight_decay(run_ranks):
-    run_ranks(1, weight_decay)
-
-
-def weight_decay():
-    model = _model()
-    decayed, spared = weight_decay_groups(model, CONFIG)
-    assert spared["weight_decay"] == 0.0 and "weight_decay" not in decayed
-    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
-    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
-
-
-def test_an_infinite_loss_leaves_no_finite_gradient(run_ranks):
-    run_ranks(1, infinite_loss_leaves_no_finite_gradient)
-
-
-def infinite_loss_leaves_no_finite_gradient() -> None:
+@pytest.mark.ranks(1)
+def test_an_infinite_loss_leaves_no_finite_gradient() -> None:
     """A label whose logit is minus infinity has an infinite loss; its softmax alone has a finite gradient."""
     logits = torch.zeros(1, 2, 8).index_fill_(-1, torch.tensor(3), -torch.inf).requires_grad_()
     loss_fn = lm_loss(replace(CONFIG, vocab_size=8), _layout())

@@ -37,13 +37,9 @@ def _streams(model: SequentialModel) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("changes", [{}, DOCUMENTS, {"reset_position_ids": True}, {"pre_tokens": 3}])
-def test_both_shape_orders_compute_the_same(run_ranks, size, changes):
-    run_ranks(size, both_shape_orders, changes)
-
-
-def both_shape_orders(changes: dict):
+@pytest.mark.ranks(1, 2)
+def test_both_shape_orders_compute_the_same(changes: dict) -> None:
     results = []
     for order in ("BSH", "SBH"):
         model = _model(replace(CONFIG, shape_order=order, **changes))
@@ -59,13 +55,9 @@ def both_shape_orders(changes: dict):
     assert_close(one, other)
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("changes", [{}, {"apply_residual_connection_post_layernorm": True}, {"shape_order": "SBH"}])
-def test_the_residual_stream_is_fp32_and_closer_to_fp32(run_ranks, size, changes):
-    run_ranks(size, residual_stream, changes)
-
-
-def residual_stream(changes: dict):
+@pytest.mark.ranks(1, 2)
+def test_the_residual_stream_is_fp32_and_closer_to_fp32(changes: dict) -> None:
     """In bf16 with and without it, on weights that bf16 holds exactly, against fp32."""
     exact, errors = None, {}
     for dtype, in_fp32 in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
@@ -81,14 +73,6 @@ def residual_stream(changes: dict):
             exact = streams[-1]
         errors[in_fp32] = (streams[-1].float() - exact).square().mean().sqrt().item()
     assert errors[True] < 0.8 * errors[False]
-
-
-def test_the_flag_changes_nothing_in_fp32(run_ranks):
-    run_ranks(1, nothing_in_fp32)
-
-
-def nothing_in_fp32():
-    assert torch.equal(_model(replace(CONFIG, fp32_residual_connection=True))(TOKENS), _model(CONFIG)(TOKENS))
 
 
 def test_an_fp32_residual_stream_trains_on_stages_and_tensor_parallel_ranks(train_in_ranks, tmp_path) -> None:

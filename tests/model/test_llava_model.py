@@ -30,15 +30,12 @@ WEIGHTS = torch.full((2, 14), 1 / 28)
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_logits_gradients_and_weights_are_those_of_transformers(run_ranks, tmp_path: Path, kind: str):
-    run_ranks(1, equals_transformers, kind, tmp_path)
-
-
-def equals_transformers(kind: str, folder: Path):
+@pytest.mark.ranks(1)
+def test_logits_gradients_and_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     """Two images in the first text, one in the second, whose second slot is empty."""
     theirs = transformers_model(kind)
-    theirs.save_pretrained(folder / "theirs")
-    model = read_huggingface(folder / "theirs")
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = read_huggingface(tmp_path / "theirs")
     ours = sequential_model(model.config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
     parameters = dict(ours.named_parameters())
     assert list(parameters) == list(model.weights)
@@ -69,8 +66,8 @@ def equals_transformers(kind: str, folder: Path):
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert (renamed[of_file] - gradient).abs().max() <= 1e-5 * gradient.abs().max().clamp(min=1e-3), name
 
-    write_huggingface(folder / "again", model, None, max_shard_size=1 << 20, carried={})
-    again, report = type(theirs).from_pretrained(folder / "again", output_loading_info=True)
+    write_huggingface(tmp_path / "again", model, None, max_shard_size=1 << 20, carried={})
+    again, report = type(theirs).from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert all(one.equal(theirs.state_dict()[name]) for name, one in again.state_dict().items())
 
@@ -92,11 +89,8 @@ def test_an_encoder_and_a_language_model_are_joined(tmp_path: Path):
     assert weights["multi_modal_projector.linear_1.weight"].std() == pytest.approx(0.2, rel=0.1)
 
 
-def test_a_frozen_encoder_keeps_nothing_for_the_backward_pass(run_ranks):
-    run_ranks(1, frozen_encoder_keeps_nothing)
-
-
-def frozen_encoder_keeps_nothing():
+@pytest.mark.ranks(1)
+def test_a_frozen_encoder_keeps_nothing_for_the_backward_pass() -> None:
     """No gradients, no states of the optimizer, and no activations; the projector has a learning rate of its own."""
     kept = {}
     for flags in ("", "--freeze-vision"):

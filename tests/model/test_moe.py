@@ -101,12 +101,8 @@ def expected(config: ModelConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return y.detach(), x.grad, {name: q.grad for name, q in p.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_compute_what_a_loop_computes(run_ranks, ranks):
-    run_ranks(ranks, compare)
-
-
-def compare():
+@pytest.mark.ranks(1, 2)
+def test_experts_compute_what_a_loop_computes() -> None:
     torch.use_deterministic_algorithms(True)  # which also writes NaN where nothing has been computed
     ranks = dist.get_world_size()
     kinds = (
@@ -160,11 +156,8 @@ def check(config: ModelConfig, layout: ParallelLayout, reference: tuple, what: s
         assert_close(grad, whole, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{what}, {name}: {text}")
 
 
-def test_a_global_batch_is_balanced_over_its_micro_batches(run_ranks):
-    run_ranks(1, check_global_batch)
-
-
-def check_global_batch():
+@pytest.mark.ranks(1)
+def test_a_global_batch_is_balanced_over_its_micro_batches() -> None:
     """Each micro-batch has the shares of itself and of those before it in the step, whose mean they are."""
     config = ModelConfig(**SIZES, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.3)
     router = Router(config, ParallelLayout.create(ParallelConfig()), name="router")
@@ -201,11 +194,8 @@ def growth_by_rows() -> int:
     return held[1] - held[0]
 
 
-def test_what_is_counted_together_decides_how_large_the_balancing_loss_is(run_ranks):
-    run_ranks(1, check_two_samples)
-
-
-def check_two_samples():
+@pytest.mark.ranks(1)
+def test_what_is_counted_together_decides_how_large_the_balancing_loss_is() -> None:
     """Two samples, each of which uses another half of the experts."""
     layout, halves = ParallelLayout.create(ParallelConfig()), torch.eye(2).repeat_interleave(2, 1)  # [b, E]
     is_chosen = halves[:, None].expand(2, S, 4)
@@ -220,11 +210,8 @@ def check_two_samples():
     assert found == {"seq_aux_loss": (2, 2), "aux_loss": (1, 2), "global_aux_loss": (1, 1.5)}
 
 
-def test_router_keeps_the_smallest_scores_and_has_losses_in_training_alone(run_ranks):
-    run_ranks(1, check_router)
-
-
-def check_router():
+@pytest.mark.ranks(1)
+def test_router_keeps_the_smallest_scores_and_has_losses_in_training_alone() -> None:
     layout = ParallelLayout.create(ParallelConfig())
     router = Router(ModelConfig(**SIZES, moe_expert_capacity_factor=1.0), layout, name="router")
     # The score of the last token, the only one that chooses expert 0, is too small for a float.

@@ -147,11 +147,8 @@ def test_memory_grows_with_the_sequence_not_its_square(run_ranks, changes: dict,
     assert large[1] < sizes[1] ** 2 / 8, "not even a mask of a bit for each pair of tokens"
 
 
-def test_dropout_is_reproducible_and_recomputed(run_ranks) -> None:
-    run_ranks(1, dropout_in_blocks)
-
-
-def dropout_in_blocks() -> None:
+@pytest.mark.ranks(1)
+def test_dropout_is_reproducible_and_recomputed() -> None:
     """The same seed gives the same numbers, recomputed or not; another seed does not."""
     layout, results = _layout(), {}
     segment_ids = documents(400, 90)
@@ -167,11 +164,8 @@ def dropout_in_blocks() -> None:
     assert not torch.allclose(results[5, False], results[6, False], rtol=0.1)
 
 
-def test_a_gpu_gets_varlen_and_evaluation_needs_no_dropout(run_ranks) -> None:
-    run_ranks(1, varlen_on_a_gpu)
-
-
-def varlen_on_a_gpu() -> None:
+@pytest.mark.ranks(1)
+def test_a_gpu_gets_varlen_and_evaluation_needs_no_dropout() -> None:
     """A layer on a device that claims to be a GPU: varlen without dropout, blocks with it, with equal numbers."""
     calls = []
 

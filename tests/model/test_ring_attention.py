@@ -114,12 +114,8 @@ def test_merged_parts_are_the_whole(fused: bool, dropout: float) -> None:
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ring_attention_equals_serial_attention(run_ranks, size):
-    run_ranks(size, ring_attention_equals_serial_attention)
-
-
-def ring_attention_equals_serial_attention():
+@pytest.mark.ranks(2, 4)
+def test_ring_attention_equals_serial_attention() -> None:
     """Forward and gradients, by both ways to the keys of others; a mask of padding, documents, windows, groups."""
     generator = torch.Generator().manual_seed(3)
     for s, windows in ((32, (0, 5)), (1200, (40, 200, 700))):
@@ -153,11 +149,8 @@ def _equals_serial_attention(query, key, value, grad, causal, window, ids):
             assert_close(one, zigzag(other, group, 2), rtol=1e-4, atol=1e-5, msg=lambda text, why=why: f"{why}: {text}")
 
 
-def test_ring_attention_makes_no_mask_of_a_chunk(run_ranks):
-    run_ranks(2, ring_attention_makes_no_mask_of_a_chunk)
-
-
-def ring_attention_makes_no_mask_of_a_chunk():
+@pytest.mark.ranks(2)
+def test_ring_attention_makes_no_mask_of_a_chunk() -> None:
     """In a window, and within documents, no tensor is as large as one byte for each pair of two chunks' tokens."""
     s = 8192
     tensors = [torch.randn(1, heads, s // 2, 4, requires_grad=True) for heads in (2, 1, 1)]

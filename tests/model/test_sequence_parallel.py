@@ -30,21 +30,8 @@ def _model(config: ModelConfig, layout: ParallelLayout, activation: ActivationCo
     return sequential_model(config, activation or ActivationConfig(), layout).train()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sequence_parallel_equals_the_full_sequence(run_ranks, size):
-    run_ranks(size, equals_the_whole_sequence)
-
-
-VARIANTS = [
-    {},
-    {"shape_order": "SBH"},
-    {"reset_attention_mask": True, "reset_position_ids": True},
-    {"reset_attention_mask": True, "reset_position_ids": True, "shape_order": "SBH"},
-    {"apply_residual_connection_post_layernorm": True, "attention_softmax_in_fp32": True},
-]
-
-
-def equals_the_whole_sequence():
+@pytest.mark.ranks(1, 2, 4)
+def test_sequence_parallel_equals_the_full_sequence() -> None:
     """Loss, logits and the gradients of all weights, accumulated over two passes."""
     for changes in VARIANTS:
         config = replace(CONFIG, **changes)
@@ -56,6 +43,15 @@ def equals_the_whole_sequence():
         assert_close(cut(TOKENS), whole(TOKENS))
         for (name, one), other in zip(whole.named_parameters(), cut.parameters(), strict=True):
             assert_close(other.grad, one.grad, msg=lambda text, name=name, why=changes: f"{why} {name}: {text}")
+
+
+VARIANTS = [
+    {},
+    {"shape_order": "SBH"},
+    {"reset_attention_mask": True, "reset_position_ids": True},
+    {"reset_attention_mask": True, "reset_position_ids": True, "shape_order": "SBH"},
+    {"apply_residual_connection_post_layernorm": True, "attention_softmax_in_fp32": True},
+]
 
 
 def test_each_rank_has_its_own_shard_and_dropout(run_ranks):
@@ -83,11 +79,8 @@ def hidden_states(sequence_parallel: bool) -> torch.Tensor:
     return torch.stack(seen)
 
 
-def test_recomputation_drops_the_same(run_ranks):
-    run_ranks(2, recomputation)
-
-
-def recomputation():
+@pytest.mark.ranks(2)
+def test_recomputation_drops_the_same() -> None:
     """Bit by bit the loss and the gradients of a run that keeps everything."""
     config = replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2, reset_attention_mask=True)
     layout = _layout(True)
@@ -103,12 +96,8 @@ def recomputation():
         assert all(torch.equal(one, other) for one, other in zip(results[0], result, strict=True))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_all_to_all_of_heads_equals_full_attention(run_ranks, size):
-    run_ranks(size, all_to_all_of_heads)
-
-
-def all_to_all_of_heads():
+@pytest.mark.ranks(2, 4)
+def test_all_to_all_of_heads_equals_full_attention() -> None:
     """The mean over the ranks of the loss, and of each weight's gradient, is that of one rank; alone and under TP 2."""
     world, group = dist.get_world_size(), dist.group.WORLD
     for changes in VARIANTS:

@@ -63,14 +63,11 @@ def _t5(config: ModelConfig = CONFIG, activation: ActivationConfig | None = None
     return sequential_model(config, activation or ActivationConfig(), layout)
 
 
-def test_logits_and_gradients_are_those_of_transformers(run_ranks, tmp_path: Path):
-    run_ranks(1, equals_transformers, tmp_path / "hf")
-
-
-def equals_transformers(folder: Path):
+@pytest.mark.ranks(1)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     """T5 1.1, whose encoder and decoder differ in depth, with an inner size that is not hidden / heads."""
     ours, whole = _t5(), replace(CONFIG, padded_vocab_size=CONFIG.vocab_size)
-    theirs = exported(ours, whole, folder)
+    theirs = exported(ours, whole, tmp_path / "hf")
     output = theirs(TEXTS.clamp(min=0), attention_mask=(TEXTS >= 0).long(), labels=TARGETS)
     assert_close(ours(INPUTS)[..., :21], output.logits, rtol=1e-5, atol=1e-5)
     loss = ours(INPUTS, (TARGETS, WEIGHTS))
@@ -121,11 +118,8 @@ def exported(ours: SequentialModel, whole: ModelConfig, folder: Path) -> torch.n
 
 
 @pytest.mark.parametrize("config", [CONFIG, CLASSIC], ids=["1.1", "classic"])
-def test_tokens_see_the_text_and_earlier_tokens(run_ranks, config):
-    run_ranks(1, what_is_seen, config)
-
-
-def what_is_seen(config: ModelConfig):
+@pytest.mark.ranks(1)
+def test_tokens_see_the_text_and_earlier_tokens(config: ModelConfig) -> None:
     model = _t5(config)
     logits = model(INPUTS)
 
@@ -139,29 +133,3 @@ def what_is_seen(config: ModelConfig):
     assert changed(0, 15).tolist() == [[False] * 3 + [True] * 4, [False] * 7], "tokens see earlier ones only"
     shorter = INPUTS[1:, [*range(8), *range(12, 19)]]
     assert_close(model(shorter), logits[1:], msg="padding is not seen")
-
-
-def test_recomputation_changes_no_gradient(run_ranks):
-    run_ranks(1, recomputed)
-
-
-def recomputed():
-    """Kinds of activation checkpointing, with dropout: the same numbers are drawn again."""
-    from megatron.parallel.tensor.random import model_parallel_manual_seed
-
-    gradients = []
-    for granularity, layers in (("", 1), ("full", 1), ("full", 2), ("selective", 1)):
-        config = replace(
-            CONFIG, hidden_dropout=0.1, attention_dropout=0.1, recomputes_attention=granularity == "selective"
-        )
-        activation = ActivationConfig(
-            checkpoint_activations=bool(granularity),
-            recompute_granularity=granularity or None,
-            checkpoint_num_layers=layers,
-        )
-        model = _t5(config, activation).train()
-        model_parallel_manual_seed(1, ParallelLayout.create(ParallelConfig(world_size=1)))
-        model(INPUTS, (TARGETS, WEIGHTS)).backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for others in gradients[1:]:
-        assert_close(others, gradients[0])

@@ -122,12 +122,9 @@ def test_a_weight_is_quantized_once_until_it_changes(recipe: str, times: int) ->
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_tensor_parallel_layers_equal_one_process(run_ranks, recipe: str) -> None:
-    run_ranks(2, same_as_one_process, recipe, False)
-    run_ranks(2, same_as_one_process, recipe, True)
-
-
-def same_as_one_process(recipe: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+def test_tensor_parallel_layers_equal_one_process(recipe: str, sequence_parallel: bool) -> None:
     """Output and gradients of an MLP, column-parallel and row-parallel, whose ranks' parts have other magnitudes."""
     rank = dist.get_rank()
     config = ModelConfig(**{**vars(CONFIG), "fp8_recipe": recipe})
@@ -153,21 +150,19 @@ def same_as_one_process(recipe: str, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_dim", [0, 1])
-def test_ranks_gather_rows_in_fp8(run_ranks, sequence_dim: int) -> None:
+@pytest.mark.ranks(2)
+def test_ranks_gather_rows_in_fp8(sequence_dim: int) -> None:
     """Half the bytes and the scales; inputs bit by bit as gathered in bf16, and gradients under frozen weights."""
-    for forward, backward, gradient in run_ranks(2, gathers_in_fp8, sequence_dim):
-        tokens, scale = 2 * 16, 4
-        assert forward == tokens * (INPUTS + scale) and backward == 2 * tokens * INPUTS
-        assert gradient == tokens * (OUTPUTS + scale)
+    forward, backward, gradient = gathers_in_fp8(sequence_dim)
+    tokens, scale = 2 * 16, 4
+    assert forward == tokens * (INPUTS + scale) and backward == 2 * tokens * INPUTS
+    assert gradient == tokens * (OUTPUTS + scale)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_compiled_tensor_parallel_layers_compute_the_same(run_ranks, recipe: str, sequence_parallel: bool) -> None:
-    run_ranks(2, same_as_not_compiled, recipe, sequence_parallel)
-
-
-def same_as_not_compiled(recipe: str, sequence_parallel: bool) -> None:
+@pytest.mark.ranks(2)
+def test_compiled_tensor_parallel_layers_compute_the_same(recipe: str, sequence_parallel: bool) -> None:
     """Output and gradients of an MLP bit by bit, and no weight that is kept: the next step has another one."""
     config = ModelConfig(**{**vars(CONFIG), "fp8_recipe": recipe})
     parallel = ParallelConfig(

@@ -1,12 +1,15 @@
 """The argmax of vocabulary-parallel logits, compared with torch's."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax
 
 
-def argmax_of_parts(vocab_size: int) -> None:
+@pytest.mark.parametrize("vocab_size", [8, 7, 4, 3])  # from 4 on down, the second rank has only padding
+@pytest.mark.ranks(2)
+def test_argmax_returns_the_first_of_equal_maxima(vocab_size: int) -> None:
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(-6, 6, (3, 50, 8), generator=generator).float()  # with equals on both sides of each cut
@@ -15,8 +18,3 @@ def argmax_of_parts(vocab_size: int) -> None:
     # torch's argmax takes any of equals; the first is what sorting that keeps their order begins with.
     expected = logits[..., :vocab_size].sort(dim=-1, descending=True, stable=True).indices[..., 0]
     torch.testing.assert_close(vocab_parallel_argmax(own, group, vocab_size), expected)
-
-
-def test_argmax_returns_the_first_of_equal_maxima(run_ranks):
-    for vocab_size in (8, 7, 4, 3):  # from 4 on down, the second rank has padding alone
-        run_ranks(2, argmax_of_parts, vocab_size)

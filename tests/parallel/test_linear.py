@@ -79,14 +79,9 @@ def test_deferred_weight_gradients_are_the_same():
     assert len(seen) == 2 and all_collected == [[], []]
 
 
-def test_the_weight_of_gate_and_up_is_deferred(run_ranks):
-    """As one matmul, whose gradient reaches the parameter [parts, o, i] twice."""
-    for deferred, computed in run_ranks(1, gradients_of_parts):
-        assert_close(deferred, computed)
-
-
-def gradients_of_parts() -> list[torch.Tensor]:
-    """Of two backward passes, deferred and not."""
+@pytest.mark.ranks(1)
+def test_the_weight_of_gate_and_up_is_deferred() -> None:
+    """As one matmul, whose gradient reaches the parameter [parts, o, i] twice, in two backward passes."""
     gradients = []
     for defers in (True, False):
         init = WeightInit(std=0.3, seed=7, name="column")
@@ -99,7 +94,7 @@ def gradients_of_parts() -> list[torch.Tensor]:
             assert not defers or (column.weight.grad is None) == (seed == 0)
             compute_weight_gradients(collected)
         gradients.append(column.weight.grad)
-    return gradients
+    assert_close(*gradients)
 
 
 def _column(
@@ -124,13 +119,10 @@ def _part(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
-def test_column_parallel_equals_serial(run_ranks, sequence_dim: int | None):
-    run_ranks(2, column_parallel_equals_serial, sequence_dim)
-
-
-@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
-def test_row_parallel_equals_serial(run_ranks, sequence_dim: int | None):
-    run_ranks(2, row_parallel_equals_serial, sequence_dim)
+@pytest.mark.ranks(2)
+def test_layers_equal_serial_ones(sequence_dim: int | None) -> None:
+    column_parallel_equals_serial(sequence_dim)
+    row_parallel_equals_serial(sequence_dim)
 
 
 def row_parallel_equals_serial(sequence_dim: int | None, all_chunks: tuple[int, ...] = CHUNKS):
@@ -165,13 +157,9 @@ def _row(
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
-def test_the_compilers_operator_equals_serial(run_ranks, sequence_dim: int | None):
+@pytest.mark.ranks(2)
+def test_the_compilers_operator_equals_serial(sequence_dim: int | None) -> None:
     """And its results have the shapes that the compiler expects."""
-    for kept, size in run_ranks(2, operator_equals_serial, sequence_dim):
-        assert kept == size
-
-
-def operator_equals_serial(sequence_dim: int | None) -> tuple[int, int]:
     column, _, x, _ = _column(sequence_dim)
     row, _, x_of_row, _ = _row(sequence_dim)
     for layer, layer_input, sums_outputs in ((column, x, False), (row, x_of_row, True)):
@@ -185,7 +173,8 @@ def operator_equals_serial(sequence_dim: int | None) -> tuple[int, int]:
             torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
     with patch.object(torch.compiler, "is_compiling", return_value=True):
         column_parallel_equals_serial(sequence_dim, (LinearKernel,))
-        return bytes_kept(sequence_dim)
+        kept, size = bytes_kept(sequence_dim)
+        assert kept == size
 
 
 def column_parallel_equals_serial(
@@ -219,11 +208,8 @@ def _symmetric_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS[1:])
-def test_symmetric_memory_equals_serial(run_ranks, sequence_dim: int):
-    run_ranks(2, symmetric_memory_equals_serial, sequence_dim)
-
-
-def symmetric_memory_equals_serial(sequence_dim: int):
+@pytest.mark.ranks(2)
+def test_symmetric_memory_equals_serial(sequence_dim: int) -> None:
     """Output and gradients, also of the compiler's operator; all messages of the forward pass are in torch's."""
     with _symmetric_memory():
         row_parallel_equals_serial(sequence_dim, (BY_RANK,))
@@ -237,11 +223,8 @@ def symmetric_memory_equals_serial(sequence_dim: int):
         assert events.found == []
 
 
-def test_symmetric_memory_is_chosen_where_ranks_can_map_it(run_ranks):
-    run_ranks(2, choices_of_chunks)
-
-
-def choices_of_chunks():
+@pytest.mark.ranks(2)
+def test_symmetric_memory_is_chosen_where_ranks_can_map_it() -> None:
     """On a device that has none, of several hosts, without sequence parallelism, and in FP8: chunks as elsewhere.
 
     But no chunks of an input whose scale the ranks share.
@@ -314,22 +297,23 @@ GATHER, SCATTER, REDUCE = _Events.MESSAGES
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
-def test_the_backward_pass_communicates_while_it_computes(run_ranks, sequence_dim: int | None):
+@pytest.mark.ranks(2)
+def test_the_backward_pass_communicates_while_it_computes(sequence_dim: int | None) -> None:
     """It gathers during the matmul for the input's gradient, and sums that gradient during the weight's.
 
     Each deferred weight gradient gathers during the matmul before.
     """
-    for forward, backward, inputs, weights, frozen in run_ranks(2, order_of_events, sequence_dim):
-        assert forward == ([] if sequence_dim is None else [GATHER]) + ["matmul"]
-        if sequence_dim is None:
-            assert backward == ["matmul", REDUCE, "matmul", f"wait for {REDUCE}"]
-            assert frozen == inputs == ["matmul", REDUCE, f"wait for {REDUCE}"]
-            assert weights == ["matmul"] * 2
-        else:
-            scattered = ["matmul", SCATTER, f"wait for {GATHER}", "matmul", f"wait for {SCATTER}"]
-            assert backward == [GATHER, *scattered]
-            assert frozen == inputs == ["matmul", SCATTER, f"wait for {SCATTER}"]
-            assert weights == [GATHER, GATHER, *[f"wait for {GATHER}", "matmul"] * 2]
+    forward, backward, inputs, weights, frozen = order_of_events(sequence_dim)
+    assert forward == ([] if sequence_dim is None else [GATHER]) + ["matmul"]
+    if sequence_dim is None:
+        assert backward == ["matmul", REDUCE, "matmul", f"wait for {REDUCE}"]
+        assert frozen == inputs == ["matmul", REDUCE, f"wait for {REDUCE}"]
+        assert weights == ["matmul"] * 2
+    else:
+        scattered = ["matmul", SCATTER, f"wait for {GATHER}", "matmul", f"wait for {SCATTER}"]
+        assert backward == [GATHER, *scattered]
+        assert frozen == inputs == ["matmul", SCATTER, f"wait for {SCATTER}"]
+        assert weights == [GATHER, GATHER, *[f"wait for {GATHER}", "matmul"] * 2]
 
 
 def order_of_events(sequence_dim: int | None) -> list[list[str]]:
@@ -359,33 +343,30 @@ def order_of_events(sequence_dim: int | None) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
-def test_the_forward_pass_communicates_by_chunks_while_it_computes(run_ranks, sequence_dim: int | None):
+@pytest.mark.ranks(2)
+def test_the_forward_pass_communicates_by_chunks_while_it_computes(sequence_dim: int | None) -> None:
     """All chunks are requested at once, and each is sent as soon as it is computed; nothing is copied to be summed."""
-    for column, row, sums in run_ranks(2, order_of_chunks, sequence_dim):
-        if sequence_dim is None:
-            assert column == ["matmul"]
-            assert row == ["matmul", REDUCE] * 2 + [f"wait for {REDUCE}"] * 2
-            assert sums == ["matmul", REDUCE, f"wait for {REDUCE}"]
-        else:
-            assert column == [GATHER] * 2 + [f"wait for {GATHER}", "matmul"] * 2
-            assert row == ["matmul", SCATTER] * 2 + [f"wait for {SCATTER}"] * 2
-
-
-def order_of_chunks(sequence_dim: int | None) -> list[list[str]]:
-    """Of a column-parallel and a row-parallel layer in two chunks, and of the latter in one with clones."""
-    passes = []
+    passes = []  # of a column-parallel and a row-parallel layer in two chunks, and of the latter in one with clones
     for build, chunks in ((_column, 2), (_row, 2), (_row, 1)):
         layer, _, x, _ = build(sequence_dim, chunks=chunks)
         with _Events(clone=chunks == 1) as events:
             layer(x)
         passes.append(events.found)
-    return passes
+    column, row, sums = passes
+    if sequence_dim is None:
+        assert column == ["matmul"]
+        assert row == ["matmul", REDUCE] * 2 + [f"wait for {REDUCE}"] * 2
+        assert sums == ["matmul", REDUCE, f"wait for {REDUCE}"]
+    else:
+        assert column == [GATHER] * 2 + [f"wait for {GATHER}", "matmul"] * 2
+        assert row == ["matmul", SCATTER] * 2 + [f"wait for {SCATTER}"] * 2
 
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
-def test_a_shard_is_kept_as_a_shard(run_ranks, sequence_dim: int | None):
-    for kept, size in run_ranks(2, bytes_kept, sequence_dim):
-        assert kept == size == 4 * 4 * 6 * 8 // (1 if sequence_dim is None else 2)
+@pytest.mark.ranks(2)
+def test_a_shard_is_kept_as_a_shard(sequence_dim: int | None) -> None:
+    kept, size = bytes_kept(sequence_dim)
+    assert kept == size == 4 * 4 * 6 * 8 // (1 if sequence_dim is None else 2)
 
 
 def bytes_kept(sequence_dim: int | None) -> tuple[int, int]:

@@ -126,23 +126,17 @@ def _joined(store: Path, rank: int) -> SharedMemoryGroup:
     return group
 
 
-def test_collectives_of_different_sizes_are_reported(run_ranks) -> None:
-    assert run_ranks(2, _disagree) == ["ranks 0 and 1", "ranks 1 and 0"]
-
-
-def _disagree() -> str:
+@pytest.mark.ranks(2)
+def test_collectives_of_different_sizes_are_reported() -> None:
     group = dist.new_group(backend=backend_of_groups("cpu"))
-    with pytest.raises(RuntimeError, match="of a group call collectives of different sizes") as error:
+    ranks = f"ranks {group.rank()} and {1 - group.rank()}"
+    with pytest.raises(RuntimeError, match=f"{ranks} of a group call collectives of different sizes"):
         dist.all_reduce(torch.ones(1 + group.rank()), group=group)
-    return " ".join(str(error.value).split()[:4])
 
 
 @pytest.mark.parametrize("reason", ["switch", "container", "processor"])
-def test_one_rank_without_shared_memory_leaves_the_group_to_gloo(run_ranks, reason: str) -> None:
-    assert run_ranks(2, _sum_of_strangers, reason) == [3.0, 3.0]
-
-
-def _sum_of_strangers(reason: str) -> float:
+@pytest.mark.ranks(2)
+def test_one_rank_without_shared_memory_leaves_the_group_to_gloo(reason: str) -> None:
     rank, namespace = dist.get_rank(), memory.pid_namespace
     with pytest.MonkeyPatch.context() as patches:
         if reason == "container":  # from which the other's processes are not seen
@@ -155,7 +149,7 @@ def _sum_of_strangers(reason: str) -> float:
     assert isinstance(group, SharedMemoryGroup) and group.memory is None
     total = torch.tensor([1.0 + rank])
     dist.all_reduce(total, group=group)
-    return total.item()
+    assert total.item() == 3
 
 
 def test_no_collective_is_called_with_pythons_lock() -> None:

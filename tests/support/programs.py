@@ -131,8 +131,8 @@ class Programs:
             for _ in range(200):
                 text = " ".join(chance.choices(words, weights=range(1, 91), k=chance.randint(5, 60)))
                 file.write(json.dumps({"text": text}) + "\n")
-        self.python(
-            "tools/preprocess_data.py", "--input", self.folder / "corpus.jsonl", "--tokenizer-type",
+        self.warm(
+            1, "tools/preprocess_data.py", "--input", self.folder / "corpus.jsonl", "--tokenizer-type",
             "WhitespaceTokenizer", "--vocab-file", self.folder / "vocab.json", "--append-eod",
             "--output-prefix", self.folder / "tiny",
         ).ok()  # fmt: skip
@@ -161,8 +161,8 @@ class Programs:
                 ]
                 file.write(json.dumps({"text": ". ".join(sentences) + "."}) + "\n")
         kind = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(self.folder / "vocab.txt")]
-        self.python(
-            "tools/preprocess_data.py", "--input", self.folder / "sentences.jsonl", *kind, "--split-sentences",
+        self.warm(
+            1, "tools/preprocess_data.py", "--input", self.folder / "sentences.jsonl", *kind, "--split-sentences",
             "--output-prefix", self.folder / "sentences",
         ).ok()  # fmt: skip
         return ["--data-path", str(self.folder / "sentences_text_sentence"), *kind, "--split", "8,1,1"]

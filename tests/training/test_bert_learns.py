@@ -9,10 +9,10 @@ from support.programs import Programs, read_metrics
 def test_the_loss_falls_on_the_quickstart_corpus(programs: Programs, tmp_path: Path):
     corpus, vocabulary = tmp_path / "corpus.jsonl", tmp_path / "vocab.txt"
     kind = ("--tokenizer-type", "BertWordPieceLowerCase")
-    programs.python("tools/make_python_corpus.py", "--output", corpus, "--max-megabytes", "0.3").ok()
+    programs.warm(1, "tools/make_python_corpus.py", "--output", corpus, "--max-megabytes", "0.3").ok()
     size = ("--vocab-size", "512", "--output-dir", tmp_path)
-    programs.python("tools/train_tokenizer.py", "--input", corpus, *kind, *size).ok()
-    programs.python(
+    programs.warm(1, "tools/train_tokenizer.py", "--input", corpus, *kind, *size).ok()
+    programs.warm(1, 
         "tools/preprocess_data.py", "--input", corpus, *kind, "--vocab-file", vocabulary, "--split-sentences",
         "--output-prefix", tmp_path / "corpus",
     ).ok()  # fmt: skip

@@ -122,14 +122,8 @@ def optimizer(groups: int = 2) -> torch.optim.Optimizer:
 
 
 def scheduler(optim: torch.optim.Optimizer, style: str = "cosine", **changes: Any) -> AnnealingLR:
-    values = {
-        "start_lr": PEAK,
-        "warmup_iter": WARMUP,
-        "total_iters": END,
-        "decay_style": style,
-        "last_iter": 0,
-        "min_lr": FLOOR,
-    }
+    values = {"start_lr": PEAK, "warmup_iter": WARMUP, "total_iters": END, "decay_style": style, "last_iter": 0}
+    values |= {"min_lr": FLOOR}
     return AnnealingLR(optim, **values | changes)
 
 
@@ -161,26 +155,16 @@ def test_the_classic_order_of_arguments():
     assert (shortest.schedule.min_lr, shortest.use_checkpoint_lr_scheduler) == (0.0, True)
 
 
-def test_no_optimizer_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"got no optimizer \(None\)"):
-        scheduler(None)
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once, zero_stage: int):
+def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once):
     expected = [schedule("cosine").learning_rate(n) for n in range(4)]
-    assert run_ranks_once(1, _rates_of_engines, zero_stage) == [[(True, 1, expected), (True, 1, expected)]]
+    assert run_ranks_once(1, _rates_of_engines) == [[(True, 1, expected), (True, 1, expected)]]
 
 
-def _rates_of_engines(zero_stage: int) -> list[tuple[bool, int, list[float]]]:
+def _rates_of_engines() -> list[tuple[bool, int, list[float]]]:
     """With an instance and with a callable: whether the engine returns an AnnealingLR, its groups and rates."""
     import deepspeed
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": zero_stage},
-        "bf16": {"enabled": True},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     results = []
     for is_instance in (True, False):
         module = torch.nn.Linear(2, 1)
@@ -239,24 +223,23 @@ def test_stop_and_resume_equals_not_stopping(style: str, stop: int):
     assert train(third, scheduler(third, style, **wsd, last_iter=stop), 130 - stop) == whole[stop:]
 
 
-def test_the_checkpoint_wins_when_it_is_used():
+OVERRIDES = {"use_checkpoint_lr_scheduler": False, "override_lr_scheduler": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "used"), [({}, schedule("WSD")), (OVERRIDES, schedule("linear", end_iter=1000))], ids=["file", "flags"]
+)
+def test_the_checkpoint_wins_unless_the_command_line_overrides(flags: dict[str, bool], used: Schedule):
     state = scheduler(optimizer(), "WSD", wsd_decay_iters=30, last_iter=100).state_dict()
     optim = optimizer()
-    sched = scheduler(optim, "linear", start_lr=1.0, total_iters=1000)
-    sched.load_state_dict(state)
-    assert sched.schedule == schedule("WSD")
-    assert optim.param_groups[1]["lr"] == schedule("WSD").learning_rate(100)
-
-
-def test_the_command_line_wins_when_it_overrides():
-    state = scheduler(optimizer(), last_iter=100).state_dict()
-    optim = optimizer()
-    flags = {"use_checkpoint_lr_scheduler": False, "override_lr_scheduler": True}
     sched = scheduler(optim, "linear", total_iters=1000, **flags)
     sched.load_state_dict(state)
-    assert sched.schedule == schedule("linear", end_iter=1000)
-    assert sched.num_iters == 100
-    assert optim.param_groups[0]["lr"] == schedule("linear", end_iter=1000).learning_rate(100)
+    assert sched.schedule == used and sched.num_iters == 100
+    assert [group["lr"] for group in optim.param_groups] == [used.learning_rate(100)] * 2
+    with pytest.raises(ConfigError, match="--use-checkpoint-lr-scheduler and --override-lr-scheduler"):
+        scheduler(optim, override_lr_scheduler=True)
+    with pytest.raises(ConfigError, match=r"got no optimizer \(None\)"):
+        scheduler(None)
 
 
 def test_with_neither_every_difference_is_named_and_nothing_changes():
@@ -279,11 +262,6 @@ def test_a_broken_state_is_a_checkpoint_error():
     del state["num_iters"], state["min_lr"]
     with pytest.raises(CheckpointError, match="schedule lacks num_iters, min_lr"):
         scheduler(optimizer()).load_state_dict(state)
-
-
-def test_both_ways_to_resume_at_once_are_refused():
-    with pytest.raises(ConfigError, match="--use-checkpoint-lr-scheduler and --override-lr-scheduler"):
-        scheduler(optimizer(), override_lr_scheduler=True)
 
 
 def original(style: str, peak: float, floor: float, warmup: float, end: int, n: int) -> float:

@@ -81,25 +81,6 @@ def test_layouts_measure_the_same(
         assert timers == (TIMERS | OF_STAGES if "pp2" in layout else TIMERS)
 
 
-def test_counts_and_norms_equal_those_of_torch(run_ranks) -> None:
-    run_ranks(1, counts_and_norms)
-
-
-def counts_and_norms() -> None:
-    import torch
-
-    from megatron.config import ParallelConfig
-    from megatron.parallel.layout import ParallelLayout
-    from megatron.training.measurements import params_norm, zeros_in_gradient
-
-    layout, module = ParallelLayout.create(ParallelConfig()), torch.nn.Linear(300, 400)
-    module.weight.grad = torch.randn_like(module.weight).relu()
-    zeros = int((module.weight.grad == 0).sum())
-    assert zeros > 50_000 and zeros_in_gradient(module, layout) == zeros, "the bias has no gradient"
-    norm = torch.cat([module.weight.flatten(), module.bias]).norm().item()
-    assert params_norm(module, layout) == pytest.approx(norm, rel=1e-5)
-
-
 def test_timers_of_nested_phases(run_ranks) -> None:
     """Two iterations on each rank, whose clocks advance by hand; the second rank has a slower optimizer."""
     values, text = run_ranks(2, nested_phases)[0]

@@ -50,11 +50,6 @@ def refusal(run: RunConfig) -> UserError:
     return caught.value
 
 
-def test_a_folder_without_a_checkpoint(corpus: Path) -> None:
-    assert isinstance(refusal(run_of(corpus, f"--load {corpus}/none")), CheckpointError)
-    assert check(run_of(corpus, f"--load {corpus}/none --save {corpus}/none"))[1] is None
-
-
 def test_the_vocabulary_gives_its_sizes(corpus: Path) -> None:
     run, _ = check(run_of(corpus, "--model-parallel-size 2 --make-vocab-size-divisible-by 4"))
     assert (run.model.vocab_size, run.model.padded_vocab_size, run.model.eod_token) == (5, 8, 1)
@@ -112,17 +107,10 @@ def test_a_checkpoint_of_other_ranks_and_stages(corpus: Path) -> None:
     assert "--seed is 7, but 1234 in" in str(refusal(run_of(corpus, f"{words} --seed 7")))
     for accepted in ("--seed 7 --override", "--seed 7 --finetune"):
         assert check(run_of(corpus, f"{words} {accepted}"))[1] is not None
-
-
-def test_the_schedule_has_flags_of_its_own(corpus: Path) -> None:
-    folder = corpus / "saved"
-    run, _ = check(run_of(corpus, f"--save {folder}"))
-    save(run, folder, 1)
-    words = f"--load {folder} --lr 0.2"
-    assert "--lr is 0.2, but 0.1 in" in str(refusal(run_of(corpus, words)))
-    for flag in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler", "--override", "--finetune"):
-        assert check(run_of(corpus, f"{words} {flag}"))[1] is not None
-    assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --override-lr-scheduler --seed 7")))
+    assert "--lr is 0.2, but 0.1 in" in str(refusal(run_of(corpus, f"{words} --lr 0.2")))
+    for flag in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler"):  # of the schedule, and of nothing else
+        assert check(run_of(corpus, f"{words} --lr 0.2 {flag}"))[1] is not None
+        assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --lr 0.2 {flag} --seed 7")))
 
 
 def test_a_finished_run_is_continued_with_the_flag_that_the_message_names(corpus: Path) -> None:

@@ -22,8 +22,8 @@ def trained(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "unseen.jsonl").write_text("".join(lines[-20:]).replace('"input"', '"prompt"'))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     kind = ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", folder / "vocab.txt")
-    programs.python(
-        "tools/preprocess_data.py", "--input", folder / "pairs.jsonl", *kind, "--json-keys", "input", "target",
+    programs.warm(
+        1, "tools/preprocess_data.py", "--input", folder / "pairs.jsonl", *kind, "--json-keys", "input", "target",
         "--output-prefix", folder / "pairs",
     ).ok()  # fmt: skip
     settings = (
