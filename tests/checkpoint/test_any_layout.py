@@ -4,20 +4,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint.conftest import FP8, LAYOUTS, SAVED, SETTINGS
+from checkpoint.conftest import FP8, SAVED, SETTINGS
+from support.layouts import layout
 from support.programs import Programs, read_metrics
 from support.training import RankTraining
 
+TP2_FP8 = f"tp2 sp {FP8}"
 PAIRS = [
-    ("one", "tp2-pp2-zero1"),
-    ("one", "tp4"),  # a padded vocabulary of 512 rows in place of 128
-    ("tp2-pp2-zero1", "one"),
-    ("tp2-pp2-zero1", "ulysses2-zero2-round-robin"),
-    ("dp2-zero3", "one-zero3-offload"),
-    ("ulysses2-zero2-round-robin", "pp1-cp2-zero1"),
-    ("pp1-cp2-zero1", "tp2-zero1"),
-    ("ulysses2-zero2-round-robin", "dp2-zero3"),
-    ("pp2-dualpipev", "dp2-zero1-offload"),
+    ("dp1", "tp2 pp2 zero1"),
+    ("dp1", "tp4"),  # a padded vocabulary of 512 rows in place of 128
+    ("tp2 pp2 zero1", "dp1"),
+    ("tp2 pp2 zero1", "ulysses2 zero2 --zero-round-robin-gradients"),
+    ("dp2 zero3", "dp1 zero3 offload --offload-param cpu"),
+    ("ulysses2 zero2 --zero-round-robin-gradients", "pp1 cp2 zero1"),
+    ("pp1 cp2 zero1", "tp2 zero1"),
+    ("ulysses2 zero2 --zero-round-robin-gradients", "dp2 zero3"),
+    ("pp2 dualpipev", "dp2 zero1 offload"),
 ]
 
 
@@ -25,9 +27,9 @@ PAIRS = [
 def resume(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_path: Path):
     """Resume on a layout with some flags from a checkpoint of another; its output and metrics."""
 
-    def run(source: str, layout: str, *flags: str) -> tuple[str, list[dict]]:
-        processes, words = LAYOUTS[layout]
-        metrics = tmp_path / "-".join((source, layout, *flags))
+    def run(source: str, name: str, *flags: str) -> tuple[str, list[dict]]:
+        processes, words = layout(name)
+        metrics = tmp_path / "-".join((source, name, *flags))
         printed = train_in_ranks(
             processes, *SETTINGS, *words.split(), *flags, "--load", saved_on(source), "--metrics-file", metrics
         )
@@ -64,19 +66,19 @@ def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
 
 
 def test_a_conversion_is_logged_once(resume, saved_on):
-    place = saved_on("one") / "global_step3"
-    resume("one", "one", "--zero-stage", "1")
-    printed, _ = resume("one", "one", "--zero-stage", "2")
+    place = saved_on("dp1") / "global_step3"
+    resume("dp1", "dp1", "--zero-stage", "1")
+    printed, _ = resume("dp1", "dp1", "--zero-stage", "2")
     assert f"{place}: saved on TP 1, PP 1, DP 1, ZeRO 0, fp32, read from {place}_universal" in printed
     assert "random streams" not in printed, "the ranks are the same"
     next((place).glob("*.pt")).touch()
-    printed, _ = resume("one", "tp2-zero1")
+    printed, _ = resume("dp1", "tp2 zero1")
     assert f"{place}: converted from TP 1, PP 1, DP 1, ZeRO 0, fp32, cached in {place}_universal" in printed
     assert printed.count("random streams restart from --seed and the iteration") == 1
 
 
 def test_another_precision(resume, expected):
-    _, found = resume("one", "one", "--bf16", "--zero-stage", "1")
+    _, found = resume("dp1", "dp1", "--bf16", "--zero-stage", "1")
     assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
     assert [line["lm_loss"] for line in found] == pytest.approx([line["lm_loss"] for line in expected], rel=1e-3)
     assert found[0]["lm_loss"] != expected[0]["lm_loss"]
@@ -84,7 +86,7 @@ def test_another_precision(resume, expected):
 
 def test_fp8_on_another_layout(resume):
     """Within bf16's precision: weights are saved in bf16, and quantized as they are on the new layout."""
-    found = [resume("tp2-fp8", target, *FP8.split())[1] for target in ("tp2-fp8", "one")]
+    found = [resume(TP2_FP8, target, *FP8.split())[1] for target in (TP2_FP8, "dp1")]
     for name, bound in (("iteration", 0), ("lm_loss", 1e-3), ("grad_norm", 2e-2)):
         one, other = ([line[name] for line in lines] for lines in found)
         assert len(one) == 5 and one == pytest.approx(other, rel=bound), name
@@ -93,8 +95,8 @@ def test_fp8_on_another_layout(resume):
 def test_weights_alone_on_another_layout(resume):
     """As on the layout that saved them, where DeepSpeed loads them itself."""
     losses = {}
-    for source in ("one", "dp2-zero3"):
-        _, found = resume(source, "one", "--finetune")
+    for source in ("dp1", "dp2 zero3"):
+        _, found = resume(source, "dp1", "--finetune")
         assert [line["iteration"] for line in found] == list(range(1, 9))
         losses[source] = [line["lm_loss"] for line in found]
-    assert losses["dp2-zero3"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["dp2 zero3"] == pytest.approx(losses["dp1"], rel=1e-5)

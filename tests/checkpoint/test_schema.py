@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.conftest import LAYOUTS, SETTINGS
+from checkpoint.conftest import SETTINGS
+from support.layouts import layout
 from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.files import write_manifest
@@ -76,7 +77,7 @@ def with_element(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
-    "one": [
+    "dp1": [
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.flatten()[:5].clone()), r"state\[0\].exp_avg is float32 \[5\]"),
         (RANK, put(f"{STATE}/exp_avg_sq", lambda t: torch.zeros(0)), r"state\[0\].exp_avg_sq is float32 \[0\]"),
         (RANK, put(f"{STATE}/exp_avg_sq", with_element(-1)), r"state\[0\].exp_avg_sq is from -1 on"),
@@ -103,7 +104,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("optimizer", lambda _: [1]), "lacks a part"),
         ("rng_state_00000.pt", put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
     ],
-    "tp2-pp2-zero1": [
+    "tp2 pp2 zero1": [
         (LAYER, "layer_04-model_00-model_states.pt", "files have been exchanged"),
         (LAYER, "layer_03-model_01-model_states.pt", "files have been exchanged"),
         (ZERO, "zero_pp_rank_0_mp_rank_01_optim_states.pt", "files have been exchanged"),
@@ -120,7 +121,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (ZERO, put("optimizer_state_dict/single_partition_of_fp32_groups", lambda g: g[::-1]), "is float32"),
         (ZERO, put("optimizer_state_dict", lambda _: None), "lacks a part"),
     ],
-    "dp2-zero3": [
+    "dp2 zero3": [
         (
             "zero_pp_rank_1_mp_rank_00_optim_states.pt",
             put("optimizer_state_dict/fp32_flat_groups/0", lambda t: t[:-8].clone()),
@@ -141,28 +142,28 @@ CONVERTED: list[tuple[str, Change, str]] = [
 """Changes of a checkpoint that has been converted already."""
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("saver", CASES)
 def test_content_that_does_not_fit_is_refused(
-    saved_on, run_ranks_once, programs: Programs, tmp_path: Path, layout: str
+    saved_on, run_ranks_once, programs: Programs, tmp_path: Path, saver: str
 ) -> None:
     """On the layout that saved it, where DeepSpeed loads it, and on all ranks. An undamaged one still is loaded."""
-    processes, flags = LAYOUTS[layout]
+    processes, flags = layout(saver)
     folders, files, texts = [], [], []
-    for number, (name, change, text) in enumerate(CASES[layout]):
+    for number, (name, change, text) in enumerate(CASES[saver]):
         folders.append(
-            shutil.copytree(saved_on(layout), tmp_path / str(number), ignore=shutil.ignore_patterns("*_universal"))
+            shutil.copytree(saved_on(saver), tmp_path / str(number), ignore=shutil.ignore_patterns("*_universal"))
         )
         files.append(sealed(folders[-1], name, change))
         texts.append(text)
-    if layout == "one":
+    if saver == "dp1":
         for name, change, text in CONVERTED:
-            folders.append(shutil.copytree(saved_on("tp2-pp2-zero1"), tmp_path / str(len(folders))))
+            folders.append(shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / str(len(folders))))
             files.append(cached(newest(folders[-1]))[0])
             texts.append(text)
             content = torch.load(files[-1] / name, weights_only=False)
             change(content)
             torch.save(content, files[-1] / name)
-    folders.append(saved_on(layout))
+    folders.append(saved_on(saver))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split()]
     ranks = run_ranks_once(processes, messages_of_loading, words, [str(folder) for folder in folders])
     for found in ranks:
@@ -203,9 +204,9 @@ def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
 
 
 def test_it_is_not_converted_for_another_layout(saved_on, tmp_path: Path) -> None:
-    changes = [case for case in CASES["tp2-pp2-zero1"] if case[0] == ZERO and not isinstance(case[1], str)]
+    changes = [case for case in CASES["tp2 pp2 zero1"] if case[0] == ZERO and not isinstance(case[1], str)]
     for number, (name, change, _) in enumerate(changes):
-        folder = shutil.copytree(saved_on("tp2-pp2-zero1"), tmp_path / str(number))
+        folder = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / str(number))
         shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
         sealed(folder, name, change)
         with pytest.raises(CheckpointError, match=re.escape(str(folder / "global_step3"))):
@@ -222,7 +223,7 @@ HISTORY: list[tuple[Change, str]] = [
 
 
 def test_a_history_that_does_not_fit_is_refused(saved_on, tmp_path: Path) -> None:
-    tag = shutil.copytree(saved_on("one") / "global_step3", tmp_path / "global_step3")
+    tag = shutil.copytree(saved_on("dp1") / "global_step3", tmp_path / "global_step3")
     description = json.loads((tag / "run.json").read_text())
     assert tag_at(tag).iteration == 3
     for change, text in HISTORY:

@@ -33,10 +33,12 @@ def without_keys_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(4, 3, 8)[:, ::2] if name.endswith("query_key_value.bias") else tensor
 
 
-@pytest.mark.parametrize("layout", ["tp2-pp2-zero1", "ulysses2-zero2-round-robin", "dp2-zero3", "pp2-dualpipev"])
+@pytest.mark.parametrize(
+    "layout", ["tp2 pp2 zero1", "ulysses2 zero2 --zero-round-robin-gradients", "dp2 zero3", "pp2 dualpipev"]
+)
 def test_moments_are_those_of_one_process(universal_of, layout: str):
     """There torch's Adam has each moment separately, and nothing is merged."""
-    one, other = universal_of("one"), universal_of(layout)
+    one, other = universal_of("dp1"), universal_of(layout)
     assert names_in(other) == names_in(one) and len(names_in(one)) == 52
     for name in names_in(one):
         expected, found = read_state(one, name), read_state(other, name)
@@ -49,23 +51,23 @@ def test_moments_are_those_of_one_process(universal_of, layout: str):
 
 
 def test_moments_of_one_process_are_its_optimizers(universal_of, saved_on):
-    state = torch.load(saved_on("one") / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)
+    state = torch.load(saved_on("dp1") / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)
     decayed, spared = state["param_shapes"]
     names = [*decayed, *spared]
     assert len(names) == 52
     for number, name in enumerate(names):
-        found = read_state(universal_of("one"), name)
+        found = read_state(universal_of("dp1"), name)
         for key in ("exp_avg", "exp_avg_sq"):
             whole = state["optimizer"]["state"][number][key]
             assert torch.equal(found[key], whole[:92] if "word" in name else whole)
 
 
 def test_universal_checkpoint_equals_deepspeeds(programs: Programs, universal_of, saved_on, tmp_path: Path):
-    source = saved_on("tp2-pp2-zero1") / "global_step3"
+    source = saved_on("tp2 pp2 zero1") / "global_step3"
     converter = Path(deepspeed.__file__).parent / "checkpoint" / "ds_to_universal.py"
     words = (converter, "--num_merge_workers", "1", "--num_extract_workers", "1")
     programs.warm(1, *words, "--input_folder", source, "--output_folder", tmp_path / "theirs").ok()
-    ours, theirs = universal_of("tp2-pp2-zero1"), tmp_path / "theirs"
+    ours, theirs = universal_of("tp2 pp2 zero1"), tmp_path / "theirs"
     assert names_in(ours) == names_in(theirs)
     for name in names_in(ours):
         for key in MOMENTS:
@@ -76,7 +78,7 @@ def test_universal_checkpoint_equals_deepspeeds(programs: Programs, universal_of
 
 
 def test_deepspeed_loads_the_universal_checkpoint(run_ranks, universal_of):
-    run_ranks(1, deepspeed_reads, str(universal_of("tp2-pp2-zero1")))
+    run_ranks(1, deepspeed_reads, str(universal_of("tp2 pp2 zero1")))
 
 
 def deepspeed_reads(folder: str) -> None:
@@ -141,7 +143,7 @@ def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
 
 
 def test_the_tool_converts_once(programs: Programs, saved_on):
-    folder = saved_on("pp2-dualpipev")
+    folder = saved_on("pp2 dualpipev")
     place = folder / "global_step3"
     cached(newest(folder))
     tool = ("tools/convert_checkpoint.py", "to-universal")
@@ -158,7 +160,7 @@ def test_tool_refuses_folders_without_a_checkpoint(programs: Programs, tmp_path:
 
 
 def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
-    saved = newest(saved_on("one"))
+    saved = newest(saved_on("dp1"))
 
     with pytest.raises(ResourceError, match="cannot be written .* has to be converted: free disk space"):
         convert(saved, tmp_path / "missing" / "global_step3_universal")
@@ -166,7 +168,7 @@ def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
 
 
 def test_what_a_killed_conversion_leaves_is_removed(saved_on, tmp_path: Path, monkeypatch):
-    saved, names = newest(saved_on("one")), []
+    saved, names = newest(saved_on("dp1")), []
 
     def stopped(_, folder: Path) -> None:
         names.append(folder.name)

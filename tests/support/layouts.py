@@ -1,6 +1,8 @@
-"""Runs of one model on several layouts, and what must be equal in them: metrics and weights."""
+"""Layouts by their names; runs of one model on several of them, and what must be equal in them: metrics and weights."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,44 @@ from support.training import RankTraining
 
 TOLERANCE = 1e-4
 COMPARED = {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}
+
+SIZES = {
+    "tp": "--model-parallel-size",
+    "pp": "--pipe-parallel-size",
+    "cp": "--context-parallel-size",
+    "ulysses": "--ds-sequence-parallel-size",
+    "dp": "",
+}
+"""Their product is the number of ranks."""
+NUMBERS = {"zero": "--zero-stage", "ep": "--expert-model-parallel-size"}
+SWITCHES = {
+    "sp": "--sequence-parallel",
+    "sbh": "--shape-order SBH",
+    "overlap": "--tp-comm-overlap",
+    "recompute": "--checkpoint-activations",
+    "selective": "--recompute-granularity selective",
+    "offload": "--offload-optimizer cpu",
+    "in-place": "--gradient-accumulation-fusion",
+    "documents": "--reset-attention-mask --reset-position-ids",
+    "bf16": "--bf16",
+    "fp16": "--fp16",
+    **{name: f"--pipeline-schedule {name}" for name in ("1f1b", "interleaved", "zbh1", "zbv", "dualpipev")},
+}
+
+
+def layout(name: str, **more: str) -> tuple[int, str]:
+    """The ranks and the flags of a layout such as ``tp2 pp2 sp zero1 --lr 1``; ``more`` are other words for flags."""
+    ranks, flags = [], []
+    for word in name.split():
+        size = re.fullmatch(r"([a-z]+)(\d+)", word)
+        if word in more or word in SWITCHES:
+            flags.append(more.get(word) or SWITCHES[word])
+        elif size and size[1] in SIZES:
+            ranks.append(int(size[2]))
+            flags += [f"{SIZES[size[1]]} {size[2]}"] if SIZES[size[1]] else []
+        else:
+            flags.append(f"{NUMBERS[size[1]]} {size[2]}" if size and size[1] in NUMBERS else word)
+    return prod(ranks), " ".join(flags)
 
 
 class LayoutRuns:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.emulated_cuda import EmulatedCuda
+from support.layouts import layout
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 
 ITERATIONS, SAVED = 4, 2
@@ -19,23 +20,17 @@ SETTINGS = (
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
 BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Relative differences of losses from fp32 on the CPU, which the rounding explains."""
-LAYOUTS = {
-    "one process": (1, ""),
-    "bf16, ZeRO 2": (2, "--bf16 --zero-stage 2"),
-    "fp16, ZeRO 3": (2, "--fp16 --zero-stage 3"),
-    "bf16, PP 2, ZeRO 1": (2, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
-    "fp16, TP 2, sequence parallel": (
-        2,
-        "--fp16 --model-parallel-size 2 --sequence-parallel --tp-comm-overlap --zero-stage 1 --async-save",
-    ),
-    "bf16, DualPipeV": (2, "--bf16 --pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
-    "bf16, Ulysses, ZeRO 3": (2, "--bf16 --ds-sequence-parallel-size 2 --zero-stage 3"),
-    "fp16, ZeRO 3, offloaded": (2, "--fp16 --zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
-}
-RESUMED = {
-    "on the same layout": ("fp16, TP 2, sequence parallel", "fp16, TP 2, sequence parallel"),
-    "with ZeRO 3": ("fp16, TP 2, sequence parallel", "fp16, ZeRO 3"),
-}
+PIPELINE, TENSOR = "bf16 pp2 zero1 recompute", "fp16 tp2 sp overlap zero1 --async-save"
+LAYOUTS = [
+    "dp1",
+    "bf16 dp2 zero2",
+    "fp16 dp2 zero3",
+    PIPELINE,
+    TENSOR,
+    "bf16 pp2 dualpipev --batch-size 1",
+    "bf16 ulysses2 zero3",
+    "fp16 dp2 zero3 offload --offload-param cpu",
+]
 SPIKE = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --save-interval 3 --rewind-on-spike"
 SPIKE += " --use-cpu-initialization"
 
@@ -46,21 +41,21 @@ class Runs:
     def __init__(self, programs: Programs, emulated_cuda: EmulatedCuda, folder: Path):
         self._programs, self._cuda, self._folder = programs, emulated_cuda, folder
 
-    def losses(self, layout: str) -> list[float]:
+    def losses(self, name: str) -> list[float]:
         """Losses of an uninterrupted run on emulated GPUs; of one process on the CPU if the layout is ``cpu``."""
-        metrics = self._folder / layout / "metrics"
+        metrics = self._folder / name / "metrics"
         if not metrics.exists():
             words = (*SETTINGS, *NO_DROPOUT, "--save", metrics.parent, "--metrics-file", metrics)
-            processes, flags = LAYOUTS.get(layout, (1, ""))
-            start = self._programs if layout == "cpu" else self._cuda
+            processes, flags = layout("dp1" if name == "cpu" else name)
+            start = self._programs if name == "cpu" else self._cuda
             start.pretrain(processes, *words, *flags.split()).ok()
         return losses(metrics)
 
-    def checkpoint(self, layout: str, folder: Path) -> Path:
+    def checkpoint(self, name: str, folder: Path) -> Path:
         """A copy of what that run saved halfway."""
-        self.losses(layout)
+        self.losses(name)
         tag = f"global_step{SAVED}"
-        shutil.copytree(self._folder / layout / tag, folder / tag)
+        shutil.copytree(self._folder / name / tag, folder / tag)
         (folder / "latest").write_text(tag)
         return folder
 
@@ -74,24 +69,24 @@ def losses(metrics: Path) -> list[float]:
     return [line["lm_loss"] for line in read_metrics(metrics) if "lm_loss" in line]
 
 
-def bound(layout: str) -> float:
-    return BOUNDS.get(layout[:4], BOUNDS["fp32"])
+def bound(name: str) -> float:
+    return BOUNDS.get(name[:4], BOUNDS["fp32"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_has_the_losses_of_the_cpu(runs: Runs, layout: str) -> None:
-    assert runs.losses(layout) == pytest.approx(runs.losses("cpu"), rel=bound(layout))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_losses_of_the_cpu(runs: Runs, name: str) -> None:
+    assert runs.losses(name) == pytest.approx(runs.losses("cpu"), rel=bound(name))
 
 
-@pytest.mark.parametrize(("source", "target"), RESUMED.values(), ids=RESUMED)
-def test_a_resumed_run_continues(runs: Runs, emulated_cuda: EmulatedCuda, tmp_path, source: str, target: str) -> None:
+@pytest.mark.parametrize("target", [TENSOR, "fp16 dp2 zero3"])
+def test_a_resumed_run_continues(runs: Runs, emulated_cuda: EmulatedCuda, tmp_path: Path, target: str) -> None:
     """On another layout the count of updates has to be on the GPU, where torch's fused AdamW reads it."""
-    processes, flags = LAYOUTS[target]
+    processes, flags = layout(target)
     found = tmp_path / "metrics"
-    saved = runs.checkpoint(source, tmp_path / "saved")
+    saved = runs.checkpoint(TENSOR, tmp_path / "saved")
     folders = ("--load", saved, "--save", tmp_path / "resumed", "--metrics-file", found)
     emulated_cuda.pretrain(processes, *SETTINGS, *NO_DROPOUT, *flags.split(), *folders).ok()
-    assert losses(found) == pytest.approx(runs.losses(source)[SAVED:], rel=0 if source == target else bound(target))
+    assert losses(found) == pytest.approx(runs.losses(TENSOR)[SAVED:], rel=0 if target == TENSOR else bound(target))
 
 
 def test_random_streams_of_the_gpu_continue(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
@@ -109,7 +104,7 @@ def test_resuming_on_the_other_kind_of_device(
 ) -> None:
     """On the same layout: weights and moments continue; random states of another length do not, and a line says so."""
     start: Programs | EmulatedCuda = emulated_cuda if target == "gpu" else programs
-    checkpoint = runs.checkpoint("cpu" if source == "cpu" else "one process", tmp_path / "saved")
+    checkpoint = runs.checkpoint("cpu" if source == "cpu" else "dp1", tmp_path / "saved")
     folders = ("--load", checkpoint, "--metrics-file", tmp_path / "metrics")
     finished = start.pretrain(1, *SETTINGS, *NO_DROPOUT, *folders).ok()
     line = "> saved on another kind of device: random streams restart from --seed and the iteration"
@@ -180,16 +175,16 @@ def test_a_process_without_a_gpu_is_named(programs: Programs, emulated_cuda: Emu
 
 def test_ranks_can_share_a_gpu(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
     """With collectives through host memory, as on a machine with one real GPU."""
-    words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, *NO_DROPOUT, *LAYOUTS["bf16, PP 2, ZeRO 1"][1].split())
+    words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, *NO_DROPOUT, *layout(PIPELINE)[1].split())
     folders = ("--metrics-file", tmp_path / "metrics", "--save", tmp_path)
     environ = {**emulated_cuda.environ, "EMULATED_CUDA_DEVICES": "1", "ONE_GPU": "1"}
     programs.torchrun(2, "pretrain_gpt2.py", *words, *folders, **environ).ok()
-    assert losses(tmp_path / "metrics") == pytest.approx(runs.losses("bf16, PP 2, ZeRO 1"), rel=1e-6)
+    assert losses(tmp_path / "metrics") == pytest.approx(runs.losses(PIPELINE), rel=1e-6)
 
 
 def test_generation_and_evaluation(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
     """The same text and perplexity on the GPU as on the CPU, from a checkpoint of two tensor-parallel GPUs."""
-    checkpoint = runs.checkpoint("fp16, TP 2, sequence parallel", tmp_path / "saved")
+    checkpoint = runs.checkpoint(TENSOR, tmp_path / "saved")
     words = ("tools/generate.py", "--load", checkpoint, "--prompt", "w1 w2 w3", "--greedy", "--new-tokens", "8")
     on_gpu, on_cpu = emulated_cuda.run(1, *words).ok(), programs.warm(1, *words).ok()
     assert on_gpu.output.splitlines()[-1] == on_cpu.output.splitlines()[-1]

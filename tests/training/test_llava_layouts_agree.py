@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.layouts import LayoutRuns, compare_metrics, compare_runs, differing_weights
+from support.layouts import LayoutRuns, compare_metrics, compare_runs, differing_weights, layout
 from support.programs import read_metrics
 from support.ranks import fork_server
 from support.training import RankTraining, pretrain
@@ -23,21 +23,21 @@ SETTINGS = (
     " --attention-dropout 0 --hidden-dropout 0 --clip-grad 0.4 --eval-iters 1 --eval-interval 3"
 ).split()
 """Two layers of the encoder are computed, then two of the language model."""
-LAYOUTS = {
-    "tp2-sp-recompute": (2, "--model-parallel-size 2 --sequence-parallel --checkpoint-activations"),
-    "pp2-cut-in-the-encoder-zero1": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1"),
-    "pp2-zbv-recompute": (2, "--pipe-parallel-size 2 --pipeline-schedule zbv --checkpoint-activations"),
-    "pp2-interleaved": (2, "--pipe-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-    "cp2": (2, "--context-parallel-size 2"),
-    "plain-dp2-zero3": (2, "--zero-stage 3 --batch-size 1"),
-}
-PARTS = {
-    "frozen-encoder": "--freeze-vision --projector-lr-mult 10",
-    "adapters": "--freeze-vision --lora-rank 2 --lora-alpha 4 --vision-lr-mult 0.1",
-    "projector": "--freeze-vision --freeze-language-model",
-    "experts": "--freeze-vision --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
-}
-"""Flags of what is trained, each with a layout below."""
+LAYOUTS = [
+    "tp2 sp recompute",
+    "pp2 zero1 --pipeline-partition 1,3",  # cut in the encoder
+    "pp2 zbv recompute",
+    "pp2 --num-virtual-stages-per-pipeline-rank 2",
+    "cp2",
+    "dp2 zero3 --batch-size 1",
+]
+PARTS = [
+    ("--freeze-vision --projector-lr-mult 10", "pp2 --pipeline-partition 3,1"),
+    ("--freeze-vision --lora-rank 2 --lora-alpha 4 --vision-lr-mult 0.1", "tp2 zero1 recompute"),
+    ("--freeze-vision --freeze-language-model", "dp2 zero2"),
+    ("--freeze-vision --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24", "dp2 ep2 zero1"),
+]
+"""Flags of what is trained, and a layout."""
 
 
 @pytest.fixture(scope="module")
@@ -77,22 +77,14 @@ def runs(run_ranks_once, data: list[str], tmp_path_factory: pytest.TempPathFacto
     return LayoutRuns(RankTraining(run_ranks_once, data, pretrain_vlm), SETTINGS, tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_agrees_with_one_process(runs: LayoutRuns, layout: str) -> None:
-    compare_runs(runs.on_one_process(), runs(*LAYOUTS[layout]), ITERATIONS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_agrees_with_one_process(runs: LayoutRuns, name: str) -> None:
+    compare_runs(runs.on_one_process(), runs(*layout(name)), ITERATIONS)
 
 
-@pytest.mark.parametrize(
-    ("part", "layout"),
-    [
-        ("frozen-encoder", "--pipe-parallel-size 2 --pipeline-partition 3,1"),
-        ("adapters", "--model-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
-        ("projector", "--zero-stage 2"),
-        ("experts", "--expert-model-parallel-size 2 --zero-stage 1"),
-    ],
-)
-def test_a_part_is_trained_alike(runs: LayoutRuns, part: str, layout: str) -> None:
-    expected, found = runs.on_one_process(PARTS[part]), runs(2, f"{PARTS[part]} {layout}")
+@pytest.mark.parametrize(("part", "name"), PARTS)
+def test_a_part_is_trained_alike(runs: LayoutRuns, part: str, name: str) -> None:
+    expected, found = runs.on_one_process(part), runs(*layout(f"{name} {part}"))
     compare_metrics(read_metrics(expected / "metrics"), read_metrics(found / "metrics"))
     assert not differing_weights(expected / "checkpoint", found / "checkpoint")
 
@@ -122,12 +114,12 @@ def extract_ranks(folder: str, words: list[str], ranks: int) -> None:
 def test_ranks_without_any_image_communicate_as_those_with_images(data: list[str], tmp_path: Path) -> None:
     """Two stages, of which the first ends in the encoder, of two tensor-parallel ranks."""
     sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3"
-    layout = "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1 --bf16"
-    words = [*SETTINGS, *sizes.split(), *layout.split(), "--num-workers", "0"]
+    ranks, flags_of_layout = layout("tp2 pp2 zero1 bf16 --pipeline-partition 1,3")
+    words = [*SETTINGS, *sizes.split(), *flags_of_layout.split(), "--num-workers", "0"]
     found = []
     for name, flags in (("some", data), ("none", write_data(tmp_path, has_images=False))):
         (tmp_path / name).mkdir()
-        process = fork_server().Process(target=extract_ranks, args=(str(tmp_path / name), [*words, *flags], 4))
+        process = fork_server().Process(target=extract_ranks, args=(str(tmp_path / name), [*words, *flags], ranks))
         process.start()
         process.join()
         found.append(pickle.loads((tmp_path / name / "traces").read_bytes()))
