@@ -1,7 +1,6 @@
 """The example programs: they run under a launcher and without one, and show what they promise."""
 
 import re
-import sys
 
 from support.programs import Programs
 
@@ -21,8 +20,9 @@ def test_a_wrong_number_of_ranks_is_an_error_of_one_line(programs: Programs) -> 
     assert finished.output.count("this example needs 4 ranks: torchrun --nproc_per_node 4") == 1
 
 
-def test_communication_is_shown_without_a_launcher(programs: Programs) -> None:
-    output = programs.run(sys.executable, "examples/show_communication.py").ok().output
+def test_communication_is_shown(programs: Programs) -> None:
+    """tests/test_lab.py starts it without a launcher."""
+    output = programs.warm(2, "examples/show_communication.py").ok().output
     of_ranks = re.findall(
         r"  rank \d: before (.*)  after (.*?)(?:  gradient_of_output (.*)  gradient_of_input (.*))?\n", output
     )

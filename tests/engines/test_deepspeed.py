@@ -2,7 +2,6 @@
 
 import os
 import types
-from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -65,20 +64,6 @@ def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
         monkeypatch.setenv(name, "")
     discover_mpi_ranks(29501)
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_PORT")] == ["2", "1", "29501"]
-
-
-@pytest.mark.parametrize(("ranks", "reductions"), [(1, 0), (2, 1)])
-def test_one_rank_reduces_nothing(monkeypatch: pytest.MonkeyPatch, ranks: int, reductions: int) -> None:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    from megatron.engines.engine import Engine
-
-    calls: list[int] = []
-    monkeypatch.setattr(DeepSpeedEngine, "buffered_allreduce_fallback", lambda *_: calls.append(1))
-    engine = object.__new__(Engine)
-    vars(engine).update(_data_group=SimpleNamespace(size=lambda: ranks), layout=SimpleNamespace(tensor_group=None))
-    engine.buffered_allreduce_fallback(elements_per_buffer=10)
-    assert len(calls) == reductions
 
 
 def test_no_reduction_counts_the_devices_of_a_cpu(run_ranks_once, programs) -> None:

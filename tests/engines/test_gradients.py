@@ -1,74 +1,15 @@
-"""Gradients in flat buckets, against the mean over the ranks, and against DeepSpeed's own ZeRO 1 and 2."""
+"""Gradients in flat buckets, against DeepSpeed's own ZeRO 1 and 2."""
 
 import json
 import os
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from support.programs import TINY_MODEL, Programs, read_metrics
-from torch import nn
 
 from megatron.engines import wrappers
 from megatron.engines.gradients import GradientBucket, Gradients
 from megatron.engines.zero import ZeroOptimizer
-
-PASSES = 3
-PADDING = 3
-"""Elements between the weight and the bias of each layer."""
-SIZES = (6, 7, 8, 5)
-"""Of a chain of linear layers, which together do not divide by the number of ranks."""
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.ranks(2)
-def test_a_part_is_the_mean_over_the_ranks(is_sharded: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    layers = nn.Sequential(*(nn.Linear(i, o) for i, o in zip(SIZES, SIZES[1:], strict=False))).to(dtype)
-    buckets = []
-    for layer in layers:
-        parameters = list(layer.parameters())
-        part = -(-(sum(one.numel() for one in parameters) + PADDING) // ranks)
-        buckets.append(
-            GradientBucket(
-                parameters,
-                torch.zeros(part),
-                group,
-                paddings=[PADDING, 0],
-                dtype=torch.float32,
-                sent_dtype=torch.float32,
-                divisor=ranks,
-                is_sharded=is_sharded,
-                is_last=layer is layers[-1],
-            )
-        )
-    passes = (lambda: 1) if is_sharded else (lambda: PASSES)
-    gradients = Gradients(buckets, passes, range(len(buckets)))
-    started: list[int] = []
-    layers[0].bias.register_post_accumulate_grad_hook(lambda _: started.append(gradients.number_started))
-    sums = [torch.zeros(bucket.gradient_elements) for bucket in buckets]
-    for number in range(2 * PASSES):  # two steps
-        x = torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(10 * number + rank)).to(dtype)
-        expected = torch.autograd.grad(layers(x).float().square().sum(), list(layers.parameters()))
-        layers(x).float().square().sum().backward()
-        if is_sharded or number % PASSES == PASSES - 1:
-            gradients.reduce()
-        for index, total in enumerate(sums):
-            weight, bias = (one.float().flatten() for one in expected[2 * index : 2 * index + 2])
-            flat = torch.cat([weight, torch.zeros(PADDING), bias])
-            total[: flat.numel()] += flat
-        if number % PASSES == PASSES - 1:
-            for total, part in zip(sums, gradients.parts, strict=True):
-                dist.all_reduce(total)
-                torch.testing.assert_close(part, total.div(ranks).chunk(ranks)[rank], rtol=2e-2, atol=2e-2)
-                total.zero_()
-            gradients.begin_step()
-    # The middle layer is reduced before the first has its gradient; the last waits for what comes after the pass.
-    assert started[-1] == 1 and max(started) == 1
-
 
 STEPS = "--train-iters 3 --batch-size 2 --gas 2 --clip-grad 0.4 --eval-iters 0 --ddp-bucket-size 5000"
 LAYOUTS = [

@@ -1,5 +1,5 @@
-"""What the program prints. Its losses under every launcher are compared in test_multihost.py, over two hosts; under
-deepspeed and torchrun on one host in tests/test_shipped_files.py."""
+"""What the program prints. Its losses under every launcher are compared in test_multihost.py, over two hosts; it learns
+under deepspeed on one host in tests/test_quickstart.py, and under torchrun and Slurm in tests/test_shipped_files.py."""
 
 import pytest
 from support.command_lines import latest

@@ -1,11 +1,13 @@
-"""Adapters: TP 2 equals TP 1, merged weights equal adapters, and peft computes the same from the exported folder."""
+"""Adapters: merged weights equal them, and peft computes the same from the exported folder.
+
+That they train alike on every layout is shown by tests/training/test_adapter_training.py.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -59,40 +61,6 @@ def built(config: ModelConfig, layout: ParallelLayout, weights: dict[str, Tensor
             parameter.data.copy_(whole if dim is None else whole.chunk(t, dim)[layout.tensor_group.rank()])
     freeze(model, config)
     return model.train()
-
-
-def trained(config: ModelConfig, layout: ParallelLayout) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss, and gradients of whole adapters."""
-    model = built(config, layout)
-    loss = model(TOKENS, (TOKENS.roll(-1, 1), WEIGHTS))
-    loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (".lora." not in name)
-        if parameter.grad is not None:
-            shards = [torch.empty_like(parameter) for _ in range(layout.tensor_group.size())]
-            dist.all_gather(shards, parameter.grad.contiguous(), group=layout.tensor_group)
-            dim = getattr(parameter, "partition_dim", None)
-            gradients[name] = shards[0].detach() if dim is None else torch.cat(shards, dim).detach()
-            for shard in shards if dim is None else ():
-                assert_close(shard, shards[0])
-    return loss.detach(), gradients
-
-
-def both(size: int, sequence_parallel: bool) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """Every model on this layout."""
-    parallel = ParallelConfig(model_parallel_size=size, world_size=size, sequence_parallel=sequence_parallel)
-    layout = ParallelLayout.create(parallel)
-    return {name: trained(config, layout) for name, config in MODELS.items()}
-
-
-def test_tensor_parallel_adapters_equal_those_of_one_rank(run_ranks) -> None:
-    (alone,) = run_ranks(1, both, 1, False)
-    assert len(alone["two layers"][1]) == 2 * 2 * 2 and len(alone["gpt2"][1]) == 4 * 2 * 2
-    for sequence_parallel in (False, True):
-        found = run_ranks(2, both, 2, sequence_parallel)[0]
-        for name in MODELS:
-            assert_close(found[name], alone[name], rtol=1e-4, atol=1e-4)
 
 
 def logits_of(config: ModelConfig, weights: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sequence parallelism against the same model with its sequence whole on every tensor-parallel rank."""
+"""Dropout under sequence parallelism; tests/training/test_layouts_agree.py compares the rest with one process."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.whole_models import SMALL_GPT2
-from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.containers import SequentialModel, sequential_model
@@ -28,30 +27,6 @@ def _layout(sequence_parallel: bool) -> ParallelLayout:
 
 def _model(config: ModelConfig, layout: ParallelLayout, activation: ActivationConfig | None = None) -> SequentialModel:
     return sequential_model(config, activation or ActivationConfig(), layout).train()
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_sequence_parallel_equals_the_full_sequence() -> None:
-    """Loss, logits and the gradients of all weights, accumulated over two passes."""
-    for changes in VARIANTS:
-        config = replace(CONFIG, **changes)
-        whole, cut = (_model(config, _layout(sequence_parallel)) for sequence_parallel in (False, True))
-        for _ in range(2):
-            losses = [model(TOKENS, TARGETS) for model in (whole, cut)]
-            sum(losses).backward()
-        assert_close(*losses)
-        assert_close(cut(TOKENS), whole(TOKENS))
-        for (name, one), other in zip(whole.named_parameters(), cut.parameters(), strict=True):
-            assert_close(other.grad, one.grad, msg=lambda text, name=name, why=changes: f"{why} {name}: {text}")
-
-
-VARIANTS = [
-    {},
-    {"shape_order": "SBH"},
-    {"reset_attention_mask": True, "reset_position_ids": True},
-    {"reset_attention_mask": True, "reset_position_ids": True, "shape_order": "SBH"},
-    {"apply_residual_connection_post_layernorm": True, "attention_softmax_in_fp32": True},
-]
 
 
 def test_each_rank_has_its_own_shard_and_dropout(run_ranks):
@@ -94,24 +69,3 @@ def test_recomputation_drops_the_same() -> None:
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], result, strict=True))
-
-
-@pytest.mark.ranks(2, 4)
-def test_all_to_all_of_heads_equals_full_attention() -> None:
-    """The mean over the ranks of the loss, and of each weight's gradient, is that of one rank; alone and under TP 2."""
-    world, group = dist.get_world_size(), dist.group.WORLD
-    for changes in VARIANTS:
-        for tensor in (1, 2) if world == 4 else (1,):
-            config = replace(CONFIG, **changes)
-            parallel = ParallelConfig(model_parallel_size=tensor, sequence_parallel=tensor > 1, world_size=world)
-            layout = ParallelLayout.create(replace(parallel, ds_sequence_parallel_size=world // tensor))
-            assert layout.get_sequence_data_parallel_world_size() == world // tensor
-            whole, cut = (_model(config, place) for place in (ParallelLayout.create(parallel), layout))
-            losses = [model(TOKENS, TARGETS) for model in (whole, cut)]
-            sum(losses).backward()
-            dist.all_reduce(losses[1].data, group=group)
-            assert_close(losses[1] / world, losses[0])
-            for (name, one), other in zip(whole.named_parameters(), cut.parameters(), strict=True):
-                dist.all_reduce(other.grad, group=layout.get_sequence_data_parallel_group())
-                mean = other.grad / layout.get_sequence_data_parallel_world_size()
-                assert_close(mean, one.grad, msg=lambda text, name=name, why=changes: f"{why} {name}: {text}")

@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 from megatron.config import ParallelConfig
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.layers import WeightInit
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
 
 
@@ -31,10 +30,3 @@ def draw(tensor_parallel_size: int) -> tuple[float, float]:
         own = torch.rand(1)
     assert torch.equal(torch.cat([first, torch.rand(1)]), undisturbed)
     return first.item(), own.item()
-
-
-def test_weights_are_slices_of_one_draw():
-    init = WeightInit(std=0.5, seed=1, name="a")
-    assert torch.equal(init.draw((6, 4)), init.draw((6, 4)))
-    assert not torch.equal(init.draw((6, 4)), WeightInit(std=0.5, seed=1, name="b").draw((6, 4)))
-    assert not torch.equal(init.draw((6, 4)), WeightInit(std=0.5, seed=2, name="a").draw((6, 4)))

@@ -78,13 +78,24 @@ def compare_runs(reference: Path, folder: Path, iterations: int, names: Collecti
     return found
 
 
-def compare_metrics(expected: list[dict], found: list[dict], names: Collection[str] = COMPARED) -> None:
+def check_resumed(runs: LayoutRuns, saver: str, loader: str, after: int, flags: str = "") -> None:
+    """A run saved on a layout, and continued on another one, has the losses of one process to the fifth digit."""
+    saved = runs(*layout(f"{saver} {flags} --exit-interval {after}"))
+    resumed = runs(*layout(f"{loader} {flags} --load {saved / 'checkpoint'}"))
+    expected = [line for line in read_metrics(runs.on_one_process(flags) / "metrics") if line["iteration"] > after]
+    compare_metrics(expected, read_metrics(resumed / "metrics"))
+    compare_metrics(expected, read_metrics(resumed / "metrics"), {"lm_loss"}, tolerance=1e-5)
+
+
+def compare_metrics(
+    expected: list[dict], found: list[dict], names: Collection[str] = COMPARED, tolerance: float = TOLERANCE
+) -> None:
     """Fail unless both have the same lines, and equal values of ``names`` in them."""
     assert len(found) == len(expected) > 2
     for one, other in zip(expected, found, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() & names:
-            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (one["iteration"], name)
+            assert other[name] == pytest.approx(one[name], rel=tolerance), (one["iteration"], name)
 
 
 def differing_weights(one: Path, other: Path) -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.audits import check_audit_of_sentences
-from support.layouts import COMPARED, LayoutRuns, compare_runs, layout
-from support.programs import Programs, read_metrics
+from support.layouts import COMPARED, LayoutRuns, check_resumed, compare_runs, layout
+from support.programs import Programs
 from support.training import RankTraining
 
 ITERATIONS = 5
@@ -47,16 +47,9 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, one_process: Path, nam
     assert [sum(line[name] for name in PARTS) for line in steps] == pytest.approx([line["lm_loss"] for line in steps])
 
 
-def test_bert_resumes_from_a_checkpoint_of_another_layout(train_bert_in_ranks: RankTraining, one_process, tmp_path):
+def test_bert_resumes_from_a_checkpoint_of_another_layout(runs: LayoutRuns) -> None:
     """The vocabulary is padded to another size, and so is the bias of its words."""
-    saved = ("--model-parallel-size", "2", "--exit-interval", "3", "--save", tmp_path / "checkpoint")
-    train_bert_in_ranks(2, *SETTINGS, *saved)
-    resumed = ("--pipe-parallel-size", "2", "--load", tmp_path / "checkpoint", "--metrics-file", tmp_path / "metrics")
-    output = train_bert_in_ranks(2, *SETTINGS, *resumed)
-    assert "resuming after iteration 3" in output and "converted from TP 2" in output
-    expected, found = (read_metrics(folder / "metrics") for folder in (one_process, tmp_path))
-    expected, found = ([line["lm_loss"] for line in lines if "lm_loss" in line] for lines in (expected, found))
-    assert found == pytest.approx(expected[3:], rel=1e-5)
+    check_resumed(runs, "tp2", "pp2", after=3)
 
 
 def test_the_audit_names_the_sentences_of_both_spans(one_process):

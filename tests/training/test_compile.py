@@ -1,4 +1,4 @@
-"""``--compile`` at ZeRO 3, which gathers and frees the weights of a layer, and with experts, which are not compiled."""
+"""``--compile`` at ZeRO 3, which frees the weights of a layer, with experts, which are not compiled, and in pieces."""
 
 import json
 from functools import partial
@@ -32,6 +32,12 @@ FREED = {
 CASES = {
     "ZeRO 3": (FREED, "", 1),
     "experts": ({}, "--zero-stage 1 --num-experts 4 --expert-model-parallel-size 2", 2),
+    "tensor parallel": (
+        {},
+        "--model-parallel-size 2 --sequence-parallel --tp-comm-overlap --zero-stage 2 --checkpoint-activations"
+        " --reset-attention-mask --reset-position-ids",
+        1,
+    ),
 }
 """DeepSpeed's settings, flags, and graphs of a layer."""
 

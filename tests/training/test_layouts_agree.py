@@ -1,8 +1,7 @@
 """The central test: every layout gives the same losses, gradient norms and weights."""
 
 import pytest
-from support.layouts import LayoutRuns, compare_metrics, compare_runs, layout
-from support.programs import read_metrics
+from support.layouts import LayoutRuns, check_resumed, compare_runs, layout
 from support.training import RankTraining
 
 ITERATIONS = 4
@@ -43,7 +42,6 @@ LAYOUTS = [
     "ulysses2 dp2 zero3",
     "cp2 zero3 recompute",
     "cp2 pp2 zero1 recompute",
-    "documents tp2 sp overlap zero2 recompute --compile",
     "tp2 sp zero1 in-place",
     "pp2 dualpipev in-place",
     "tp2 pp2 sp zero1 recompute tiled sbh",
@@ -75,10 +73,4 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, runs_in_blocks: Layout
 
 
 def test_llama_resumes_on_another_layout(runs: LayoutRuns) -> None:
-    """From tensor parallel 2 to two pipeline stages after half of the iterations."""
-    saved = runs(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 2")
-    resumed = runs(2, f"{LLAMA} --pipe-parallel-size 2 --load {saved / 'checkpoint'}")
-    found = read_metrics(resumed / "metrics")
-    expected = [line for line in read_metrics(runs.on_one_process(LLAMA) / "metrics") if line["iteration"] > 2]
-    assert len(found) == 4
-    compare_metrics(expected, found)
+    check_resumed(runs, "tp2", "pp2", after=2, flags=LLAMA)

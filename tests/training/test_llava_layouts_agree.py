@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.layouts import LayoutRuns, compare_metrics, compare_runs, differing_weights, layout
+from support.layouts import LayoutRuns, check_resumed, compare_metrics, compare_runs, differing_weights, layout
 from support.programs import read_metrics
 from support.ranks import fork_server
 from support.training import RankTraining, pretrain
@@ -90,14 +90,7 @@ def test_a_part_is_trained_alike(runs: LayoutRuns, part: str, name: str) -> None
 
 
 def test_the_position_in_the_data_is_kept_on_another_layout(runs: LayoutRuns) -> None:
-    """Saved by two data-parallel ranks in the middle of the run, and continued by two stages."""
-    begun = runs(2, "--zero-stage 1 --exit-interval 1")
-    continued = runs(2, f"--pipe-parallel-size 2 --zero-stage 1 --load {begun / 'checkpoint'}")
-    expected, found = (
-        {line["iteration"]: line["lm_loss"] for line in read_metrics(folder / "metrics") if "lm_loss" in line}
-        for folder in (runs.on_one_process(), continued)
-    )
-    assert found == {n: pytest.approx(expected[n], rel=1e-4) for n in (2, 3)}
+    check_resumed(runs, "dp2 zero1", "pp2 zero1", after=1)
 
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_vlm.py"

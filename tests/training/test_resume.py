@@ -14,7 +14,6 @@ EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validatio
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [
-        (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
         (2, "--pipe-parallel-size 2 --zero-stage 1 --bf16 --checkpoint-activations"),
         (4, "--model-parallel-size 2 --zero-stage 2"),
         (2, "--zero-stage 3"),

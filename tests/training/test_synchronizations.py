@@ -50,27 +50,25 @@ class Rank(NamedTuple):
     allowed: dict[str, int]
 
 
+FP8 = "--fp8-format e4m3 --fp8-recipe rowwise --fp8-min-size 16"
 RANKS = {
     "ZeRO 0": Rank("--pipe-parallel-size 1", 2, 1, {}),
-    "ZeRO 1, documents": Rank("--zero-stage 1 --reset-attention-mask", 2, 1, {}),
+    "ZeRO 1, fp16, documents": Rank("--zero-stage 1 --fp16 --reset-attention-mask", 2, 1, {}),
     "ZeRO 1, documents by varlen, recomputed": Rank(f"{VARLEN} --checkpoint-activations", 2, 1, {}),
     "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} --pipe-parallel-size 2", 4, 1, {DOCUMENTS: 2}),
     "ZeRO 1, documents in blocks": Rank(f"--zero-stage 1 --reset-attention-mask {LONG}", 2, 1, {}),
     "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
-    "ZeRO 2, TP 2, sequence parallel": Rank("--zero-stage 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}),
-    "ZeRO 2, TP 2, FP8": Rank("--zero-stage 2 --model-parallel-size 2 --fp8-format hybrid --fp8-min-size 16", 4, 3, {}),
-    "ZeRO 1, rowwise FP8": Rank("--zero-stage 1 --fp8-format e4m3 --fp8-recipe rowwise --fp8-min-size 16", 2, 1, {}),
+    "ZeRO 2, TP 2, sequence parallel, FP8": Rank(
+        "--zero-stage 2 --model-parallel-size 2 --sequence-parallel --fp8-format hybrid --fp8-min-size 16", 4, 3, {}
+    ),
+    "ZeRO 1, rowwise FP8, sums in fp32": Rank(f"--zero-stage 1 --grad-accum-dtype fp32 {FP8}", 2, 1, {}),
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
-    "ZeRO 1, experts": Rank(f"--zero-stage 1 {EXPERTS}", 2, 1, {}),
     "ZeRO 1, experts with a capacity": Rank(f"--zero-stage 1 {EXPERTS} {CAPACITY}", 2, 1, {}),
     "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 8}),
     "ZeRO 0, EP 2, all tokens gathered": Rank(f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather", 2, 1, {}),
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
-    "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, {}),
-    "ZeRO 1, fp16": Rank("--zero-stage 1 --fp16", 2, 1, {}),
-    "ZeRO 1, sums in fp32": Rank("--zero-stage 1 --grad-accum-dtype fp32", 2, 1, {}),
     "PP 2, TP 2, last stage, sums in fp32": Rank(
         "--grad-accum-dtype fp32 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.audits import check_audit_of_sentences
-from support.layouts import TOLERANCE, LayoutRuns, compare_runs, layout
+from support.layouts import TOLERANCE, LayoutRuns, check_resumed, compare_runs, layout
 from support.programs import read_metrics
 from support.training import RankTraining
 
@@ -48,16 +48,9 @@ def test_the_audit_names_the_sentences_of_a_text(one_process):
     check_audit_of_sentences(one_process, ITERATIONS, 8)
 
 
-def test_t5_resumes_from_a_checkpoint_of_another_layout(train_t5_in_ranks: RankTraining, one_process, tmp_path):
+def test_t5_resumes_from_a_checkpoint_of_another_layout(runs: LayoutRuns) -> None:
     """Tables of relative positions are divided by heads, and held by each stage of their stack."""
-    saved = ("--model-parallel-size", "2", "--exit-interval", "2", "--save", tmp_path / "checkpoint")
-    train_t5_in_ranks(2, *SETTINGS, *saved)
-    resumed = ("--pipe-parallel-size", "2", "--load", tmp_path / "checkpoint", "--metrics-file", tmp_path / "metrics")
-    output = train_t5_in_ranks(2, *SETTINGS, *resumed)
-    assert "resuming after iteration 2" in output and "converted from TP 2" in output
-    expected, found = (read_metrics(folder / "metrics") for folder in (one_process, tmp_path))
-    expected, found = ([line["lm_loss"] for line in lines if "lm_loss" in line] for lines in (expected, found))
-    assert found == pytest.approx(expected[2:], rel=1e-5)
+    check_resumed(runs, "tp2", "pp2", after=2)
 
 
 def test_t5_begins_with_the_weights_of_a_hugging_face_folder(train_t5_in_ranks: RankTraining, run_ranks, tmp_path):
