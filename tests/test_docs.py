@@ -67,13 +67,6 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"\n## {version}" in (ROOT / "docs" / "changelog.md").read_text()
 
 
-def test_the_readme_is_short_and_has_the_two_commands() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    for command in ("bash examples/quickstart.sh", "bash run_tests.sh"):
-        assert re.search(f"^{command}", text, re.MULTILINE)
-
-
 def test_python_blocks_compile_and_their_imports_exist() -> None:
     """Each name that a block imports from this repository is there; what a reader's own file has is left out."""
     for page in PAGES:

@@ -75,16 +75,7 @@ def test_saving_in_the_background_saves_the_same(train_in_ranks: RankTraining, t
                 for path in (file, other)
             )
             assert all(map(torch.equal, ours, theirs))
-    again = [
-        "--load",
-        tmp_path / "background",
-        "--train-iters",
-        "5",
-        *layout[:-2],
-        "--override",
-        "--exit-interval",
-        "1",
-    ]
+    again = [*layout[:-2], *f"--load {tmp_path}/background --train-iters 5 --override --exit-interval 1".split()]
     assert "resuming after iteration 4" in train_in_ranks(2, *SETTINGS[:-2], *again)
 
 

@@ -3,9 +3,26 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tokenizer.words import SPECIAL
+
+WORDS, PIECES = 60, 30
+TEXT_TOKENS = len(SPECIAL) + WORDS + PIECES
+
+
+@pytest.fixture(scope="session")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``text_sentence``, whose documents have 1 to 12 random sentences, and ``vocab.txt``."""
+    folder, chance = tmp_path_factory.mktemp("sentences"), np.random.RandomState(3)
+    tokens = [*SPECIAL, *(f"w{n}" for n in range(WORDS)), *(f"##p{n}" for n in range(PIECES))]
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens))
+    with IndexedDatasetBuilder(folder / "text_sentence", "u2") as builder:
+        for number in [1, 2, 7, 3, 1, 12, 2, 5] * 5:
+            builder.add_document(*(chance.randint(5, TEXT_TOKENS, chance.randint(1, 25)) for _ in range(number)))
+    return folder
 
 
 @pytest.fixture

@@ -4,39 +4,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.conftest import TEXT_TOKENS
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.bert_dataset import BertDataset, mask_tokens
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.data.sentence_dataset import SentenceStream
-from megatron.tokenizer.words import SPECIAL, WordPieceTokenizer
+from megatron.tokenizer.words import WordPieceTokenizer
 
-WORDS, PIECES = 60, 30
 PAD, UNK, CLS, SEP, MASK = range(5)
-VOCAB_SIZE = 5 + WORDS + PIECES
 LENGTHS = [1, 2, 7, 3, 1, 12, 2, 5] * 5
 """Sentences of each document."""
 
 
-@pytest.fixture(scope="module")
-def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
-    tokens = [*SPECIAL, *(f"w{n}" for n in range(WORDS)), *(f"##p{n}" for n in range(PIECES))]
-    path.write_text("".join(f"{token}\n" for token in tokens))
-    return path
+@pytest.fixture
+def vocab_file(sentences: Path) -> Path:
+    return sentences / "vocab.txt"
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    chance = np.random.RandomState(3)
-    prefix = str(tmp_path_factory.mktemp("data") / "text_sentence")
-    with IndexedDatasetBuilder(prefix, "u2") as builder:
-        for sentences in LENGTHS:
-            builder.add_document(*(chance.randint(5, VOCAB_SIZE, chance.randint(1, 25)) for _ in range(sentences)))
-    return prefix
+@pytest.fixture
+def prefix(sentences: Path) -> str:
+    return str(sentences / "text_sentence")
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ def build(prefix: str, vocab_file: Path, tmp_path: Path):
         kind = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(vocab_file)}
         data = DataConfig(**kind, **settings | changes)
         sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
-        return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, masked_lm=True, **sizes).train
+        return build_datasets(data, vocab_size=TEXT_TOKENS, seed=seed, masked_lm=True, **sizes).train
 
     return datasets
 
@@ -104,7 +94,7 @@ def test_whole_words_are_masked_in_proportion(vocab_file: Path):
     random = np.random.RandomState(0)
     hidden, fates = 0, np.zeros(3)
     for _ in range(400):
-        a, b = random.randint(5, VOCAB_SIZE, (2, 60))
+        a, b = random.randint(5, TEXT_TOKENS, (2, 60))
         tokens = np.concatenate([[CLS], a, [SEP], b, [SEP]])
         shown, labels = mask_tokens(tokens, known, 0.15, random)
         places = labels >= 0

@@ -55,11 +55,6 @@ def rows(micro_batches: Iterator[Batch]) -> list[int]:
     return [int(first) // 10 for batch in micro_batches for first in batch.tokens[:, 0]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_rank_reads_all_in_order(num_workers: int) -> None:
-    assert rows(read(num_workers=num_workers)) == list(range(SAMPLES))
-
-
 @pytest.mark.parametrize(("data_size", "micro_batch_size", "finished"), [(1, 1, 0), (1, 4, 2), (2, 2, 1), (4, 1, 3)])
 def test_batches_are_the_same_for_every_layout(data_size: int, micro_batch_size: int, finished: int) -> None:
     """They grow; also from the middle on, with samples that are skipped, and without the batch that is not complete."""
@@ -89,19 +84,15 @@ def test_resumed_reader_continues_exactly(num_workers: int) -> None:
     assert at_once[12:] == resumed
 
 
-def test_labels_are_the_next_tokens() -> None:
+def test_labels_are_the_next_tokens_and_the_mask_is_of_the_input() -> None:
     tokens, (labels, loss_mask) = next(read())
     assert tokens.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert labels.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
     assert loss_mask.tolist() == [[1.0] * 4] * 2
     assert (tokens.dtype, labels.dtype, loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
     assert tokens.is_contiguous() and labels.is_contiguous()
-
-
-def test_mask_applies_to_the_input_token() -> None:
     _, (_, loss_mask) = next(read(eod_mask_loss=True))
-    assert loss_mask.tolist() == [[1.0] * 4, [1.0, 1.0, 0.0, 1.0]]
-    assert loss_mask.dtype == torch.float32
+    assert loss_mask.tolist() == [[1.0] * 4, [1.0, 1.0, 0.0, 1.0]] and loss_mask.dtype == torch.float32
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

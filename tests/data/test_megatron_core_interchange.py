@@ -126,17 +126,10 @@ def test_spans_of_t5_are_those_of_megatron_core(megatron_core: Callable[..., str
     from megatron.config import DataConfig
     from megatron.data.t5_dataset import corrupted
     from megatron.tokenizer import SpanVocabulary
+    from megatron.tokenizer.words import SPECIAL
 
     chance, seed, target = np.random.RandomState(1), 1234, 38
-    pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *(f"w{n}" for n in range(30)),
-        *(f"##{n}" for n in range(9)),
-    ]
+    pieces = [*SPECIAL, *(f"w{n}" for n in range(30)), *(f"##{n}" for n in range(9))]
     texts = [chance.randint(5, len(pieces), chance.randint(3, target + 1)).tolist() for _ in range(80)]
     expected = json.loads(megatron_core(SPANS, json.dumps([pieces, texts, target, seed])))
     first = len(pieces) + 2

@@ -1,38 +1,29 @@
 """Samples for T5: texts with spans taken out, which put back in give the text again."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from data.conftest import TEXT_TOKENS, WORDS
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.data.t5_dataset import T5Dataset, framed
 from megatron.tokenizer import span_vocabulary
-from megatron.tokenizer.words import SPECIAL
 
-WORDS, PIECES, SENTINELS = 60, 30, 12
-TEXT_TOKENS = 5 + WORDS + PIECES
+SENTINELS = 12
 VOCAB_SIZE = TEXT_TOKENS + 2 + SENTINELS
 BOS, EOS, FIRST = TEXT_TOKENS, TEXT_TOKENS + 1, TEXT_TOKENS + 2
-LENGTHS = [1, 2, 7, 3, 1, 12, 2, 5] * 3
-"""Sentences of each document."""
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder = tmp_path_factory.mktemp("t5")
-    tokens = [*SPECIAL, *(f"w{n}" for n in range(WORDS)), *(f"##p{n}" for n in range(PIECES))]
-    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens))
-    chance, prefix = np.random.RandomState(3), str(folder / "text_sentence")
-    with IndexedDatasetBuilder(prefix, "u2") as builder:
-        for sentences in LENGTHS:
-            builder.add_document(*(chance.randint(5, TEXT_TOKENS, chance.randint(1, 25)) for _ in range(sentences)))
+@pytest.fixture
+def settings(sentences: Path, tmp_path: Path) -> dict:
     return {
-        "data_path": (prefix,), "seq_length": 40, "decoder_seq_length": 20, "split": "1,0,0",
-        "data_cache_path": str(folder), "tokenizer_type": "BertWordPieceLowerCase",
-        "vocab_file": str(folder / "vocab.txt"), "vocab_extra_ids": SENTINELS,
+        "data_path": (str(sentences / "text_sentence"),), "seq_length": 40, "decoder_seq_length": 20, "split": "1,0,0",
+        "data_cache_path": str(tmp_path), "tokenizer_type": "BertWordPieceLowerCase",
+        "vocab_file": str(sentences / "vocab.txt"), "vocab_extra_ids": SENTINELS,
     }  # fmt: skip
 
 

@@ -91,18 +91,9 @@ def test_peft_computes_the_same(run_ranks, tmp_path: Path, targets: tuple[str, .
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=53,
-            max_position_embeddings=16,
-            initializer_range=0.1,
-        )
-    ).float()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "vocab_size": 53, "max_position_embeddings": 16, "initializer_range": 0.1}
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes, **more)).float()
     config = replace(read_config(theirs.config.to_dict(), Path("config.json")), **LORA, lora_target=targets)
     state = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
     names = source_shapes(replace(config, lora_rank=0))

@@ -16,19 +16,12 @@ def test_a_run_continues_with_the_other_adam(run_ranks_once, programs, tmp_path:
     whole, torch_first, apex_first = ([line["lm_loss"] for line in read_metrics(tmp_path / n)] for n in "wta")
     assert len(whole) == 4
     assert torch_first == pytest.approx(whole, rel=1e-5) and apex_first == pytest.approx(whole, rel=1e-5)
-    assert ["> optimizer apex FusedAdam; layer norm of torch" in text for text in outputs] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]
+    are_of_apex = ["> optimizer apex FusedAdam; layer norm of torch" in text for text in outputs]
+    assert are_of_apex == [False, False, True, True, False]
     assert "its state is converted from that of torch AdamW" in outputs[2]
     assert "its state is converted from that of apex FusedAdam" in outputs[4]
-    assert (
-        json.loads((tmp_path / "a-checkpoints" / "global_step2" / "run.json").read_text())["optimizer"]
-        == "apex FusedAdam"
-    )
+    description = json.loads((tmp_path / "a-checkpoints" / "global_step2" / "run.json").read_text())
+    assert description["optimizer"] == "apex FusedAdam"
 
 
 def _over_and_back(words: list[str], folder: str) -> list[str]:

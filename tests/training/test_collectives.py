@@ -53,21 +53,6 @@ def test_one_collective_per_step(run_ranks_once, programs, layout: str) -> None:
     assert run_ranks_once(2, collectives_of_a_run, words) == [{"all_reduce": ITERATIONS - 1}] * 2
 
 
-def largest_of_ranks(losses: list[float], others: list[float]) -> list[float]:
-    import torch
-
-    from megatron.training.anomaly_detection import max_across_ranks
-
-    rank = dist.get_rank()
-    return max_across_ranks(torch.tensor(losses[rank]), others[rank], 0).tolist()
-
-
-def test_the_maximum_over_ranks(run_ranks) -> None:
-    assert run_ranks(2, largest_of_ranks, [2.5, 1.0], [0, 15]) == [[2.5, 15, 0]] * 2
-    infinite, _ = run_ranks(2, largest_of_ranks, [2.5, float("nan")], [12, 0])
-    assert infinite == [float("inf"), 12, 0]
-
-
 def all_reduces_of_a_step(words: list[str]) -> list[int]:
     """Elements of each all-reduce inside the engine in the last iteration of a run."""
     from support.training import pretrain

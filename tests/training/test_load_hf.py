@@ -104,16 +104,7 @@ def test_a_bert_begins_with_the_weights_of_its_folder(run_ranks, train_bert_in_r
 
 
 def test_a_checkpoint_in_save_is_preferred(run_ranks, folders, tmp_path: Path):
-    words = [
-        *RUN,
-        "--load-hf",
-        str(folders["llama"]),
-        "--save",
-        str(tmp_path),
-        "--auto-resume",
-        "--lr-decay-iters",
-        "2",
-    ]
+    words = [*RUN, *f"--load-hf {folders['llama']} --save {tmp_path} --auto-resume --lr-decay-iters 2".split()]
     ((_, fresh),) = run_ranks(1, pretrain, [*words, "--train-iters", "1"])
     assert f"weights of {folders['llama']}, with a new optimizer" in fresh
     ((_, resumed),) = run_ranks(1, pretrain, words)

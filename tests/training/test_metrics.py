@@ -27,20 +27,9 @@ def test_file_tensorboard_and_screen_agree(programs, tmp_path):
     """And the CSV file of DeepSpeed's monitor."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
     (tmp_path / "ds.json").write_text(json.dumps({"csv_monitor": monitor}))
-    output = (
-        programs.pretrain(
-            1,
-            *"--train-iters 4 --batch-size 2 --gas 2 --eval-iters 2 --eval-interval 3".split(),
-            "--metrics-file",
-            tmp_path / "logs" / "metrics",
-            "--tensorboard-dir",
-            tmp_path / "board",
-            "--deepspeed_config",
-            tmp_path / "ds.json",
-        )  # fmt: skip
-        .ok()
-        .output
-    )
+    words = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 2 --eval-interval 3"
+    files = f"--metrics-file {tmp_path}/logs/metrics --tensorboard-dir {tmp_path}/board"
+    output = programs.pretrain(1, *f"{words} {files} --deepspeed_config {tmp_path}/ds.json".split()).ok().output
     lines = read_metrics(tmp_path / "logs" / "metrics")
     steps = [line for line in lines if "lm_loss" in line]
     assert [set(step) for step in steps] == [STEP_KEYS] * 4

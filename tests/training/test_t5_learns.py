@@ -64,15 +64,8 @@ def test_evaluation_finds_the_targets(programs: Programs, trained: Path):
 
 
 def test_pairs_that_do_not_match_are_refused(programs: Programs, trained: Path):
-    kind = (
-        "--tokenizer-type",
-        "BertWordPieceLowerCase",
-        "--vocab-file",
-        trained / "vocab.txt",
-        "--vocab-extra-ids",
-        "4",
-    )
-    words = (*MODEL, *kind, *"--sft --train-iters 2 --batch-size 2 --lr 1e-3".split())
+    kind = f"--tokenizer-type BertWordPieceLowerCase --vocab-file {trained}/vocab.txt --vocab-extra-ids 4"
+    words = (*MODEL, *f"{kind} --sft --train-iters 2 --batch-size 2 --lr 1e-3".split())
     for prefix, message in (
         ("pairs_target_document", "is not named as texts with targets are: make it with tools/preprocess_data.py"),
         ("other_input_document", "other_input_document"),

@@ -5,38 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.programs import TINY_MODEL
 from torch import Tensor
 
 from megatron.config import ParallelConfig
-from megatron.engines.transfers import Transfers
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.simulation import Transfer
-
-
-def sent_to_a_late_stage() -> list[Any]:
-    """Stage 1 begins to receive when stage 0 has sent all; what it takes."""
-    layout = ParallelLayout.create(ParallelConfig(pipe_parallel_size=2, world_size=2))
-    transfers = Transfers(layout, torch.device("cpu"))
-    transfers.most_sends = 3
-    if layout.pipe_group.rank() == 1:
-        dist.barrier()
-        ends = [Transfer(False, True, 1, number, 0) for number in range(3)]
-        for end in ends:
-            transfers.receive(end)
-        return [transfers.take(ends[number]) for number in (0, 2, 1)]
-    for number in range(3):
-        transfers.send(Transfer(True, True, 0, number, 1), (torch.full([2, 3], float(number)), torch.tensor([number])))
-    dist.barrier()
-    transfers.finish()
-    return []
-
-
-def test_sending_does_not_wait_for_a_late_receiver(run_ranks) -> None:
-    _, taken = run_ranks(2, sent_to_a_late_stage)
-    assert [[tensor.unique().item() for tensor in tensors] for tensors in taken] == [[0, 0], [2, 2], [1, 1]]
 
 
 def layout_after_groups_of_some_ranks() -> int:
