@@ -29,7 +29,7 @@ def resume(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_pa
 
     def run(source: str, name: str, *flags: str) -> tuple[str, list[dict]]:
         processes, words = layout(name)
-        metrics = tmp_path / "-".join((source, name, *flags))
+        metrics = tmp_path / f"metrics{len(list(tmp_path.iterdir()))}"
         printed = train_in_ranks(
             processes, *SETTINGS, *words.split(), *flags, "--load", saved_on(source), "--metrics-file", metrics
         )
