@@ -1,6 +1,8 @@
 """The universal format: the same from every layout, and the same as DeepSpeed's own."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import deepspeed
@@ -104,6 +106,28 @@ def deepspeed_reads(folder: str) -> None:
         assert torch.equal(safe_get_full_fp32_param(parameter)[:rows], state["fp32"]), name
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(safe_get_full_optimizer_state(parameter, key)[:rows], state[key]), name
+
+
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_patterns_for_deepspeed_match_each_parameter(program: str):
+    """DeepSpeed's own conversion looks up how tensor parallelism divides a parameter by these patterns."""
+    from support.command_lines import parse
+
+    from megatron.checkpoint.universal import parameter_patterns
+    from megatron.model.architectures import architecture_of
+
+    model = replace(parse(program).model, vocab_size=92, padded_vocab_size=128)
+    patterns = parameter_patterns(model)
+    specs = architecture_of(model).named_parameters(model)
+    assert len(specs) > 12 * model.num_layers
+    for name, spec in specs.items():
+        found = [key for key, values in patterns.items() for pattern in values if re.match(pattern, name)]
+        matching = set(found)
+        assert len(found) == len(matching), f"{name} matches the pattern of another parameter"
+        assert ("vocabulary_parameter_patterns" in matching) == spec.is_vocabulary
+        assert ("tp_replicated_parameter_patterns" in matching) == (spec.shard_dim is None)
+        assert ("parameter_with_row_parallelism_patterns" in matching) == (spec.shard_dim == 1)
+        assert ("pipeline_replicated_parameter_patterns" in matching) == name.startswith("tied_modules.")
 
 
 def _whole_model(padded_vocab_size: int) -> torch.nn.Module:

@@ -126,25 +126,3 @@ def _counted(function, calls: list):
         return function(*arguments)
 
     return run
-
-
-def test_selective_recomputation_saves_memory(run_ranks):
-    """Bytes that autograd keeps after the explicit core: the scores are gone, query, key and value stay."""
-    (kept,), (recomputed,) = (run_ranks(1, bytes_kept, recomputes) for recomputes in (False, True))
-    scores = B * HEADS * S * S * 4
-    assert kept - recomputed > 3 * scores
-
-
-def bytes_kept(recomputes: bool) -> int:
-    config = replace(CONFIG, attention_dropout=0.1, attention_softmax_in_fp32=True, recomputes_attention=recomputes)
-    attention, storages = _attention(config).train(), {}
-    model_parallel_manual_seed(5, _layout())
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = attention(HIDDEN.clone().requires_grad_())
-    assert output.requires_grad
-    return sum(storages.values())

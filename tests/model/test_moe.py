@@ -195,22 +195,6 @@ def growth_by_rows() -> int:
 
 
 @pytest.mark.ranks(1)
-def test_what_is_counted_together_decides_how_large_the_balancing_loss_is() -> None:
-    """Two samples, each of which uses another half of the experts."""
-    layout, halves = ParallelLayout.create(ParallelConfig()), torch.eye(2).repeat_interleave(2, 1)  # [b, E]
-    is_chosen = halves[:, None].expand(2, S, 4)
-    found = {}
-    for kind in ("seq_aux_loss", "aux_loss", "global_aux_loss"):
-        config = ModelConfig(**SIZES, moe_router_load_balancing_type=kind)
-        router = Router(config, layout, name="router")
-        together = router._load_balancing_loss(is_chosen / 2, is_chosen)
-        router.begin_step(1.0)
-        apart = [router._load_balancing_loss(sample / 2, sample) for sample in is_chosen.split(1)]
-        found[kind] = (together.item(), torch.stack(apart).mean().item())
-    assert found == {"seq_aux_loss": (2, 2), "aux_loss": (1, 2), "global_aux_loss": (1, 1.5)}
-
-
-@pytest.mark.ranks(1)
 def test_router_keeps_the_smallest_scores_and_has_losses_in_training_alone() -> None:
     layout = ParallelLayout.create(ParallelConfig())
     router = Router(ModelConfig(**SIZES, moe_expert_capacity_factor=1.0), layout, name="router")

@@ -7,7 +7,6 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from support.saved_tensors import Largest
 from support.whole_models import SMALL_GPT2
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -147,25 +146,6 @@ def _equals_serial_attention(query, key, value, grad, causal, window, ids):
         assert_close(found, zigzag(expected, group, 2).detach(), msg=lambda text, why=why: f"{why}: {text}")
         for one, other in zip(gradients, wanted, strict=True):
             assert_close(one, zigzag(other, group, 2), rtol=1e-4, atol=1e-5, msg=lambda text, why=why: f"{why}: {text}")
-
-
-@pytest.mark.ranks(2)
-def test_ring_attention_makes_no_mask_of_a_chunk() -> None:
-    """In a window, and within documents, no tensor is as large as one byte for each pair of two chunks' tokens."""
-    s = 8192
-    tensors = [torch.randn(1, heads, s // 2, 4, requires_grad=True) for heads in (2, 1, 1)]
-    documents = torch.arange(s).unsqueeze(0) // 300
-    for window, ids, kernel in (
-        (150, None, PartialAttention(True)),
-        (700, None, PartialAttention(False)),
-        (s, documents, PartialAttention(True)),
-        (150, documents, PartialAttention(False, 0.1)),
-    ):
-        for gathers in (False, True):
-            ring = RingAttention(dist.group.WORLD, gathers, True, window, kernel)
-            with Largest() as largest:
-                ring(*tensors, ids).sum().backward()
-            assert largest.size < (s // 4) ** 2, (window, ids is not None)
 
 
 GPT2 = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=16)

@@ -26,24 +26,17 @@ def _tolerances(dtype: torch.dtype) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(dtype: torch.dtype) -> None:
-    ours, plain = _leaf(dtype, 3, 5, SIZE), _leaf(dtype, 3, 5, SIZE)
-    outputs = activation.lean_swiglu(ours), activation.swiglu(plain)
-    for output in outputs:
-        output.float().square().sum().backward()
-    assert_close(*outputs, **_tolerances(dtype))
-    assert_close(ours.grad, plain.grad, **_tolerances(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_on_cpus(dtype: torch.dtype) -> None:
+def test_swiglu_and_rms_norm(dtype: torch.dtype) -> None:
     norms = norm.CpuRMSNorm(SIZE, eps=1e-5), nn.RMSNorm(SIZE, eps=1e-5)
-    inputs = _leaf(dtype, 3, 5, SIZE), _leaf(dtype, 3, 5, SIZE)
-    for layer, x in zip(norms, inputs, strict=True):
+    for layer in norms:
         layer.to(dtype).weight.data.copy_(torch.linspace(0.5, 2, SIZE))
-        layer(x).float().square().sum().backward()
-    assert_close(norms[0](inputs[0]), norms[1](inputs[1]), **_tolerances(dtype))
-    assert_close(inputs[0].grad, inputs[1].grad, **_tolerances(dtype))
+    for functions in ((activation.lean_swiglu, activation.swiglu), norms):
+        inputs = _leaf(dtype, 3, 5, SIZE), _leaf(dtype, 3, 5, SIZE)
+        outputs = [function(x) for function, x in zip(functions, inputs, strict=True)]
+        for output in outputs:
+            output.float().square().sum().backward()
+        assert_close(*outputs, **_tolerances(dtype))
+        assert_close(inputs[0].grad, inputs[1].grad, **_tolerances(dtype))
     assert_close(norms[0].weight.grad, norms[1].weight.grad, **_tolerances(dtype))
 
 

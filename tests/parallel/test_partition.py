@@ -68,13 +68,6 @@ def test_large_vocabulary_changes_the_partition() -> None:
     assert cut["flops"][0] == cut["flops"][1] > cut["flops"][-1]
 
 
-def test_the_plan_of_stages() -> None:
-    run = parse("--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4", ranks=2)
-    assert [stage.chunks for stage in plan(run)] == [(range(0, 2), range(4, 6)), (range(2, 3), range(3, 4))]
-    run = parse("--pipe-parallel-size 2 --pipeline-partition 1,3", ranks=2)
-    assert [stage.chunks for stage in plan(run)] == [(range(0, 2),), (range(2, 6),)]
-
-
 def test_kept_inputs_have_enough_buffers() -> None:
     """DeepSpeed's one buffer has a slot for each transformer layer that was run forward before the first backward."""
     for words, slots in [("", 4), ("--pipeline-partition 3,1", 6), ("--pipeline-partition 1,3", 3)]:

@@ -6,23 +6,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
+from parallel.conftest import NAMES, every
 
 from megatron.parallel import p2p_lanes
 from megatron.parallel.pipeline.in_flight import in_flight
-from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
+from megatron.parallel.pipeline.schedule import Action, Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, Transfer, program, simulate
-
-NAMES = [(name, chunks) for name, kind in KINDS.items() for chunks in ([kind.chunks] if kind.chunks else [2, 3, 4])]
-
-
-def every(name: str, chunks: int) -> list[Schedule]:
-    """The schedules of all numbers of stages, with few and with many micro-batches."""
-    return [
-        Schedule(name, stages, count, chunks)
-        for stages in (2, 3, 4, 5, 8)
-        for count in sorted({1, 2, 3, stages, stages + 1, 2 * stages, 2 * stages + 3, 4 * stages})
-        if has_order(name, stages, count, chunks)
-    ]
 
 
 class Issued(NamedTuple):
@@ -83,7 +72,7 @@ def test_no_rank_hangs_on_nccl(name: str, chunks: int, forward_only: bool, is_fi
     Each group has a stream. With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels begin in the order in which they were issued,
     so one that cannot begin yet holds up all that follow, whatever their stream.
     """
-    for schedule in every(name, chunks):
+    for schedule in every(name, chunks, (2, 3, 4, 5, 8)):
         ranks = [
             deque(issued(schedule, stage, forward_only=forward_only, is_first=is_first))
             for stage in range(schedule.stages)
@@ -116,7 +105,7 @@ def can_begin(one: Issued, lanes: dict[int, Any], begun: Counter[Any]) -> bool:
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
 def test_no_stage_waits_for_a_late_receiver(name: str, chunks: int) -> None:
     """It waits for a send only when what it has received since proves that the other stage has taken it."""
-    for schedule in every(name, chunks):
+    for schedule in every(name, chunks, (2, 3, 4, 5, 8)):
         past: dict[Action, set[Action]] = {}
         last: dict[int, Action] = {}
         for stage, action, *_ in simulate(schedule, PassSeconds()):

@@ -8,14 +8,13 @@ from random import Random
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
+from parallel.conftest import NAMES, every
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.parallel.pipeline.in_flight import in_flight, micro_batches_in_flight, peaks, stages_that_keep_most
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
 
-STAGES = range(1, 9)
-NAMES = [(name, chunks) for name, kind in KINDS.items() for chunks in ([kind.chunks] if kind.chunks else [2, 3, 4])]
 TORCH = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
@@ -23,16 +22,6 @@ TORCH = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-
-
-def every(name: str, chunks: int) -> list[Schedule]:
-    """The schedules of all numbers of stages, with few and with many micro-batches."""
-    return [
-        Schedule(name, stages, micro_batches, chunks)
-        for stages in STAGES
-        for micro_batches in sorted({1, 2, 3, stages, stages + 1, 2 * stages, 2 * stages + 3, 4 * stages})
-        if has_order(name, stages, micro_batches, chunks)
-    ]
 
 
 def of_torch(schedule: Schedule, stage: int) -> list[Action]:
