@@ -145,22 +145,11 @@ for _ in range(90):
 WRONG: list[Any] = [None, True, -1, 0, 1.5, 1e300, 10**30, float("nan"), "x", "\x1b[2J", "a" * 10**6, [], {}, [["x"]]]
 WRONG += [NESTED, {"a": {}}, 10**9]
 LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "vocab_size": 10,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": [1],
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16, "vocab_size": 10, "rms_norm_eps": 1e-6,
+    "eos_token_id": [1], "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False,
     "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "beta_fast": 32},
-}
+}  # fmt: skip
 
 
 def changed(tree: Any) -> Iterator[tuple[str, Any]]:

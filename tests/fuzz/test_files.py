@@ -148,14 +148,8 @@ def test_files_of_tensors(tensors: bytes, pickle: bytes) -> None:
 
 
 HF = {
-    "model_type": "gpt2",
-    "n_layer": 2,
-    "n_embd": 8,
-    "n_head": 2,
-    "n_positions": 16,
-    "vocab_size": 20,
-    "n_inner": None,
-}
+    "model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 20, "n_inner": None,
+}  # fmt: skip
 BPE = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}, "added_tokens": []}
 
 

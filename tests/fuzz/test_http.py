@@ -21,17 +21,9 @@ FIELDS = (
     "prompt max_tokens temperature top_k top_p repetition_penalty n stop seed echo stream stream_options user model"
 )
 BODY: dict[str, Any] = {
-    "prompt": ["Hello you", "b"],
-    "max_tokens": 3,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "repetition_penalty": 1.1,
-    "n": 2,
-    "stop": ["x"],
-    "seed": 5,
-    "stream": False,
-    "stream_options": {"include_usage": True},
-}
+    "prompt": ["Hello you", "b"], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1, "n": 2,
+    "stop": ["x"], "seed": 5, "stream": False, "stream_options": {"include_usage": True},
+}  # fmt: skip
 WITH_FIELDS = st.dictionaries(st.sampled_from(FIELDS.split()), NUMBERS | VALUES, max_size=3).map(
     lambda fields: {**BODY, **fields}
 )

@@ -17,18 +17,10 @@ from megatron.tools.convert.load_and_save import read_huggingface, write_hugging
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 
 CONFIG = ModelConfig(
-    architecture=BERT.name,
-    num_layers=3,
-    hidden_size=16,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    max_position_embeddings=12,
-    vocab_size=21,
-    padded_vocab_size=24,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
+    architecture=BERT.name, num_layers=3, hidden_size=16, ffn_hidden_size=48, num_attention_heads=4,
+    max_position_embeddings=12, vocab_size=21, padded_vocab_size=24, attention_dropout=0.0, hidden_dropout=0.0,
     init_method_std=0.3,
-)
+)  # fmt: skip
 TOKENS = torch.randint(1, 21, (2, 12), generator=torch.Generator().manual_seed(2))
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 4 + [1] * 3 + [-1] * 5])
 INPUTS = torch.stack([TOKENS, SEGMENTS], 1)

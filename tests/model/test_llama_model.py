@@ -30,23 +30,13 @@ from megatron.tools.inference.model import LanguageModel, load_model
 from megatron.tools.inference.source import Source
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "vocab_size": 53,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "eos_token_id": 4,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 53,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": 4,
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "llama": {"num_key_value_heads": 4, "rope_parameters": LLAMA3},

@@ -27,14 +27,9 @@ WEIGHTS = torch.full(TOKENS.shape, 1 / TOKENS.numel())
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 53}
 LORA = {"lora_rank": 3, "lora_alpha": 7.0}
 LLAMA = {
-    "num_query_groups": 2,
-    "ffn_hidden_size": 48,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+    "num_query_groups": 2, "ffn_hidden_size": 48, "swiglu": True, "normalization": "RMSNorm",
+    "position_embedding_type": "rope", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 MODELS = {
     "gpt2": ModelConfig(**SIZES, **LORA, ffn_hidden_size=128),
     "llama": ModelConfig(**SIZES, **LORA, **LLAMA),

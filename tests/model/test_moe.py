@@ -15,13 +15,9 @@ from megatron.model.moe import ParallelMoE, Router
 from megatron.parallel.layout import ParallelLayout
 
 SIZES = {
-    "hidden_size": 12,
-    "num_attention_heads": 2,
-    "num_layers": 1,
-    "ffn_hidden_size": 16,
-    "num_experts": 4,
+    "hidden_size": 12, "num_attention_heads": 2, "num_layers": 1, "ffn_hidden_size": 16, "num_experts": 4,
     "init_method_std": 0.5,
-}
+}  # fmt: skip
 MODELS = {
     "gelu": {},
     "swiglu": {"swiglu": True, "moe_ffn_hidden_size": 8, "moe_router_topk": 3},

@@ -150,15 +150,9 @@ def _equals_serial_attention(query, key, value, grad, causal, window, ids):
 
 GPT2 = replace(SMALL_GPT2, num_layers=2, max_position_embeddings=16)
 LLAMA = replace(
-    GPT2,
-    num_query_groups=2,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    qk_layernorm=True,
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-)
+    GPT2, num_query_groups=2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, qk_layernorm=True,
+    disable_bias_linear=True, untie_embeddings_and_output_weights=True,
+)  # fmt: skip
 MODELS = [
     GPT2,
     replace(GPT2, reset_attention_mask=True, reset_position_ids=True, shape_order="SBH"),

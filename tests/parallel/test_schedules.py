@@ -7,7 +7,6 @@ from operator import ge, mul
 from random import Random
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from parallel.conftest import NAMES, every
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -60,24 +59,6 @@ def test_the_order_is_torchs(name: str, chunks: int) -> None:
             if name == "1f1b" and stage == schedule.stages - 1:  # torch numbers its forward passes from 1 on
                 theirs = [action._replace(micro_batch=action.micro_batch - (action.kind == "F")) for action in theirs]
             assert list(schedule.actions(stage)) == theirs, (schedule, stage)
-
-
-@pytest.mark.parametrize(("name", "theirs"), [("1f1b", TrainSchedule), ("dualpipev", DualPipeVSchedule)])
-def test_the_order_is_deepspeeds(name: str, theirs: type) -> None:
-    for schedule in every(name, KINDS[name].chunks or 2):
-        for stage in range(schedule.stages):
-            steps = theirs(micro_batches=schedule.micro_batches, stages=schedule.stages, stage_id=stage).steps()
-            order = [
-                (command.kwargs.get("phase", 0), "F" if isinstance(command, ForwardPass) else "B")
-                for step in steps
-                for command in step
-                if isinstance(command, ForwardPass | BackwardPass)
-            ]
-            if theirs is TrainSchedule:  # it keeps two buffers at least
-                buffers = TrainSchedule(schedule.micro_batches, schedule.stages, stage).num_pipe_buffers()
-                assert buffers == max(2, sum(in_flight(schedule, stage)))
-            own = schedule.chunks_of(stage)
-            assert [(own.index(chunk), kind) for chunk, kind, _ in schedule.actions(stage)] == order
 
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)

@@ -29,20 +29,12 @@ CONFIG = {"steps_per_print": 1, "wall_clock_breakdown": True, "zero_allow_untest
             "--model-parallel-size 4 --checkpoint-in-cpu --profile-backward --deepspeed-activation-checkpointing "
             "--use-flash-attn",
             {
-                "train_batch_size": 2048,
-                "gradient_accumulation_steps": 1,
+                "train_batch_size": 2048, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
                 "zero_optimization": {
-                    "stage": 2,
-                    "allgather_partitions": True,
-                    "allgather_bucket_size": 50000000,
-                    "reduce_bucket_size": 50000000,
-                    "overlap_comm": True,
+                    "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 50000000,
+                    "reduce_bucket_size": 50000000, "overlap_comm": True,
                 },
-                "optimizer": {
-                    "type": "Adam",
-                    "params": {"lr": 1.5e-4, "max_grad_norm": 1.0, "betas": [0.9, 0.95]},
-                },
-                "gradient_clipping": 1.0,
+                "optimizer": {"type": "Adam", "params": {"lr": 1.5e-4, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}},
             },
             [
                 "--use-flash-attn has no effect: attention is torch's",
@@ -59,7 +51,7 @@ CONFIG = {"steps_per_print": 1, "wall_clock_breakdown": True, "zero_allow_untest
         ),
     ],
     ids=["ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh"],
-)
+)  # fmt: skip
 def test_a_classic_command_trains(
     processes: int, words: str, config: dict[str, Any], warnings: list[str], programs: Programs, tmp_path: Path
 ) -> None:
