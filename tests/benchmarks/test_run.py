@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from support.programs import Programs
 
+from benchmarks import write_figures
 from benchmarks.measures import planner
 from benchmarks.run import MEASURES, main
-from benchmarks.write_figures import TABLES
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_measurement_is_made_and_written_into_a_file(
-    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The search of the planner, of a model and a machine that take it no time."""
     monkeypatch.setattr(planner, "SEARCH", "--model 345m --device a100 --devices 1 --global-batch-size 8")
@@ -28,7 +28,8 @@ def test_a_measurement_is_made_and_written_into_a_file(
     assert [len(entry["measured"]["ours"]) for entry in found["rows"]] == [1]
     page = tmp_path / "page.md"
     page.write_text("<!-- planner -->\n-\n<!-- /planner -->\n")
-    programs.python("benchmarks/write_figures.py", tmp_path / "figures", "--into", page).ok()
+    monkeypatch.setattr(sys, "argv", ["write_figures.py", str(tmp_path / "figures"), "--into", str(page)])
+    write_figures.main()
     assert page.read_text().count("| search: tools/plan.py --model 345m") == 1
 
 
@@ -49,8 +50,8 @@ def test_mistakes_are_one_line(programs: Programs, words: list[str], message: st
 
 def test_every_measurement_has_its_place_in_the_documentation() -> None:
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    assert set(re.findall(r"<!-- (\w+) -->", text)) == {*TABLES}
-    for name in TABLES:
+    assert set(re.findall(r"<!-- (\w+) -->", text)) == {*write_figures.TABLES}
+    for name in write_figures.TABLES:
         assert f"<!-- /{name} -->" in text and f"| `{name}` |" in text, f"{name} is not explained"
     for name in MEASURES:
         assert (ROOT / "benchmarks" / "measures" / f"{name}.py").exists()

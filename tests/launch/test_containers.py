@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import INTERFACE, ROOT, Hosts, make_key, why_not
-from support.programs import BIN, TINY_MODEL, Finished, Programs, read_metrics
+from support.programs import BIN, TINY_MODEL, Finished, Programs
 
 USER = 10_000
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
@@ -119,18 +119,30 @@ def test_sshd_refuses_other_users_and_keys(inside, hosts, folder) -> None:
     assert distrusted.returncode == 255 and "Host key verification failed" in distrusted.output
 
 
-def test_deepspeed_trains_over_containers(inside, hosts, folder, train_in_ranks, tmp_path) -> None:
-    """Over pdsh, with no environment forwarded by hand; bit for bit what one host gives."""
-    train_in_ranks(2, *SETTINGS, "--metrics-file", tmp_path / "metrics")
-    metrics = folder / "hosts" / "host-1" / "home" / "metrics"
-    inside(
-        "deepspeed", "--log_level", "warning", "--hostfile", "docker/hostfile.compose", "--num_gpus", "1",
-        "pretrain_gpt2.py", *SETTINGS,
-        "--data-path", folder / "tiny_text_document", "--vocab-file", folder / "vocab.json",
-        "--tokenizer-type", "WhitespaceTokenizer", "--split", "8,1,1", "--metrics-file", metrics,
-    ).ok()  # fmt: skip
-    expected, found = ([line["lm_loss"] for line in read_metrics(path)] for path in (tmp_path / "metrics", metrics))
-    assert len(found) == 2 and found == expected
+MEETS = """
+import json, os, socket, sys
+rank, place = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    listener = socket.create_server(place)
+    open(sys.argv[-1] + "/listens", "w")
+    listener.accept()
+else:
+    while not os.path.exists(sys.argv[-1] + "/listens"):
+        pass
+    socket.create_connection(place, 60)
+seen = [socket.gethostname(), os.environ["DS_ODD"], os.environ["WORLD_SIZE"]]
+open(f"{sys.argv[-1]}/{rank}", "w").write(json.dumps(seen))
+"""
+
+
+def test_deepspeed_starts_ranks_over_containers(inside, hosts) -> None:
+    """Over pdsh, with no environment forwarded by hand; training over pdsh is in test_multihost.py."""
+    home = hosts.folder / "host-1" / "home"
+    (home / "meets.py").write_text(MEETS)
+    words = ("--hostfile", "docker/hostfile.compose", "--num_gpus", "1", home / "meets.py", home)
+    inside("deepspeed", "--log_level", "warning", *words).ok()
+    found = [json.loads((home / str(rank)).read_text()) for rank in range(2)]
+    assert found == [[name, 'a  "b" $c', "2"] for name in ("host-1", "host-2")]
 
 
 def test_secrets_are_readable_by_the_user_only(hosts) -> None:

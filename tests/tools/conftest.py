@@ -3,11 +3,39 @@
 import hashlib
 import json
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from support.evaluating import load_tool
 from support.programs import Programs
 from support.training import RankTraining
+
+from megatron.tools.command_line import run_tool
+
+
+class Ended(NamedTuple):
+    """How a tool ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Ended]:
+    """``tool("report", *words)``: ``tools/report.py`` in this process, without the imports of a new one."""
+
+    def run(name: str, *words: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            run_tool(load_tool(name).main)
+        return Ended(left.value.code or 0, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from support.training import RankTraining
 
 from megatron.common.environment import check_place, expected_device
 from megatron.common.errors import ConfigError
+from megatron.launch.environment import free_port
 from megatron.tools.cluster.launching import read_launch
 
 TOOL = "tools/convert_checkpoint.py"
@@ -63,9 +64,10 @@ def test_with_a_hostfile_it_starts_deepspeed_over_pdsh(programs: Programs, tmp_p
     deepspeed, sent = tmp_path / "deepspeed", tmp_path / "environment"
     deepspeed.write_text('#!/bin/sh\necho "started $*"\n')
     deepspeed.chmod(0o755)
-    ended = programs.run(
-        BIN / "accelerate", "launch", "--use_deepspeed", "--num_machines", "2", "--num_processes", "2",
+    ended = programs.warm(
+        1, BIN / "accelerate", "launch", "--use_deepspeed", "--num_machines", "2", "--num_processes", "2",
         "--machine_rank", "0", "--deepspeed_hostfile", "hostfile", "--main_process_ip", "host-1",
+        "--main_process_port", str(free_port()),
         "pretrain_gpt2.py", "--lr", "0.1",
         PATH=f"{tmp_path}:{os.environ['PATH']}", DS_ENV_FILE=str(sent),
     ).ok()  # fmt: skip

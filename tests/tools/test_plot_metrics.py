@@ -1,18 +1,10 @@
 """tools/plot_metrics.py: pictures of metrics files; a bad line is named with its number."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def plot(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools" / "plot_metrics.py", *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 
 def write_metrics(path: Path, records: list[dict]) -> Path:
@@ -37,11 +29,11 @@ def metrics(tmp_path: Path) -> Path:
     return write_metrics(tmp_path / "run.jsonl", [*records, {"iteration": 20, "validation_loss": 5.25}])
 
 
-def test_two_runs_and_a_baseline_in_one_vector_picture(metrics: Path, tmp_path: Path):
+def test_two_runs_and_a_baseline_in_one_vector_picture(tool: Callable, metrics: Path, tmp_path: Path):
     other = write_metrics(tmp_path / "other.jsonl", [step(10, 7.0)])
     output = tmp_path / "pictures" / "loss.svg"
     flags = ("--output", output, "--baseline", "unigram entropy=6.41", "uniform=7.6", "--title", "Two runs")
-    result = plot(metrics, other, *flags)
+    result = tool("plot_metrics", metrics, other, *flags)
     assert result.returncode == 0, result.stderr
     assert "run lm_loss 4.5000 at iteration 30, run validation_loss 5.2500 at iteration 20" in result.stdout
     assert "other lm_loss 7.0000 at iteration 10" in result.stdout
@@ -61,10 +53,10 @@ def test_two_runs_and_a_baseline_in_one_vector_picture(metrics: Path, tmp_path: 
         (b"", "run.jsonl: no lm_loss and no validation_loss to draw"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes, expected: str):
+def test_a_bad_file_is_one_line(tool: Callable, tmp_path: Path, content: bytes, expected: str):
     path = tmp_path / "run.jsonl"
     path.write_bytes(content)
-    result = plot(path, "--output", tmp_path / "loss.png")
+    result = tool("plot_metrics", path, "--output", tmp_path / "loss.png")
     assert (result.returncode, len(result.stderr.splitlines())) == (3, 1)
     assert expected in result.stderr
     assert not (tmp_path / "loss.png").exists()

@@ -1,10 +1,12 @@
 """tools/preprocess_data.py as a user runs it: its files, and errors for bad input."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_lines import latest
@@ -18,21 +20,21 @@ EOD = 5
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., list[str]]:
-    """``command(inputs, *flags)``: the command line with a vocabulary of five words, writing to ``tmp_path/out``."""
+    """``command(inputs, *flags)``: the words after the tool, with a vocabulary of five words, writing to ``out``."""
     (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
 
     def build(inputs: Sequence[Path], *flags: str) -> list[str]:
-        tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *map(str, inputs)]
-        tool += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(tmp_path / "vocab.json")]
-        tool += ["--output-prefix", str(tmp_path / "out")]
-        return latest([*tool, *flags])
+        words = ["preprocess_data.py", "--input", *map(str, inputs), "--output-prefix", str(tmp_path / "out")]
+        words += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(tmp_path / "vocab.json")]
+        return latest([*words, *flags])[1:]
 
     return build
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    # Away from the project: the tool must find its package by itself.
-    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=240, check=False)
+@pytest.fixture
+def run(tool: Callable) -> Callable:
+    """``run(words)``: the tool with these words in this process."""
+    return lambda words: tool("preprocess_data", *words)
 
 
 WRITTEN = ("bin", "idx", "tokenizer.json")
@@ -55,7 +57,7 @@ def write_jsonl(path: Path, lines: Sequence[object]) -> Path:
     return path
 
 
-def one_error(finished: subprocess.CompletedProcess[str], code: int) -> str:
+def one_error(finished: Any, code: int) -> str:
     """The single line of an error, with nothing else on the screen but the progress bar."""
     assert finished.returncode == code, finished.stderr
     assert finished.stdout == ""
@@ -65,7 +67,7 @@ def one_error(finished: subprocess.CompletedProcess[str], code: int) -> str:
     return lines[0]
 
 
-def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_jsonl(tmp_path: Path, command: Callable, run: Callable) -> None:
     first = write_jsonl(tmp_path / "first.jsonl", [{"text": "a b c"}, {"text": "d\nzzz"}])
     second = write_jsonl(tmp_path / "second", [{"text": "c"}])
     finished = run(command([first, second], "--append-eod"))
@@ -81,7 +83,7 @@ def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert "B/s" in finished.stderr and "%" not in finished.stderr, "no bar in a pipe"
 
 
-def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_plain_text(tmp_path: Path, command: Callable, run: Callable) -> None:
     (tmp_path / "corpus.txt").write_bytes(b"\xef\xbb\xbfa b\r\n\r\n  \nc \x00 d")
     finished = run(command([tmp_path / "corpus.txt"]))
     assert finished.returncode == 0 and finished.stdout.endswith("; 1 words not in the vocabulary; 2 blank lines\n")
@@ -92,7 +94,7 @@ def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert documents(tmp_path / "out_text_document") == [[3, 3]]
 
 
-def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Callable, run: Callable) -> None:
     lines = [{"text": "A b. C d d! A."}, {"text": "B\n\nC c c"}, {"text": "D d d d"}]
     corpus = write_jsonl(tmp_path / "corpus.jsonl", lines)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d", ".", "!"]
@@ -112,7 +114,7 @@ def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Call
     assert blank.stdout.endswith("; 1 empty documents skipped\n")
 
 
-def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_each_key_has_its_data_set(tmp_path: Path, command: Callable, run: Callable) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"title": "a", "body": "b c"}, {"title": "", "body": "d"}])
     finished = run(command([corpus], "--json-keys", "title", "body", "--on-error", "skip"))
     assert finished.returncode == 0, finished.stderr
@@ -121,7 +123,7 @@ def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[s
     assert outputs(tmp_path) == {f"out_{key}_document.{end}" for key in ("title", "body") for end in WRITTEN}
 
 
-def test_workers_change_nothing(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_workers_change_nothing(tmp_path: Path, command: Callable, run: Callable) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * (n % 50)} for n in range(30000) if n % 50])
     written = []
     for workers in ("1", "3"):
@@ -146,7 +148,7 @@ BAD_LINES = [
 ]
 
 
-def test_a_bad_line_is_named(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, command: Callable, run: Callable) -> None:
     line, message = BAD_LINES[0]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
@@ -155,7 +157,7 @@ def test_a_bad_line_is_named(tmp_path: Path, command: Callable[..., list[str]]) 
     assert outputs(tmp_path) == set()
 
 
-def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable, run: Callable) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b'{"text": "a"}\n' + b"\n".join(line for line, _ in BAD_LINES) + b'\n{"text": "b"}')
     finished = run(command([corpus], "--on-error", "skip", "--workers", "2"))
@@ -181,16 +183,17 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable[..., list[st
         (["--output-prefix", "/proc/nowhere/out"], 7, "cannot write /proc/nowhere"),
     ],
 )
-def test_bad_flags(
-    tmp_path: Path, command: Callable[..., list[str]], flags: list[str], code: int, message: str
-) -> None:
+def test_bad_flags(tmp_path: Path, command: Callable, run: Callable, flags: list[str], code: int, message: str) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
     assert message in one_error(run(command([corpus], *flags)), code)
     assert outputs(tmp_path) == set()
 
 
-def test_full_disk_leaves_no_files(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_full_disk_leaves_no_files(tmp_path: Path, command: Callable) -> None:
+    """In a process of its own, which may write little; away from the project, where the tool finds its package."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * 1000}] * 100)
-    finished = run(["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command([corpus])])
+    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *command([corpus])]
+    words = ["bash", "-c", f"ulimit -f 100; {shlex.join(tool)}"]
+    finished = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=240)
     assert "cannot write" in one_error(finished, 7)
     assert outputs(tmp_path) == set()

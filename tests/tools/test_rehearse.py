@@ -118,6 +118,6 @@ def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited
         ("--world-size 8 --doctor README.md", "--doctor README.md has no measured all-reduce"),
     ],
 )
-def test_a_mistake_is_one_line(programs, words: str, message: str) -> None:
-    finished = programs.python("tools/rehearse.py", *MODEL, *words.split())
-    assert finished.returncode == 2 and message in finished.output and "Traceback" not in finished.output
+def test_a_mistake_is_one_line(tool, words: str, message: str) -> None:
+    ended = tool("rehearse", *MODEL, *words.split())
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and message in ended.stderr

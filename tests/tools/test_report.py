@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,13 +12,6 @@ from support.command_lines import parse
 from support.timelines import by_theory
 
 from megatron.tools.reporting.files import to_json, write_record
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def report(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools" / "report.py", *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -67,8 +59,8 @@ class _Page(HTMLParser):
             self.headings.append(data)
 
 
-def test_report_is_self_contained(folder: Path) -> None:
-    finished = report(folder)
+def test_report_is_self_contained(tool: Callable, folder: Path) -> None:
+    finished = tool("report", folder)
     assert finished.returncode == 0, finished.stderr
     text = (folder / "report.html").read_text()
     page = _Page(text)
@@ -98,9 +90,9 @@ def test_report_is_self_contained(folder: Path) -> None:
     assert re.fullmatch(r"[\d.]+ ms", planned["step"][0]) and planned["step"][1] == "250 ms"
 
 
-def test_unreadable_file_is_a_one_line_error(folder: Path) -> None:
+def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> None:
     (folder / "run.json").write_text('{"format": 1, "stages": [[1]]}')
-    finished = report(folder)
+    finished = tool("report", folder)
     assert finished.returncode == 2
     assert finished.stderr.startswith("report.py: error: ") and "run.json: not a record of a run" in finished.stderr
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()

@@ -2,21 +2,21 @@
 
 import gzip
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron.tokenizer import build_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 LINES = ["the cat sat on the mat", "the hat of the cat naïve 日本", "dogs and cats and <|endoftext|> <unk>"]
 
 
-def train(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools" / "train_tokenizer.py", *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+@pytest.fixture
+def train(tool: Callable) -> Callable:
+    """``train(*words)``: the tool in this process."""
+    return partial(tool, "train_tokenizer")
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def test_trained_bpe_is_read_by_the_tokenizer(corpus: Path, tmp_path: Path):
+def test_trained_bpe_is_read_by_the_tokenizer(train: Callable, corpus: Path, tmp_path: Path):
     flags = ("--vocab-size", 280, "--min-frequency", 1, "--output-dir", tmp_path / "made" / "here")
     result = train("--input", corpus, *flags)
     assert result.returncode == 0, result.stderr
@@ -41,7 +41,7 @@ def test_trained_bpe_is_read_by_the_tokenizer(corpus: Path, tmp_path: Path):
     assert tokenizer.detokenize(tokenizer.tokenize(LINES[1])) == LINES[1]
 
 
-def test_equal_text_makes_equal_files_from_any_format(corpus: Path, tmp_path: Path):
+def test_equal_text_makes_equal_files_from_any_format(train: Callable, corpus: Path, tmp_path: Path):
     text = tmp_path / "corpus.txt"
     text.write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
     assert train("--input", corpus, "--vocab-size", 280, "--output-dir", tmp_path / "a").returncode == 0
@@ -53,7 +53,7 @@ def test_equal_text_makes_equal_files_from_any_format(corpus: Path, tmp_path: Pa
         assert len({(tmp_path / folder / name).read_bytes() for folder in "abc"}) == 1
 
 
-def test_two_trainings_make_the_same_wordpieces(corpus: Path, tmp_path: Path):
+def test_two_trainings_make_the_same_wordpieces(train: Callable, corpus: Path, tmp_path: Path):
     """In the library's own trainer they would not."""
     made = []
     for name in ("one", "other"):
@@ -67,32 +67,20 @@ def test_two_trainings_make_the_same_wordpieces(corpus: Path, tmp_path: Path):
     assert tokenizer.detokenize(tokenizer.tokenize(LINES[0])) == LINES[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b'{"text": "a"}\n{"text": \n', "corpus.jsonl:2: not JSON"),
-    ],
-)
-def test_bad_text_is_one_line_and_leaves_no_files(tmp_path: Path, content: bytes, expected: str):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_bytes(content)
+def test_bad_text_is_one_line_and_leaves_no_files(train: Callable, tmp_path: Path):
+    (corpus := tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n{"text": \n')
     result = train("--input", corpus, "--vocab-size", 300, "--output-dir", tmp_path / "out")
-    assert result.returncode == 3
-    assert expected in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    assert result.returncode == 3 and "corpus.jsonl:2: not JSON" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "expected"),
+    ("words", "expected"),
     [
-        (["--vocab-size", 256], 2, "--vocab-size 256 is too small: a byte-level BPE needs 257 or more"),
-        (["--vocab-size", 3, "--tokenizer-type", "BertWordPieceCase"], 2, "--vocab-size 3 is too small: the text's"),
+        ("--vocab-size 256", "--vocab-size 256 is too small: a byte-level BPE needs 257 or more"),
+        ("--vocab-size 3 --tokenizer-type BertWordPieceCase", "--vocab-size 3 is too small: the text's"),
     ],
 )
-def test_bad_flags_are_one_line(corpus: Path, tmp_path: Path, flags: list[object], code: int, expected: str):
-    folder = [] if "--output-dir" in flags else ["--output-dir", tmp_path / "out"]
-    result = train("--input", corpus, *folder, *flags)
-    assert result.returncode == code
-    assert expected in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+def test_bad_flags_are_one_line(train: Callable, corpus: Path, tmp_path: Path, words: str, expected: str):
+    result = train("--input", corpus, "--output-dir", tmp_path / "out", *words.split())
+    assert result.returncode == 2 and expected in result.stderr.splitlines()[-1]

@@ -1,34 +1,20 @@
 """tools/audit_data.py as a user starts it: the output of each command, and errors for bad input."""
 
-import importlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from audit.conftest import Restarted
 from support.programs import Programs
 
-from megatron.tools.command_line import run_tool
-
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.fixture
-def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+def audit(tool: Callable) -> Callable[..., tuple[int, str, str]]:
     """``audit(*words)``: exit code, stdout and stderr of the tool, in this process."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    main = importlib.import_module("audit_data").main
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["audit_data.py", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            run_tool(main)
-        return left.value.code, *capsys.readouterr()
-
-    return run
+    return partial(tool, "audit_data")
 
 
 def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> None:

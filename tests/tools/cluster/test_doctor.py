@@ -1,6 +1,5 @@
 """tools/doctor.py on hosts with one problem each: it is reported, on its host alone, with a fix."""
 
-import importlib
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import latest
+from support.evaluating import load_tool
 from support.local_hosts import LocalHosts, mounting_refused
 from support.programs import TINY_MODEL, Programs
 
@@ -86,8 +86,7 @@ def training(folder: Path) -> list[str]:
 
 
 def test_hosts_are_not_ready_if_only_the_all_reduce_fails(monkeypatch, capsys) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    doctor = importlib.import_module("doctor")
+    doctor = load_tool("doctor")
     failed = AllReduceResult(None, {"host-a": "no route to host"})
     monkeypatch.setattr(doctor, "examine_hosts", lambda _: ({"host-a": {}}, []))
     monkeypatch.setattr(doctor, "all_reduce", lambda *_: failed)
@@ -294,11 +293,13 @@ def test_this_host_is_checked_without_ssh(folder: Path) -> None:
         ("a slots=1\n", ["--num-layers", "4"], "--hidden-size"),
     ],
 )
-def test_wrong_usage_contacts_no_host(tmp_path: Path, text: str, words: list[str], reason: str) -> None:
+def test_wrong_usage_contacts_no_host(
+    tool, tmp_path: Path, monkeypatch, text: str, words: list[str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")  # where no ssh is
     (tmp_path / "hostfile").write_text(text)
-    tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), *latest(["--hostfile", "hostfile", *words])]
-    environ = {**os.environ, "HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run(tool, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    ended = tool("doctor", *latest(["--hostfile", "hostfile", *words]))
     assert ended.returncode == 2 and ended.stdout == "" and reason in ended.stderr
     assert all(line.startswith("doctor.py: error: ") for line in ended.stderr.splitlines())
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
