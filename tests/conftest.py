@@ -21,8 +21,9 @@ from support.training import RankTraining, pretrain_bert, pretrain_in_blocks, pr
 from megatron.launch.environment import extensions_folder  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-# Extensions of the tests are compiled faster than those that users train with, and kept apart from them.
-os.environ["CXX"] = str(ROOT / "tests" / "support" / "compiler" / "g++")
+# Extensions of the tests are compiled faster than those that users train with, and kept apart from them. Another
+# checkout finds them: a compiler of another path would have them compiled again.
+os.environ.update(CXX="g++", PATH=f"{ROOT / 'tests' / 'support' / 'compiler'}{os.pathsep}{os.environ['PATH']}")
 os.environ["TORCH_EXTENSIONS_DIR"] = (
     f"{extensions_folder({**os.environ, 'TORCH_EXTENSIONS_DIR': ''}, sys.prefix)}-tests"
 )
