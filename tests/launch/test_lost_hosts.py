@@ -100,13 +100,15 @@ def test_ranks_listen_at_the_given_address_only(programs, hosts, tmp_path) -> No
     assert len(found["host-1"]) > len(found["host-2"]) > 0, "rank 0 hosts the store"
 
 
-def test_run_on_one_host_listens_on_loopback_only(programs, hosts, tmp_path) -> None:
+def test_run_on_one_host_listens_on_loopback_only(programs, tmp_path) -> None:
     """Nor is anything kept in shared memory, which would outlive it."""
-    fault = f"command 0 2 ss -Hltn > {tmp_path}/sockets; ls /dev/shm > {tmp_path}/shared"
-    words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
-    programs.run(*hosts.on("host-1"), "deepspeed", "--num_gpus", "2", *words, FAULT=fault).ok()
-    found = parse((tmp_path / "sockets").read_text())
-    assert {address for address, _ in found} == {"127.0.0.1"} and "29500" in {port for _, port in found}
+    ranks = f"pgrep -P $(ps -o ppid= -p $PPID) > {tmp_path}/ranks"
+    fault = f"command 0 2 {ranks}; ss -Hltnp > {tmp_path}/sockets; ls /dev/shm > {tmp_path}/shared"
+    programs.faulty(2, fault, *SETTINGS).ok()
+    own = [f"pid={number}," for number in (tmp_path / "ranks").read_text().split()]
+    lines = (tmp_path / "sockets").read_text().splitlines(keepends=True)
+    found = parse("".join(line for line in lines if any(pid in line for pid in own)))
+    assert len(own) == 2 and len(found) > 2 and {address for address, _ in found} == {"127.0.0.1"}
     assert "deepspeed" not in (tmp_path / "shared").read_text()
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.config import ParallelConfig
 from megatron.engines import silence_known_warnings
 from megatron.launch import distributed as distributed_module
-from megatron.launch.environment import free_port, prepare_nccl
+from megatron.launch.environment import free_port
 
 
 def test_every_group_has_the_timeout(run_ranks_once) -> None:
@@ -37,23 +37,6 @@ def _group_minutes(timeout: float, port: int) -> dict[str, float]:
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         backends = {group.group_name: group._get_backend(torch.device("cpu")) for group in groups}
         return {name: backend.options._timeout.total_seconds() / 60 for name, backend in backends.items()}
-
-
-@pytest.mark.parametrize(("minutes", "seconds"), [(5.0, "480"), (30.0, "1800")])
-def test_what_nccl_reads_is_set_unless_the_user_has(minutes: float, seconds: str) -> None:
-    parallel = ParallelConfig(distributed_timeout_minutes=minutes, model_parallel_size=2)
-    environ: dict[str, str] = {}
-    prepare_nccl(environ, parallel)
-    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": seconds}
-    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "9"}
-    environ = dict(own)
-    prepare_nccl(environ, parallel)
-    assert environ == own
-    environ = {}
-    prepare_nccl(environ, ParallelConfig())
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ, "there is nothing to overlap without tensor parallelism"
-    prepare_nccl(environ, ParallelConfig(context_parallel_size=2, world_size=2))
-    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Files of weights that are broken, or made to do harm: refused by a line, before anything is made of them."""
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
@@ -15,31 +14,13 @@ from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.load_and_save import read_huggingface
 from megatron.tools.convert.whole_model import read_tensors
 
-
-def safetensors_bytes(header: object, data: bytes = b"\0" * 16, size: int | None = None) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if size is None else size) + text + data
-
-
-def entry(begin: int, end: int, shape: object = (2,), dtype: str = "F32") -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
-WHOLE = safetensors_bytes({"a": entry(0, 8), "b": entry(8, 16)})
+WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
 HOSTILE = {
-    "a header of 2^60 bytes": safetensors_bytes({"a": entry(0, 16, [4])}, size=1 << 60),
-    "tensors that overlap": safetensors_bytes({"a": entry(0, 8), "b": entry(4, 12)}),
-    "a shape that overflows": safetensors_bytes({"a": entry(0, 16, [1 << 62, 1 << 62])}),
-    "a shape that is not the data's": safetensors_bytes({"a": entry(0, 16, [1 << 40])}),
-    "a tensor twice": WHOLE.replace(b'"b"', b'"a"'),
-    "data after the end": safetensors_bytes({"a": entry(0, 1 << 40, [1 << 38])}),
     "half of a file": WHOLE[:-6],
+    "a header of 2^60 bytes": (1 << 60).to_bytes(8, "little") + WHOLE[8:],
+    "a tensor twice": WHOLE.replace(b'"b"', b'"a"'),
 }
-
-
-def test_undamaged_file_is_read(tmp_path: Path):
-    (tmp_path / "model.safetensors").write_bytes(WHOLE)
-    assert {name: tensor.tolist() for name, tensor in read_tensors(tmp_path).items()} == {"a": [0, 0], "b": [0, 0]}
+"""tests/fuzz/test_files.py has others."""
 
 
 @pytest.mark.parametrize("case", HOSTILE)

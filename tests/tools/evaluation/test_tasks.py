@@ -1,5 +1,6 @@
 """Which samples a file gives, and what their scores come to."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron.common.errors import NumericsError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.evaluation.tasks import Request, Scores, Task, make_task
+from megatron.tools.evaluation.tasks import Request, Scores, Task, detokenize_wikitext, make_task
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,6 @@ def test_the_whole_last_word_or_its_last_token(tmp_path: Path, tokenizer: Tokeni
     assert tokenizer.detokenize(sample.tokens) == text
 
 
-def test_metrics_of_lambada(tmp_path: Path, tokenizer: Tokenizer):
-    task = lambada(tmp_path, tokenizer, "the sea", strict=True)
-    metrics = task.metrics(Scores(np.log([2.0, 8.0]), np.array([True, False])))
-    assert metrics == {"accuracy": 0.5, "perplexity": pytest.approx(4), "right": 1, "passages": 2, "passages_cut": 0}
-
-
 def test_metrics_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "a.txt").write_text("qqq qq\n")
     task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
@@ -52,3 +47,19 @@ def test_non_finite_loss_is_an_error(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the sea", strict=True)
     with pytest.raises(NumericsError, match="sample 1 has the loss nan"):
         task.metrics(Scores(np.array([1.0, np.nan]), np.array([True, False])))
+
+
+RAW = (
+    " \n = = Early life = = \n \n She was ( 25 @,@ 000 at 4 @.@ 5 ) a well @-@ known [ sic ] \" star \" : it 's N , '"
+    " no ' ; the ships ' 90 ° C ! ? { x } end . \n"
+)
+
+
+def test_detokenizer_equals_that_of_the_harness():
+    """The EleutherAI harness applies the same published rules."""
+    spec = importlib.util.find_spec("lm_eval")
+    file = Path(spec.submodule_search_locations[0], "tasks", "wikitext", "preprocess_wikitext.py")
+    module_spec = importlib.util.spec_from_file_location("preprocess_wikitext", file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    assert detokenize_wikitext(RAW) == module.wikitext_detokenizer({"page": RAW})

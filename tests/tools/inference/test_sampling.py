@@ -1,10 +1,14 @@
-"""How a token is chosen from logits."""
+"""How a token is chosen from logits, how long a text may become, and text that comes token by token."""
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.common.errors import ConfigError
+from megatron.tokenizer import build_tokenizer
+from megatron.tools.inference.continuous_batch import Detokenizer
 from megatron.tools.inference.decoding import NOT_FINITE, Row, Sampling, choose, nucleus, sample_generator
+from megatron.tools.inference.prompts import StoppingCriteria, checked_length
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
@@ -89,3 +93,89 @@ def test_random_numbers_depend_on_seed_prompt_and_sample(other):
     first, again, another = (sample_generator(*key) for key in ((1, [5, 6], 0), (1, [5, 6], 0), other))
     drawn = [stream.random(4).tolist() for stream in (first, again, another)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "longest"),
+    [
+        ({}, 10, 74),
+        ({}, 90, 100),  # by default up to the context
+        ({"slides": True}, 90, 154),
+        ({"new_tokens": 5}, 95, 100),
+        ({"out_seq_length": 100}, 10, 100),
+        ({"out_seq_length": 50, "new_tokens": 5}, 10, 15),
+        ({"out_seq_length": 50, "new_tokens": 5}, 48, 50),
+        ({"out_seq_length": 300, "slides": True}, 200, 300),
+    ],
+)
+def test_the_nearest_limit_counts(settings, prompt, longest):
+    assert checked_length([1] * prompt, StoppingCriteria(context=100, **settings)) == longest
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "words"),
+    [
+        ({}, 0, "the prompt is empty"),
+        ({}, 100, "a prompt of 100 tokens and 1 new ones exceed the 100"),
+        ({"new_tokens": 5}, 96, "a prompt of 96 tokens and 5 new ones exceed the 100"),
+        ({"out_seq_length": 101}, 10, "10 tokens and 91 new ones exceed the 100"),
+        ({"out_seq_length": 50}, 50, "--out-seq-length 50 leaves none"),
+        ({"out_seq_length": 50, "slides": True}, 51, "--out-seq-length 50 leaves none"),
+    ],
+)
+def test_too_long_prompts_are_refused(settings, prompt, words):
+    with pytest.raises(ConfigError, match=words):
+        checked_length([1] * prompt, StoppingCriteria(context=100, **settings))
+
+
+SAID = "naïve 日本語 🙂🙂 und so weiter\n\nEnde"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(foreign):
+    return build_tokenizer("GPT2BPETokenizer", str(foreign / "vocab.json"), str(foreign / "merges.txt"))
+
+
+def _pieces(tokenizer, text: str, stop: tuple[str, ...] = (), prompt: str = "Also: ") -> list[str]:
+    stream = Detokenizer(tokenizer, tokenizer.tokenize(prompt), stop)
+    pieces = []
+    for token in tokenizer.tokenize(text):
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+def test_pieces_are_whole_characters(tokenizer):
+    pieces = _pieces(tokenizer, SAID)
+    assert "".join(pieces) == SAID
+    assert "" in pieces and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "🙂" in pieces, "complete as soon as its last byte is there"
+
+
+def test_half_a_character_at_the_end_is_replaced(tokenizer):
+    stream = Detokenizer(tokenizer, [])
+    half = tokenizer.tokenize("🙂")[:-1]
+    assert [stream.push(token) for token in half] == [""] * len(half)
+    assert stream.finish() == tokenizer.detokenize(half)
+
+
+@pytest.mark.parametrize(
+    ("stop", "left"),
+    [
+        (("\n\n",), "naïve 日本語 🙂🙂 und so weiter"),
+        (("weit", "und s"), "naïve 日本語 🙂🙂 "),
+        (("Ende!", "🙂 🙂"), SAID),
+        (("naïve",), ""),
+    ],
+)
+def test_stop_string_is_never_part_of_the_text(tokenizer, stop, left):
+    pieces = _pieces(tokenizer, SAID, stop)
+    assert "".join(pieces) == left
+
+
+def test_possible_stop_string_is_delayed(tokenizer):
+    stream = Detokenizer(tokenizer, [], ("abc",))
+    lines = [stream.push(token) for token in tokenizer.tokenize("xab")]
+    assert "".join(lines) == "x"
+    assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.common.errors import CheckpointError, ConfigError
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
 
@@ -111,10 +111,3 @@ def test_a_folder_without_a_tokenizer(exported: Path, foreign: Path, tmp_path: P
         open_source(exported)
     with pytest.raises(ConfigError, match="vocab.json has 300 tokens, and .* has 92"):
         open_source(exported, TokenizerFiles(str(foreign / "vocab.json"), str(foreign / "merges.txt")))
-
-
-def test_folders_without_a_model_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
-        open_source(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        open_source(tmp_path)

@@ -10,12 +10,13 @@ import torch
 from support.command_lines import parse
 
 from megatron.config import RunConfig
+from megatron.config.model import padded_vocabulary
 from megatron.model.partition import plan
 from megatron.ops.partial_attention import PartialAttention
 from megatron.parallel import sequence
 from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, bubble, bubble_ratio, idle_seconds, simulate
 from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.machine import DEVICES, TERA, Machine
 from megatron.tools.planning.request import make_request
@@ -214,3 +215,17 @@ def test_fp8_saves_time_where_the_device_has_it():
 
 def replace_vocabulary(run: RunConfig) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=128256, padded_vocab_size=128256))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v", "of_ideal", "of_total"),
+    [(4, 8, 1, 0.375, 0.2727), (8, 32, 2, 0.1094, 0.0986), (64, 512, 1, 0.1230, 0.1096)],
+)
+def test_bubble(p, m, v, of_ideal, of_total):
+    assert bubble_ratio(p, m, v) == pytest.approx(of_ideal, abs=1e-4)
+    assert bubble(p, m, v) == pytest.approx(of_total, abs=1e-4)
+
+
+@pytest.mark.parametrize(("t", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
+def test_padded_vocabulary(t, padded):
+    assert padded_vocabulary(50257, t) == padded

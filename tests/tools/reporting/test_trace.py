@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.programs import read_metrics
 from support.timelines import instructions
 from support.training import RankTraining, pretrain
@@ -15,6 +16,7 @@ from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.pipeline.schedule import Instruction, Schedule
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.timeline import Timeline, measure
+from megatron.tools.reporting.tracing import machine, seconds_ahead
 
 SETTINGS = (
     "--train-iters 4 --batch-size 1 --eval-iters 1 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0 "
@@ -132,3 +134,35 @@ def test_trace_of_a_divided_backward_pass(train_in_ranks, tmp_path: Path) -> Non
     picture = (tmp_path / "schedule.svg").read_text()
     for words in ("forward", "input gradients", "weight gradients", "receive and wait"):
         assert f">{words}</text>" in picture
+
+
+def differences() -> tuple[float, float]:
+    """On machines whose clocks are a thousand seconds apart, and on this one."""
+    rank = dist.get_rank()
+    apart = seconds_ahead(lambda: time.perf_counter() + 1000 * rank, f"machine {rank}")
+    return apart, seconds_ahead(time.perf_counter, machine())
+
+
+def test_clock_offsets_are_estimated(run_ranks) -> None:
+    (first, same), (second, also_same) = run_ranks(2, differences)
+    assert (first, same, also_same) == (0, 0, 0)
+    assert abs(second - 1000) < 10
+
+
+def test_both_profilers_beside_a_trace(train_in_ranks, tmp_path: Path) -> None:
+    settings = "--train-iters 4 --batch-size 1 --gas 2 --eval-iters 0 --trace-steps 4:9"
+    looks = "--profile-steps 2:3 --flops-profile-step 2"
+    output = train_in_ranks(1, *settings.split(), *looks.split(), "--trace", tmp_path)
+    assert f"  wrote the trace to {tmp_path}: trace.json, schedule.svg" in output.splitlines()
+    assert f"  wrote the profile to {tmp_path}: profile-rank*.txt and .json" in output.splitlines()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "flops-profile.txt", "profile-rank0.json", "profile-rank0.txt", "schedule.svg", "trace.json"
+    }  # fmt: skip
+    names = [event["name"] for event in json.loads((tmp_path / "profile-rank0.json").read_text())["traceEvents"]]
+    assert [names.count(f"iteration {n}") for n in (1, 2, 3, 4)] == [0, 1, 1, 0]
+    assert names.count("ForwardPass of micro-batch 2") == 2 and "aten::addmm" in names
+    assert "Self CPU %" in (tmp_path / "profile-rank0.txt").read_text()
+    counted = (tmp_path / "flops-profile.txt").read_text()
+    assert "Profile Summary at step 2:" in counted and "ParallelTransformerLayer" in counted
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["iteration"] for event in trace if event["ph"] == "X"} == {4}, "the run ends before 9"
