@@ -29,7 +29,8 @@ from megatron.launch.rank import print_warning
 from megatron.tools.chat.files import find_chat_template
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.preprocess.conversations import KEYS
-from megatron.tools.preprocess.corpus import add_input_flags, expand_inputs, format_of, text_size
+from megatron.tools.preprocess.file_lines import format_of
+from megatron.tools.preprocess.inputs import add_input_flags, expand_inputs, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.preprocess.tokenize_chunk import tokenizer_of

@@ -15,14 +15,9 @@ from megatron.tokenizer.base import EOD
 from megatron.tokenizer.words import SEP
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
-from megatron.tools.preprocess.corpus import (
-    add_input_flags,
-    expand_inputs,
-    format_of,
-    line_texts,
-    read_chunks,
-    text_size,
-)
+from megatron.tools.preprocess.corpus import line_texts, read_chunks
+from megatron.tools.preprocess.file_lines import format_of
+from megatron.tools.preprocess.inputs import add_input_flags, expand_inputs, text_size
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
 
 CHUNK_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from megatron.data.image_store import ImageStore
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.chat.files import chat_template
-from megatron.tools.preprocess import corpus, image_records
+from megatron.tools.preprocess import columns, image_records
 from megatron.tools.preprocess.image_conversations import ImageJob, ImageSummary, preprocess_images
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
@@ -181,7 +181,7 @@ def test_what_expands_without_end_is_refused(tmp_path: Path, tokenizer: Tokenize
     """A sample of a tar file that is too large, and a column of Parquet that is hardly more than its repetition."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(image_records, "_LARGEST_SAMPLE", 1 << 16)
-    monkeypatch.setattr(corpus, "LARGEST", 1 << 16)
+    monkeypatch.setattr(columns, "LARGEST", 1 << 16)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name in ("1.a.png", "1.b.png"):
             member = tarfile.TarInfo(name)

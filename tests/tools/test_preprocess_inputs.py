@@ -19,7 +19,7 @@ import zstandard
 from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.base import check_words
-from megatron.tools.preprocess.corpus import expand_inputs
+from megatron.tools.preprocess.inputs import expand_inputs
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 

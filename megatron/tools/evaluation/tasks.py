@@ -15,7 +15,8 @@ from megatron.common.reading import read_bytes
 from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
-from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
+from megatron.tools.preprocess.corpus import FORMATS, read_chunks
+from megatron.tools.preprocess.file_lines import format_of, uncompressed
 
 Metric = int | float | None
 _MANY_TEXTS = (".jsonl", ".json", ".parquet")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.reading import LARGEST, check_regular, parse_json, read_bytes, regular
-from megatron.tools.preprocess.corpus import largest_part
+from megatron.tools.preprocess.columns import largest_part
 
 _LARGEST_SAMPLE = 1 << 26
 """Bytes of the files of a sample in a tar file, some of which may be sparse."""

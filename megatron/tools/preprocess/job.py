@@ -16,7 +16,7 @@ from megatron.config.data import loss_mask_prefix
 from megatron.config.tokenizer_files import HUGGINGFACE
 from megatron.data.indexed_dataset_builder import Written, best_dtype
 from megatron.tokenizer.published import CONFIG_FILES
-from megatron.tools.preprocess.corpus import format_of
+from megatron.tools.preprocess.file_lines import format_of
 
 TOKENS, LOSS_MASK = "tokens", "loss mask"
 """The two data sets of conversations, instead of one for each key."""

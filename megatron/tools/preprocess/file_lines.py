@@ -1,0 +1,110 @@
+"""The lines of a file of text, which may be compressed by gzip, bzip2 or Zstandard, and the format of a file."""
+
+import bz2
+import codecs
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron.common.errors import ConfigError
+from megatron.common.reading import LARGEST, read_lines, regular_or_pipe
+
+FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
+"""Formats by the ending of a file's name."""
+COMPRESSED = (".gz", ".bz2", ".zst")
+"""Endings of compressed files."""
+_BLOCK = 1 << 12
+"""Compressed bytes taken at a time: what they hold may be very much more."""
+MOST_EXPANDED = 500
+"""Times that a compressed file of text may expand; further lines of one that is larger than this are not read."""
+_LARGEST_WINDOW = 1 << 31
+"""As ``zstd --long=31`` writes it."""
+
+
+class _ZstandardFrames(io.RawIOBase):
+    """The content of consecutive frames. The package's own reader takes a truncated file for a complete one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Raises ConfigError if the package is missing."""
+        try:
+            import zstandard
+        except ImportError:
+            raise ConfigError(f"{file.name} is compressed by Zstandard: pip install zstandard to read it") from None
+        self._file, self._library = file, zstandard
+        self._frame: Any = None
+        self._compressed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and (compressed := self._compressed or self._file.read(_BLOCK)):
+            if self._frame is None:
+                self._frame = self._library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+            try:
+                self._ready, self._compressed = memoryview(self._frame.decompress(compressed)), b""
+            except self._library.ZstdError as error:
+                raise ValueError(str(error)) from error
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        if not self._ready and self._frame is not None:
+            raise EOFError("it ends in the middle of a Zstandard frame")
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+_OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    b"\x28\xb5\x2f\xfd": lambda file: io.BufferedReader(_ZstandardFrames(file), 1 << 16),
+    # Of bzip2 also the beginning of its first block: a text may well begin with "BZh".
+    **{b"BZh%d1AY&SY" % level: lambda file: bz2.BZ2File(file) for level in range(1, 10)},
+}
+"""How compressed files are opened, by their first bytes."""
+
+
+def file_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, decompressed. Raises ValueError, EOFError or OSError if it is damaged or truncated."""
+    file = open(path, "rb", opener=regular_or_pipe)
+    start = file.peek(10)
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    is_counted = opener is not None and path.is_file()
+    total, most = 0, max(LARGEST, MOST_EXPANDED * os.fstat(file.fileno()).st_size)
+    with opener(file) if opener else file as lines:
+        for line in read_lines(lines):
+            total += len(line)
+            if is_counted and total > most:
+                raise ValueError(f"it expands to more than {MOST_EXPANDED} times its size")
+            yield line
+
+
+def format_of(path: Path) -> str:
+    """The format by a file's name, regardless of its compression, or for another name by its first character."""
+    return FORMATS_BY_ENDING.get(uncompressed(path).suffix) or _format_of_content(path)
+
+
+@cache
+def _format_of_content(path: Path) -> str:
+    """JSONL, or text if a file begins with anything but JSON; JSONL, too, of a pipe, which cannot be read twice."""
+    if not path.is_file():
+        return "jsonl"
+    try:
+        start = next(filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in file_lines(path))), b"")
+    except (OSError, EOFError, ValueError, zlib.error):  # reading it will say so
+        return "jsonl"
+    return "jsonl" if start.startswith((b"{", b"[")) else "text"
+
+
+def uncompressed(path: Path) -> Path:
+    """The name of a file without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
