@@ -60,17 +60,17 @@ TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$HF_MODEL")
 train() { # conversations, further flags of a stage
     local prefix
     prefix=${1%.json*}_$(basename "$HF_MODEL")
-    if [ ! "$prefix.idx" -nt "$1" ]; then
-        run python "$HERE/tools/preprocess_images.py" --input "$1" --image-folder "$IMAGES" --output-prefix "$prefix" \
-            "${TOKENIZER[@]}" ${CHAT_TEMPLATE:+--chat-template "$CHAT_TEMPLATE"} \
+    if [ ! "${prefix}_images_document.idx" -nt "$1" ]; then
+        run python "$HERE/tools/preprocess_data.py" --format images --input "$1" --image-folder "$IMAGES" \
+            --output-prefix "$prefix" "${TOKENIZER[@]}" ${CHAT_TEMPLATE:+--chat-template "$CHAT_TEMPLATE"} \
             --vision-image-size "$IMAGE_SIZE" --image-tokens "$IMAGE_TOKENS" --image-token-id "$IMAGE_TOKEN"
     fi
     run deepspeed --log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT" "$HERE/pretrain_vlm.py" \
         "${TOKENIZER[@]}" --vocab-size "$VOCAB_SIZE" --freeze-vision --model-parallel-size "$TP" --zero-stage "$ZERO_STAGE" \
         --seq-length "$SEQ_LENGTH" --images-per-sample "$IMAGES_PER_SAMPLE" --batch-size "$MICRO_BATCH" \
         --global-batch-size "$GLOBAL_BATCH" --epochs "$EPOCHS" --lr-decay-style cosine --warmup 0.03 --weight-decay 0 \
-        --clip-grad 1.0 "${SWITCHES[@]}" --data-path "$prefix" --split "$SPLIT" --eval-interval "$SAVE_INTERVAL" \
-        --eval-iters 10 --save-interval "$SAVE_INTERVAL" --auto-resume "${@:2}"
+        --clip-grad 1.0 "${SWITCHES[@]}" --data-path "${prefix}_images_document" --split "$SPLIT" \
+        --eval-interval "$SAVE_INTERVAL" --eval-iters 10 --save-interval "$SAVE_INTERVAL" --auto-resume "${@:2}"
 }
 
 START=(--load-hf "$HF_MODEL")

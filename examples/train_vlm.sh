@@ -40,8 +40,8 @@ python tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 320 --o
 TOKENIZER=(--tokenizer-type GPT2BPETokenizer --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt")
 PLACEHOLDER=1 # the double quote, which is in no text
 for name in captions questions; do
-    python tools/preprocess_images.py --input "$OUT/$name.jsonl" --image-folder "$OUT" --output-prefix "$OUT/$name" \
-        --chat-template examples/chat_template.jinja "${TOKENIZER[@]}" \
+    python tools/preprocess_data.py --format images --input "$OUT/$name.jsonl" --image-folder "$OUT" \
+        --output-prefix "$OUT/$name" --chat-template examples/chat_template.jinja "${TOKENIZER[@]}" \
         --vision-image-size 32 --image-tokens 4 --image-token-id "$PLACEHOLDER"
 done
 
@@ -56,7 +56,7 @@ train() { # name, iterations, image slots of a sample, further flags of a stage
         --position-embedding-type rope --disable-bias-linear --init-method-std 0.1 --seq-length 256 \
         --attention-dropout 0 --hidden-dropout 0 --batch-size 8 --train-iters "$2" --lr 3e-3 --min-lr 1e-4 \
         --lr-decay-style cosine --warmup 0.05 --weight-decay 0.1 --adam-beta2 0.95 \
-        --data-path "$OUT/$1" --split 98,2,0 --num-workers 0 "${TOKENIZER[@]}" --log-interval 50 \
+        --data-path "$OUT/${1}_images_document" --split 98,2,0 --num-workers 0 "${TOKENIZER[@]}" --log-interval 50 \
         --eval-interval 100 --eval-iters 5 --run-dir "$OUT/$1-run" --save "$OUT/$1-run/checkpoints" "${@:4}"
 }
 

@@ -1,7 +1,13 @@
-"""Tokenize text into the indexed data sets of pretrain_gpt2.py, or with --split-sentences of BERT and T5.
+"""Tokenize text, or conversations with images, into indexed data sets: --data-path of the training programs.
 
-Writes PREFIX_KEY_document.bin and .idx for each key, or PREFIX_KEY_sentence. Give it as --data-path. Inputs are JSONL
-or plain text, as they are or compressed by gzip, bzip2 or Zstandard, or Parquet.
+Writes PREFIX_KEY_document.bin and .idx for each key, or with --split-sentences, for BERT and T5, PREFIX_KEY_sentence.
+Inputs are JSONL or plain text, as they are or compressed by gzip, bzip2 or Zstandard, or Parquet or Arrow.
+
+With --format images, for pretrain_vlm.py, they are LLaVA's JSON, a list of {"image": PATH, "conversations": [{"from":
+"human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", ...}]}; JSONL with such an object or OpenAI's {"messages":
+[...]} on each line; WebDataset's .tar files, in which such an object is KEY.json and its images are KEY.jpg, KEY.1.jpg
+...; or Parquet with columns of these names, whose images are bytes. Data URLs (data:image/png;base64,...) are images,
+too. The pixels are written next to the tokens.
 """
 
 import argparse
@@ -30,7 +36,8 @@ from megatron.tools.chat.files import find_chat_template
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
 from megatron.tools.preprocess.conversations import KEYS
 from megatron.tools.preprocess.file_lines import format_of
-from megatron.tools.preprocess.inputs import add_input_flags, expand_inputs, text_size
+from megatron.tools.preprocess.image_flags import add_image_flags, image_rules, image_settings
+from megatron.tools.preprocess.inputs import IMAGES, add_input_flags, expand_inputs, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.preprocess.tokenize_chunk import tokenizer_of
@@ -48,7 +55,7 @@ def main() -> None:
     check_tokenizer_folder(kind, args.tokenizer_model)
     vocab_file, merge_file = tokenizer_files(kind, args.vocab_file, args.merge_file, args.tokenizer_model)
     folder = Path(vocab_file or ".").parent
-    template = find_chat_template(args.chat_template, folder) if args.format == "messages" else None
+    template = find_chat_template(args.chat_template, folder) if args.format in _WITH_TEMPLATE else None
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -64,6 +71,7 @@ def main() -> None:
         keep_newlines=args.keep_newlines,
         conversations=None if args.format == "text" else args.format,
         chat_template=template,
+        images=image_settings(args),
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
@@ -93,6 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad or empty line, stop, or log and skip it")
     add("--resume", action="store_true", help="continue the same job where it was interrupted")
     _add_tokenizer_flags(parser)
+    add_image_flags(parser)
     add("--append-eod", action="store_true", help="end each document with the token that ends one")
     add(
         "--eod-token",
@@ -116,6 +125,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if errors := [message for broken, message in _rules(args) if broken]:
         raise ConfigError(errors)
+    if args.format == IMAGES:
+        args.input_format = IMAGES
     args.input = expand_inputs(args.input, args.input_format)
     if args.dataset_impl != "mmap":
         print_warning(f"--dataset-impl {args.dataset_impl} has no effect: the data set is written to be memory-mapped")
@@ -143,10 +154,11 @@ def _add_tokenizer_flags(parser: ToolParser) -> None:
     )
     add(
         "--format",
-        choices=("text", *KEYS),
+        choices=("text", *KEYS, IMAGES),
         default="text",
         help="what a line's JSON object holds: text; or, for --sft, a list of messages, each with role and content, or "
-        "a prompt and a completion. These write a second data set, PREFIX_loss_mask (default: text)",
+        "a prompt and a completion; or a conversation with images. These write a second data set, PREFIX_loss_mask "
+        "(default: text)",
     )
     add(
         "--chat-template",
@@ -156,10 +168,15 @@ def _add_tokenizer_flags(parser: ToolParser) -> None:
     )
 
 
+_WITH_TEMPLATE = ("messages", IMAGES)
+"""Values of --format whose messages a chat template writes as text."""
+
+
 def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """Rules: whether each is broken, and the message."""
     kind = tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
     return [
+        *image_rules(args),
         (
             args.split_sentences and args.append_eod and kind.startswith("BertWordPiece"),
             "--append-eod and --split-sentences exclude each other: BERT's samples end with [SEP]",
@@ -169,7 +186,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
             f"--tokenizer-model {args.tokenizer_model} and --vocab-file or --merge-file exclude each other: give one",
         ),
         (
-            args.chat_template is not None and args.format != "messages",
+            args.chat_template is not None and args.format not in _WITH_TEMPLATE,
             f"--chat-template {args.chat_template} has no effect without --format messages: add it, or remove the flag",
         ),
         (
@@ -177,7 +194,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
             f"--format {args.format} is for GPT-2's models: remove --split-sentences, and give their --tokenizer-type",
         ),
         (
-            args.format != "text" and any((args.input_format or format_of(path)) != "jsonl" for path in args.input),
+            args.format in KEYS and any((args.input_format or format_of(path)) != "jsonl" for path in args.input),
             f"--format {args.format} reads JSONL: give such files, or --input-format jsonl",
         ),
         (
@@ -224,6 +241,8 @@ def describe(job: Job, summary: Summary) -> str:
     )
     if job.conversations is not None:
         line += f"; {counted(summary.counted, 'token')} in the loss"
+    if job.images is not None:
+        line += f"; {counted(summary.images, 'image')}"
     counts = {
         "words not in the vocabulary": summary.unknown,
         "bad lines skipped": summary.bad_lines,

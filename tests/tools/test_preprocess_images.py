@@ -16,12 +16,13 @@ from PIL import Image
 from megatron.common.errors import DataError
 from megatron.data.image_store import ImageStore
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.chat.files import chat_template
+from megatron.tokenizer import build_tokenizer
 from megatron.tools.preprocess import columns, image_records
-from megatron.tools.preprocess.image_conversations import ImageJob, ImageSummary, preprocess_images
+from megatron.tools.preprocess.job import ImageSettings, Job, Summary
+from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
+OUT = "out_images_document"
 LLAVA = [
     {
         "image": "a.png",
@@ -41,19 +42,26 @@ OPENAI = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Bytes, and a few merges."""
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with bytes, and a few merges."""
     from megatron.tools.convert.huggingface_files import Vocabulary
 
     folder = tmp_path_factory.mktemp("tokenizer")
     Vocabulary("GPT2BPETokenizer", *train_gpt2_bpe(["User: What? Assistant: A cat"] * 3, 270, 2)).write(folder)
-    return build_tokenizer("GPT2BPETokenizer", f"{folder}/vocab.json", f"{folder}/merges.txt")
+    return folder
 
 
-def convert(folder: Path, tokenizer: Tokenizer, name: str, log: Callable[[str], None] | None = None) -> ImageSummary:
-    """Convert a file, for encoders of 8 pixels and 4 placeholders."""
-    job = ImageJob([folder / name], folder, f"{folder}/out", 8, 4, 1)
-    return preprocess_images(job, tokenizer, chat_template("examples/chat_template.jinja", tokenizer), log)
+def convert(
+    folder: Path, vocabulary: Path, name: str, log: Callable[[str], None] | None = None, **settings: Any
+) -> Summary:
+    """Convert a file, for encoders of 8 pixels and 4 placeholders, to ``folder/out``."""
+    files = {"vocab_file": f"{vocabulary}/vocab.json", "merge_file": f"{vocabulary}/merges.txt"}
+    job = Job(
+        inputs=(folder / name,), output_prefix=f"{folder}/out", input_format="images", conversations="images",
+        chat_template="examples/chat_template.jinja", images=ImageSettings(folder, 8, 4, 1),
+        skip_errors=log is not None, **files, **settings,
+    )  # fmt: skip
+    return preprocess(job, lambda summary: None, log or print)
 
 
 def image_bytes(**settings: Any) -> bytes:
@@ -107,13 +115,14 @@ def write_parquet(path: Path) -> None:
     ],
 )
 def test_every_format_gives_the_same_data_set(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, write: Callable[[Path], None]
+    tmp_path: Path, vocabulary: Path, name: str, write: Callable[[Path], None]
 ):
     (tmp_path / "a.png").write_bytes(image_bytes())
     write(tmp_path / name)
-    done = convert(tmp_path, tokenizer, name)
-    data, mask = IndexedDataset(tmp_path / "out"), IndexedDataset(tmp_path / "out_loss_mask")
-    assert (done.documents, done.images, done.skipped) == (2, 1, 0)
+    done = convert(tmp_path, vocabulary, name)
+    data, mask = IndexedDataset(tmp_path / OUT), IndexedDataset(tmp_path / f"{OUT}_loss_mask")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", f"{vocabulary}/vocab.json", f"{vocabulary}/merges.txt")
+    assert (done.documents, done.images, done.bad_lines) == (2, 1, 0)
     assert done.tokens == data.num_tokens == mask.num_tokens
     ids, counted = data.span(0, done.tokens), mask.span(0, done.tokens)
     assert tokenizer.detokenize(ids[ids != 1]).split("<|endoftext|>") == [
@@ -121,7 +130,7 @@ def test_every_format_gives_the_same_data_set(
     ]  # fmt: skip
     assert tokenizer.detokenize(ids[counted == 1]) == " A cat<|endoftext|> So<|endoftext|>"
     assert (ids == 1).sum() == 4 and not counted[ids == 1].any()
-    store = ImageStore(f"{tmp_path}/out", 2)
+    store = ImageStore(f"{tmp_path}/{OUT}", 2)
     assert store.starts.tolist() == [0, 1, 1] and (store.pixels == np.array([255, 0, 0])).all()
 
 
@@ -160,24 +169,24 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("record", "message"), FAULTS)
-def test_a_mistake_is_named(hostile: Path, tokenizer: Tokenizer, record: Any, message: str):
+def test_a_mistake_is_named(hostile: Path, vocabulary: Path, record: Any, message: str):
     (hostile / "in.json").write_text(json.dumps([record]))
     with pytest.raises(DataError, match=message) as error:
-        convert(hostile, tokenizer, "in.json")
+        convert(hostile, vocabulary, "in.json")
     assert "\n" not in str(error.value) and not [*hostile.glob("out*")]
 
 
-def test_mistakes_are_skipped_and_counted(hostile: Path, tmp_path: Path, tokenizer: Tokenizer):
+def test_mistakes_are_skipped_and_counted(hostile: Path, vocabulary: Path):
     (hostile / "all.json").write_text(json.dumps([*(record for record, _ in FAULTS), LLAVA[0]]))
     skipped: list[str] = []
-    job = ImageJob([hostile / "all.json"], hostile, f"{tmp_path}/out", 8, 4, 1)
-    template = chat_template("examples/chat_template.jinja", tokenizer)
-    done = preprocess_images(job, tokenizer, template, skipped.append)
-    assert (done.documents, done.images, done.skipped) == (1, 1, len(FAULTS)) and len(skipped) == len(FAULTS)
-    assert ImageStore(f"{tmp_path}/out", 1).starts.tolist() == [0, 1]
+    done = convert(hostile, vocabulary, "all.json", skipped.append, workers=2)
+    assert (done.documents, done.images, done.bad_lines) == (1, 1, len(FAULTS)) and len(skipped) == len(FAULTS)
+    assert ImageStore(f"{hostile}/{OUT}", 1).starts.tolist() == [0, 1]
+    for path in hostile.glob("out*"):
+        path.unlink()
 
 
-def test_what_expands_without_end_is_refused(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_what_expands_without_end_is_refused(tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch):
     """A sample of a tar file that is too large, and a column of Parquet that is hardly more than its repetition."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(image_records, "_LARGEST_SAMPLE", 1 << 16)
@@ -188,10 +197,10 @@ def test_what_expands_without_end_is_refused(tmp_path: Path, tokenizer: Tokenize
             member.size = 40_000
             archive.addfile(member, io.BytesIO(bytes(member.size)))
     with pytest.raises(DataError, match="the sample of 1.b.png has more than 65,536 bytes"):
-        convert(tmp_path, tokenizer, "a.tar")
+        convert(tmp_path, vocabulary, "a.tar")
     parquet.write_table(pyarrow.table({"messages": ["x" * 10_000_000]}), tmp_path / "a.parquet", compression="zstd")
     with pytest.raises(DataError, match="expands to more than"):
-        convert(tmp_path, tokenizer, "a.parquet")
+        convert(tmp_path, vocabulary, "a.parquet")
 
 
 @pytest.mark.parametrize(
@@ -201,11 +210,11 @@ def test_what_expands_without_end_is_refused(tmp_path: Path, tokenizer: Tokenize
         ("a.jsonl", b"[", "a.jsonl:1: not JSON"),
         ("a.tar", b"no tar" * 200, "a.tar: not a file of conversations"),
         ("a.parquet", b"PAR1", "a.parquet: not a file of conversations"),
-        ("empty.jsonl", b"", "no conversation in"),
+        ("empty.jsonl", b"", "no document in"),
     ],
 )
-def test_damaged_files_are_one_line(tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes, message: str):
+def test_damaged_files_are_one_line(tmp_path: Path, vocabulary: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
-        convert(tmp_path, tokenizer, name)
+        convert(tmp_path, vocabulary, name)
     assert "\n" not in str(error.value) and not [*tmp_path.glob("out*")]

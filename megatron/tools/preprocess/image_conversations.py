@@ -1,42 +1,65 @@
-"""Conversations with images as a data set: tokens with placeholders, a loss mask, and the pixels."""
+"""Conversations with images: tokens with placeholders, a loss mask, and the pixels of each document."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.common.errors import DataError
-from megatron.common.files import replace_file
-from megatron.config.data import chat_template_file, loss_mask_prefix
-from megatron.data.fingerprint import write_tokenizer
-from megatron.data.image_store import image_writer
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.files import record_of
 from megatron.tools.chat.template import ChatTemplate, Text
 from megatron.tools.chat.tokens import tokenize_texts
 from megatron.tools.inference.images import MARK, as_list, bytes_of_url, decoded, read_image_within
 from megatron.tools.preprocess.image_records import Record, read_records
+from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job
+from megatron.tools.preprocess.tokenize_chunk import LineError, Tokenized, chat_template_of, tokenizer_of
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 """LLaVA's names of roles."""
+_RECORDS = 8
+"""Conversations of a chunk: each may have several images."""
 
 
-@dataclass(frozen=True)
-class ImageJob:
-    """What to convert, and for which encoder."""
+class ImageChunk(NamedTuple):
+    """Consecutive conversations of a file."""
 
-    inputs: Sequence[Path]
-    image_folder: Path
-    output_prefix: str
-    size: int
-    """Height and width of the images in pixels."""
-    tokens: int
-    """Placeholders of each image."""
-    token: int
-    """The placeholder."""
+    records: list[Record]
+    position: tuple[int, int]
+    """As of ``Chunk``."""
+
+
+def read_image_chunks(number: int, path: Path) -> Iterator[ImageChunk]:
+    """The conversations of input ``number``. Raises DataError or ConfigError as ``read_records``."""
+    records = read_records(path)
+    chunks = iter(lambda: list(islice(records, _RECORDS)), [])
+    return (ImageChunk(chunk, (number, count)) for count, chunk in enumerate(chunks, start=1))
+
+
+def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
+    """Read, resize and tokenize the conversations of a chunk; runs in a worker."""
+    tokenizer, template = tokenizer_of(job), chat_template_of(job)
+    assert job.images is not None and template is not None, "what conversations with images need"
+    dtypes = {key: job.dtype_of(key, tokenizer.vocab_size) for key in (TOKENS, LOSS_MASK)}
+    parts: dict[str, list[np.ndarray]] = {key: [np.empty(0, dtype)] for key, dtype in dtypes.items()}
+    images, errors, text_bytes = [], [], 0
+    for number, record in enumerate(chunk.records):
+        try:
+            document = _document(job.images, template, record)
+            ids, counted = _tokens(job, tokenizer, document.text)
+            if not any(counted):
+                raise DataError("no message of the assistant: nothing to train on")
+        except DataError as error:
+            errors.append(LineError(number, f"{record.where}: {error}", is_empty=False))
+            continue
+        parts[TOKENS].append(np.array(ids, dtypes[TOKENS]))
+        parts[LOSS_MASK].append(np.array(counted, dtypes[LOSS_MASK]))
+        images.append(document.images)
+        text_bytes += len(document.text.text.encode())
+    tokens = {key: np.concatenate(of_key) for key, of_key in parts.items()}
+    sizes = {key: [[len(ids)] for ids in of_key[1:]] for key, of_key in parts.items()}
+    return Tokenized(tokens, sizes, 0, 0, errors, text_bytes, chunk.position, images)
 
 
 class _Document(NamedTuple):
@@ -45,68 +68,14 @@ class _Document(NamedTuple):
     """Each uint8 [size, size, 3]."""
 
 
-@dataclass
-class ImageSummary:
-    """What was converted."""
-
-    documents: int = 0
-    tokens: int = 0
-    images: int = 0
-    skipped: int = 0
-
-
-def preprocess_images(
-    job: ImageJob, tokenizer: Tokenizer, template: ChatTemplate, log_skipped: Callable[[str], None] | None = None
-) -> ImageSummary:
-    """Write the data set, a document at a time.
-
-    ``log_skipped`` is called with the error of each document that is skipped. Without it, a document that is wrong, or
-    an image that is missing, damaged or outside of the folder, raises DataError, and nothing is written.
-    """
-    prefix, done = job.output_prefix, ImageSummary()
-    with (
-        IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)) as ids,
-        IndexedDatasetBuilder(loss_mask_prefix(prefix), "u1") as flags,
-        image_writer(prefix, job.size) as add_images,
-    ):
-        for document in _documents(job, template, done, log_skipped):
-            of_document, counted = _tokens(job, tokenizer, document.text)
-            ids.add_document(of_document)
-            flags.add_document(counted)
-            add_images(document.images)
-            done.documents += 1
-            done.tokens += len(of_document)
-            done.images += len(document.images)
-        if not done.documents:
-            raise DataError(f"no conversation in {', '.join(map(str, job.inputs))}")
-    with replace_file(Path(chat_template_file(prefix)), text=True) as file:
-        file.write(record_of(template))
-    write_tokenizer(prefix, tokenizer)
-    return done
-
-
-def _documents(
-    job: ImageJob, template: ChatTemplate, done: ImageSummary, log_skipped: Callable[[str], None] | None
-) -> Iterator[_Document]:
-    for record in (record for path in job.inputs for record in read_records(path)):
-        try:
-            yield _document(job, template, record)
-        except DataError as error:
-            message = f"{record.where}: {error}"
-            if log_skipped is None:
-                raise DataError(f"{message} (--on-error skip skips such documents)") from None
-            log_skipped(message)
-            done.skipped += 1
-
-
-def _document(job: ImageJob, template: ChatTemplate, record: Record) -> _Document:
+def _document(settings: ImageSettings, template: ChatTemplate, record: Record) -> _Document:
     if record.error:
         raise DataError(record.error)
     images: list[Any] = []
     text = template.conversation(_messages(record.content, images))
     if (marks := text.text.count(MARK)) != len(images):
         raise DataError(f"{marks} times {MARK}, and {len(images)} images")
-    return _Document(text, [_image(job, image) for image in images])
+    return _Document(text, [_image(settings, image) for image in images])
 
 
 def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
@@ -143,18 +112,18 @@ def _part(part: Any, images: list[Any]) -> str:
     return value
 
 
-def _image(job: ImageJob, image: Any) -> np.ndarray:
+def _image(settings: ImageSettings, image: Any) -> np.ndarray:
     """The pixels of a path within the folder, a data URL, or the content of a file."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str) and image.startswith("data:"):
         image = bytes_of_url(image)
     if isinstance(image, bytes):
-        return decoded(image, job.size)
-    return read_image_within(job.image_folder, image, job.size)
+        return decoded(image, settings.size)
+    return read_image_within(settings.folder, image, settings.size)
 
 
-def _tokens(job: ImageJob, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:
+def _tokens(job: Job, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:
     """Ids with placeholders for each mark, and which count in the loss: as prompts are tokenized, part by part."""
     parts, begin = [], 0
     for part in text.text.split(MARK):
@@ -162,9 +131,14 @@ def _tokens(job: ImageJob, tokenizer: Tokenizer, text: Text) -> tuple[list[int],
         inside = [(max(first, begin) - begin, min(last, end) - begin) for first, last in text.counted]
         parts.append(Text(part, [span for span in inside if span[0] < span[1]]))
         begin = end + len(MARK)
+    assert job.images is not None
+    placeholders, zeros = [job.images.token] * job.images.tokens, [0] * job.images.tokens
     first, *others = tokenize_texts(tokenizer, parts)
     ids, counted = list(first[0]), list(first[1])
     for more, flags in others:
-        ids += [job.token] * job.tokens + more
-        counted += [0] * job.tokens + flags
+        ids += placeholders + more
+        counted += zeros + flags
+    if job.append_eod:
+        ids.append(tokenizer.eod)
+        counted.append(counted[-1] if counted else 0)
     return ids, [0, *counted[1:]]

@@ -6,13 +6,15 @@ bytes, or the struct of bytes and path of the ``datasets`` library.
 
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.reading import LARGEST, check_regular, parse_json, read_bytes, regular
 from megatron.tools.preprocess.columns import largest_part
+from megatron.tools.preprocess.file_lines import file_lines
 
 _LARGEST_SAMPLE = 1 << 26
 """Bytes of the files of a sample in a tar file, some of which may be sparse."""
@@ -38,12 +40,11 @@ def read_records(path: Path) -> Iterator[Record]:
         DataError: the file cannot be read, or is damaged.
         ConfigError: a package to read it is missing.
     """
-    read = {".json": _of_json, ".tar": _of_tar, ".parquet": _of_parquet}.get(path.suffix, _of_lines)
     try:
-        yield from read(path)
+        yield from READERS.get(path.suffix, _of_lines)(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({one_line(error.strerror or str(error))})") from None
-    except (ValueError, RecursionError, tarfile.TarError) as error:
+    except (ValueError, RecursionError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{path}: not a file of conversations ({one_line(str(error))})") from None
 
 
@@ -55,7 +56,7 @@ def _of_json(path: Path) -> Iterator[Record]:
 
 
 def _of_lines(path: Path) -> Iterator[Record]:
-    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+    for number, line in enumerate(file_lines(path), start=1):
         if line.strip():
             yield _parsed(f"{path}:{number}", line, {})
 
@@ -117,3 +118,12 @@ def _of_parquet(path: Path) -> Iterator[Record]:
             for row in batch.to_pylist():
                 number += 1
                 yield Record(f"{path}: row {number}", row)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".json": _of_json,
+    ".jsonl": _of_lines,
+    ".tar": _of_tar,
+    ".parquet": _of_parquet,
+}
+"""By the ending of a file's name."""

@@ -9,6 +9,10 @@ from megatron.common.errors import DataError
 from megatron.common.reading import read_json
 from megatron.tools.preprocess.corpus import FORMATS
 from megatron.tools.preprocess.file_lines import COMPRESSED, FORMATS_BY_ENDING, format_of, uncompressed
+from megatron.tools.preprocess.image_records import READERS
+
+IMAGES = "images"
+"""The kind of conversations with images, of any format that ``image_records`` reads."""
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +71,7 @@ def _files_of(path: Path, kind: str | None) -> list[Path]:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path / _STATE} is not of save_to_disk: no list of _data_files") from error
     files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    names = {*FORMATS_BY_ENDING} if kind is None else None
+    names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
     of_text = (file for file in files if names is None or uncompressed(file).suffix in names)
     return sorted(file for file in of_text if file.name not in (_STATE, "dataset_info.json"))
 
@@ -75,6 +79,7 @@ def _files_of(path: Path, kind: str | None) -> list[Path]:
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
     """Bytes of text of files of a format (None: by the name); None if one is compressed or a pipe."""
     plain = all(
-        (kind or format_of(path)) not in ("parquet", "arrow") and path.suffix not in COMPRESSED for path in paths
+        (kind or format_of(path)) not in ("parquet", "arrow", IMAGES) and path.suffix not in COMPRESSED
+        for path in paths
     )
     return sum(path.stat().st_size for path in paths) or None if plain else None

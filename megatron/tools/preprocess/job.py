@@ -40,6 +40,7 @@ class Summary:
     """Words that are not in the vocabulary."""
     counted: int = 0
     """Tokens that count in the loss, of conversations."""
+    images: int = 0
     resumed_at: int = 0
     """Documents written before the job was resumed."""
     finished: bool = False
@@ -99,6 +100,18 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
+class ImageSettings(NamedTuple):
+    """Where images are, and what an encoder makes of them."""
+
+    folder: Path
+    size: int
+    """Height and width in pixels."""
+    tokens: int
+    """Placeholders of each image."""
+    token: int
+    """The placeholder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The settings of a job."""
@@ -120,9 +133,11 @@ class Job:
     keep_newlines: bool = False
     """Whether a sentence includes the white space that follows it."""
     conversations: str | None = None
-    """One of ``conversations.KEYS``, for documents with a loss mask, instead of the texts of ``json_keys``."""
+    """One of ``conversations.KEYS``, or images: documents with a loss mask, instead of the texts of ``json_keys``."""
     chat_template: str | None = None
     """File of the template that writes messages as text."""
+    images: ImageSettings | None = None
+    """Of conversations with images."""
     workers: int = 1
     skip_errors: bool = False
     chunk_bytes: int = 1 << 18

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,12 @@ from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
 from megatron.config.data import chat_template_file
 from megatron.data.fingerprint import write_tokenizer
+from megatron.data.image_store import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
+from megatron.tools.preprocess.image_conversations import ImageChunk, read_image_chunks, tokenize_images
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Milestone, Summary
 from megatron.tools.preprocess.tokenize_chunk import Tokenized, chat_template_of, tokenize_chunk, tokenizer_of
 
@@ -65,11 +68,16 @@ def preprocess(
             }
             if done is None:
                 journal.remove()
-            results = _in_order(partial(tokenize_chunk, job), _chunks(job, done), job.workers)
+            add_images = _image_writer(job, stack)
+            tokenize: Callable[[Job, Any], Tokenized] = tokenize_images if job.images else tokenize_chunk
+            results = _in_order(partial(tokenize, job), _chunks(job, done), job.workers)
             for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
                 _add(builders, tokenized, summary, log_skipped if job.skip_errors else None)
+                add_images(tokenized)
                 report(summary)
-                if number % MILESTONE_CHUNKS == 0:  # all output is flushed to disk, to resume after this chunk
+                if (
+                    number % MILESTONE_CHUNKS == 0 and not job.images
+                ):  # all output is flushed to disk, to resume after this chunk
                     outputs = {key: builder.sync() for key, builder in builders.items()}
                     journal.write(Milestone(tokenized.position, outputs, summary))
                     for builder in builders.values():
@@ -106,8 +114,25 @@ def _checked_tokenizer(job: Job) -> Tokenizer:
     return tokenizer
 
 
-def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
+def _image_writer(job: Job, stack: ExitStack) -> Callable[[Tokenized], None]:
+    """Writes the images of a chunk next to its tokens; nothing for documents without images."""
+    if job.images is None:
+        return lambda tokenized: None
+    add = stack.enter_context(image_writer(job.prefixes[TOKENS], job.images.size))
+
+    def write(tokenized: Tokenized) -> None:
+        for of_document in tokenized.images:
+            add(of_document)
+
+    return write
+
+
+def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk | ImageChunk]:
     """The inputs in chunks, without the chunks that are done."""
+    if job.images:
+        for number, path in enumerate(job.inputs):
+            yield from read_image_chunks(number, path)
+        return
     inputs, chunks = done.position if done else (0, 0)
     for number, path in enumerate(job.inputs[inputs:], inputs):
         cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
@@ -116,9 +141,7 @@ def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
         chunks = 0
 
 
-def _in_order(
-    function: Callable[[Chunk], Tokenized], chunks: Iterable[Chunk], workers: int
-) -> Generator[Tokenized, None, None]:
+def _in_order(function: Callable[[Any], Tokenized], chunks: Iterable, workers: int) -> Generator[Tokenized, None, None]:
     """Map ``function`` over ``chunks`` with some processes; at most two chunks per process are in flight."""
     if workers == 1:
         yield from map(function, chunks)
@@ -161,6 +184,7 @@ def _add(
             continue
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += len(tokenized.tokens[key])
+    summary.images += sum(map(len, tokenized.images))
     summary.blank += tokenized.blank
     summary.unknown += tokenized.unknown
     summary.input_bytes += tokenized.text_bytes

@@ -41,6 +41,8 @@ class Tokenized(NamedTuple):
     text_bytes: int
     position: tuple[int, int]
     """That of the chunk."""
+    images: Sequence[Sequence[np.ndarray]] = ()
+    """The images of each document, if it is a conversation with images."""
 
 
 Documents = dict[str, list[list[np.ndarray]]]
