@@ -82,19 +82,15 @@ def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> Non
 
 
 @pytest.mark.parametrize("program", ["", "bert", "classifier", "t5", f"t5 {CLASSIC_T5}"])
-def test_parameters_are_in_the_order_of_the_layers(run_ranks, program: str) -> None:
-    run = settled(program)
-    (names,) = run_ranks(1, whole_model_names, run)
-    assert names == list(architecture_of(run.model).named_parameters(run.model))
-
-
-def whole_model_names(run: RunConfig) -> list[str]:
+@pytest.mark.ranks(1)
+def test_parameters_are_in_the_order_of_the_layers(program: str) -> None:
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.engines.containers import sequential_model
     from megatron.parallel.layout import ParallelLayout
 
-    model = sequential_model(run.model, ActivationConfig(), ParallelLayout.create(ParallelConfig()))
-    return [name for name, _ in model.named_parameters()]
+    config = settled(program).model
+    model = sequential_model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+    assert [name for name, _ in model.named_parameters()] == list(architecture_of(config).named_parameters(config))
 
 
 def test_the_vocabulary_is_the_padded_dimension() -> None:
@@ -115,29 +111,23 @@ KEPT = [
 
 
 @pytest.mark.parametrize("words", KEPT)
-def test_a_layer_keeps_the_activations_of_its_spec(run_ranks, words: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_layer_keeps_the_activations_of_its_spec(words: str) -> None:
     """To the byte: what autograd keeps of a transformer layer is what the planner counts."""
-    from megatron.tools.planning.activations import activations
-
-    run = settled(f"--batch-size 3 --hidden-dropout 0 --attention-dropout 0 {words}")
-    planned = activations(run).layer
-    assert run_ranks(2, kept_by_a_layer, run) == [planned, planned]
-
-
-def kept_by_a_layer(run: RunConfig) -> int:
-    import torch
     from support.saved_tensors import saved_bytes
 
     from megatron.model.transformer import ParallelTransformerLayer
     from megatron.parallel.layout import ParallelLayout
     from megatron.parallel.tensor.random import model_parallel_manual_seed
+    from megatron.tools.planning.activations import activations
 
+    run = settled(f"--batch-size 3 --hidden-dropout 0 --attention-dropout 0 {words}")
     layout = ParallelLayout.create(replace(run.parallel, world_size=2))
     model_parallel_manual_seed(1, layout)
     layer = ParallelTransformerLayer(run.model, layout, layer_number=1).train()
     shape = [run.train.micro_batch_size, run.data.seq_length // (2 if run.parallel.sequence_parallel else 1)]
     hidden = torch.randn(*shape[:: 1 if run.model.sequence_dim else -1], run.model.hidden_size, requires_grad=True)
-    return saved_bytes(lambda: layer(hidden), layer)
+    assert saved_bytes(lambda: layer(hidden), layer) == activations(run).layer
 
 
 @pytest.mark.parametrize(("tokens", "shards"), [(64, 5), (9, 6), (1, 4), (100, None), (31, None), (32, None)])

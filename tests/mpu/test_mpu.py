@@ -205,19 +205,15 @@ def uniform_of_linear(weight: Tensor) -> None:
     nn.init.uniform_(weight, -0.3, 0.3)
 
 
-def test_the_groups_of_two_by_two(run_ranks):
+@pytest.mark.ranks(4)
+def test_the_groups_of_two_by_two() -> None:
     """Ranks 0 and 1 are the first stage, 2 and 3 the second; the decoder begins on the second."""
-    assert run_ranks(4, groups_of_two_by_two) == [
-        {"tensor": [0, 1], "pipe": [0, 2], "data": [0], "model": [0, 1, 2, 3], "embedding": [0, 2], "stage": 0},
-        {"tensor": [0, 1], "pipe": [1, 3], "data": [1], "model": [0, 1, 2, 3], "embedding": [1, 3], "stage": 0},
-        {"tensor": [2, 3], "pipe": [0, 2], "data": [2], "model": [0, 1, 2, 3], "embedding": [0, 2], "stage": 1},
-        {"tensor": [2, 3], "pipe": [1, 3], "data": [3], "model": [0, 1, 2, 3], "embedding": [1, 3], "stage": 1},
-    ]
-
-
-def groups_of_two_by_two() -> dict:
+    rank = dist.get_rank()
+    pipe, tensor = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    expected = {"tensor": tensor, "pipe": pipe, "data": [rank], "model": [0, 1, 2, 3], "embedding": pipe}
     with groups(2, 2, 2, 1):
         stage = mpu.get_pipeline_model_parallel_rank()
+        assert stage == rank // 2
         assert mpu.is_pipeline_first_stage() == mpu.is_pipeline_first_stage(True) == (stage == 0)
         assert not mpu.is_pipeline_last_stage() and mpu.is_pipeline_last_stage(ignore_virtual=True) == (stage == 1)
         mpu.set_virtual_pipeline_model_parallel_rank(1)
@@ -226,9 +222,7 @@ def groups_of_two_by_two() -> dict:
         assert mpu.is_rank_in_embedding_group() == (stage == 1)
         assert mpu.is_pipeline_stage_before_split() == mpu.is_pipeline_stage_at_split() == (stage == 0)
         assert mpu.is_pipeline_stage_after_split() == (stage == 1)
-        assert dist.get_process_group_ranks(mpu.get_position_embedding_group()) == [
-            dist.get_rank() % 2, dist.get_rank() % 2 + 2,
-        ]  # fmt: skip
+        assert dist.get_process_group_ranks(mpu.get_position_embedding_group()) == pipe
         assert mpu.get_pipeline_model_parallel_next_rank() == mpu.get_pipeline_model_parallel_prev_rank()
         assert mpu.get_pipeline_model_parallel_first_rank() == mpu.get_tensor_model_parallel_rank()
         assert mpu.get_pipeline_model_parallel_last_rank() == mpu.get_tensor_model_parallel_rank() + 2
@@ -237,7 +231,7 @@ def groups_of_two_by_two() -> dict:
         names = {"tensor": "tensor_model", "pipe": "pipeline_model", "data": "data", "model": "model"}
         found = {key: getattr(mpu, f"get_{name}_parallel_group")() for key, name in names.items()}
         found["embedding"] = mpu.get_embedding_group()
-        return {key: dist.get_process_group_ranks(group) for key, group in found.items()} | {"stage": stage}
+        assert {key: dist.get_process_group_ranks(group) for key, group in found.items()} == expected
 
 
 @pytest.mark.ranks(4)

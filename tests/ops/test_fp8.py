@@ -152,43 +152,10 @@ def test_tensor_parallel_layers_equal_one_process(recipe: str, sequence_parallel
 @pytest.mark.parametrize("sequence_dim", [0, 1])
 @pytest.mark.ranks(2)
 def test_ranks_gather_rows_in_fp8(sequence_dim: int) -> None:
-    """Half the bytes and the scales; inputs bit by bit as gathered in bf16, and gradients under frozen weights."""
-    forward, backward, gradient = gathers_in_fp8(sequence_dim)
-    tokens, scale = 2 * 16, 4
-    assert forward == tokens * (INPUTS + scale) and backward == 2 * tokens * INPUTS
-    assert gradient == tokens * (OUTPUTS + scale)
+    """Half the bytes and the scales; inputs bit by bit as gathered in bf16, and gradients under frozen weights.
 
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.ranks(2)
-def test_compiled_tensor_parallel_layers_compute_the_same(recipe: str, sequence_parallel: bool) -> None:
-    """Output and gradients of an MLP bit by bit, and no weight that is kept: the next step has another one."""
-    config = ModelConfig(**{**vars(CONFIG), "fp8_recipe": recipe})
-    parallel = ParallelConfig(
-        world_size=2, model_parallel_size=2, sequence_parallel=sequence_parallel, tp_comm_overlap=True
-    )
-    mlp = ParallelMLP(config, ParallelLayout.create(parallel), layer_number=1).bfloat16()
-    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        found = []
-        for run in (mlp, compiled):
-            x = random(2, 8 if not sequence_parallel else 4, 32, seed=dist.get_rank()).requires_grad_()
-            y = run(x)
-            y.backward(torch.ones_like(y))
-            found.append([y, x.grad, *(weight.grad for weight in mlp.parameters())])
-            mlp.zero_grad()
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-        for weight in mlp.parameters():
-            weight.data = 2 * weight.data
-        for layer in (mlp.dense_h_to_4h, mlp.dense_4h_to_h):
-            assert layer.kernel.quantizations, "the layer is in FP8"
-            layer.kernel.forget()
-
-
-def gathers_in_fp8(sequence_dim: int) -> list[int]:
-    """Bytes that arrive in the forward pass of a column-parallel layer, in its backward pass, which computes the
-    gradient of the weight in bf16, and in the backward pass of a row-parallel layer with a frozen weight."""
+    Of a column-parallel layer, whose backward pass computes the weight's gradient in bf16, and of a row-parallel one.
+    """
     group, rank = dist.group.WORLD, dist.get_rank()
     received: list[int] = []
     gather = dist.all_gather_into_tensor
@@ -216,7 +183,35 @@ def gathers_in_fp8(sequence_dim: int) -> list[int]:
         y.backward(mine(grad))
     assert torch.equal(part.grad.flatten(0, 1), whole.input_gradient(grad.flatten(0, 1), frozen))
     assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.flatten(0, 1))
-    return received[1:]
+    tokens, scale = 2 * 16, 4
+    assert received[1:] == [tokens * (INPUTS + scale), 2 * tokens * INPUTS, tokens * (OUTPUTS + scale)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+def test_compiled_tensor_parallel_layers_compute_the_same(recipe: str, sequence_parallel: bool) -> None:
+    """Output and gradients of an MLP bit by bit, and no weight that is kept: the next step has another one."""
+    config = ModelConfig(**{**vars(CONFIG), "fp8_recipe": recipe})
+    parallel = ParallelConfig(
+        world_size=2, model_parallel_size=2, sequence_parallel=sequence_parallel, tp_comm_overlap=True
+    )
+    mlp = ParallelMLP(config, ParallelLayout.create(parallel), layer_number=1).bfloat16()
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        found = []
+        for run in (mlp, compiled):
+            x = random(2, 8 if not sequence_parallel else 4, 32, seed=dist.get_rank()).requires_grad_()
+            y = run(x)
+            y.backward(torch.ones_like(y))
+            found.append([y, x.grad, *(weight.grad for weight in mlp.parameters())])
+            mlp.zero_grad()
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        for weight in mlp.parameters():
+            weight.data = 2 * weight.data
+        for layer in (mlp.dense_h_to_4h, mlp.dense_4h_to_h):
+            assert layer.kernel.quantizations, "the layer is in FP8"
+            layer.kernel.forget()
 
 
 def test_small_and_unaligned_layers_stay_in_bf16() -> None:

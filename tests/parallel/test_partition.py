@@ -1,5 +1,6 @@
 """How the model is cut into stages: the arithmetic by itself, and against the model that is built."""
 
+import os
 from dataclasses import replace
 from itertools import combinations
 
@@ -93,13 +94,9 @@ def tiny(schedule: str, partition: str, program: str = "") -> RunConfig:
     [("1f1b", "flops"), ("1f1b", "3,1"), ("dualpipev", "parameters"), ("dualpipev", "0,1,1,2")],
 )
 @pytest.mark.parametrize("program", ["", "bert"])
-def test_built_stages_equal_the_plan(run_ranks, schedule: str, partition: str, program: str) -> None:
-    planned = [(stage.chunks, stage.parameters) for stage in plan(tiny(schedule, partition, program))]
-    assert run_ranks(2, built_stage, schedule, partition, program) == planned
-
-
-def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[range, ...], int]:
-    """The pieces of this rank's stage and its parameters, by what is in it."""
+@pytest.mark.ranks(2)
+def test_built_stages_equal_the_plan(schedule: str, partition: str, program: str) -> None:
+    """The pieces of a rank's stage, by what is in it, and its parameters."""
     from megatron.engines.build import build_module
     from megatron.model.embedding import WordEmbedding
     from megatron.model.transformer import ParallelTransformerLayer
@@ -116,20 +113,15 @@ def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[rang
             units.append(run.model.num_layers + 1)
         pieces.append(range(units[0], units[-1] + 1))
         assert units == list(pieces[-1])
-    return tuple(pieces), sum(parameter.numel() for parameter in module.parameters())
+    planned = plan(run)[int(os.environ["RANK"])]
+    assert tuple(pieces) == planned.chunks
+    assert sum(parameter.numel() for parameter in module.parameters()) == planned.parameters
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_flops_equal_those_of_the_flop_counter(run_ranks, lora_rank: int) -> None:
+@pytest.mark.ranks(1)
+def test_flops_equal_those_of_the_flop_counter(lora_rank: int) -> None:
     """By torch's own counter, which knows matrix products and attention: of a forward pass, and of an iteration."""
-    run = tiny("1f1b", "uniform")
-    run = replace(run, model=replace(run.model, lora_rank=lora_rank, attention_dropout=0.0, hidden_dropout=0.0))
-    ((forward, iteration),) = run_ranks(1, counted_operations, run)
-    assert sum(stage.flops(run.data.seq_length) for stage in plan(run)) * run.data.seq_length == forward
-    assert model_flops(run) / run.train.global_batch_size == iteration
-
-
-def counted_operations(run: RunConfig) -> tuple[int, int]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -138,16 +130,18 @@ def counted_operations(run: RunConfig) -> tuple[int, int]:
     from megatron.engines.containers import sequential_model
     from megatron.parallel.layout import ParallelLayout
 
+    run = tiny("1f1b", "uniform")
+    run = replace(run, model=replace(run.model, lora_rank=lora_rank, attention_dropout=0.0, hidden_dropout=0.0))
     softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees
     layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    model, tokens = (
-        sequential_model(softmax_by_steps, ActivationConfig(), layout),
-        torch.zeros(1, run.data.seq_length).long(),
-    )
+    model = sequential_model(softmax_by_steps, ActivationConfig(), layout)
+    tokens = torch.zeros(1, run.data.seq_length).long()
     with FlopCounterMode(display=False) as forward:
         model.eval()(tokens)
     if run.model.lora_rank:
         freeze(model, run.model)
     with FlopCounterMode(display=False) as iteration:
         model.train()(tokens, (tokens, torch.ones_like(tokens).float())).backward()
-    return forward.get_total_flops(), iteration.get_total_flops()
+    planned = sum(stage.flops(run.data.seq_length) for stage in plan(run)) * run.data.seq_length
+    assert planned == forward.get_total_flops()
+    assert model_flops(run) / run.train.global_batch_size == iteration.get_total_flops()
