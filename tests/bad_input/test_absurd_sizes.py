@@ -1,14 +1,19 @@
-"""Sizes that no computer holds, and times that no run lasts, are refused by arithmetic, before anything is built."""
+"""Sizes that no computer holds, and times that no run lasts, are refused by arithmetic, before anything is built.
+
+Numbers are written in ASCII digits.
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.command_lines import complaints, parse, read
+from support.command_lines import CPU, SMALL, complaints, parse, read
 
+from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import RunConfig
+from megatron.tools.command_line import ToolParser
 from megatron.training.preflight import _check_outputs, _check_sizes
 
 
@@ -67,3 +72,33 @@ def test_a_warmup_of_less_than_one_iteration_is_announced() -> None:
         "--warmup 0.01 of 60 iterations is less than one: there is no warm-up"
     ]
     assert read("--warmup 0 --train-iters 60").warnings == read("--train-iters 60").warnings == []
+
+
+@pytest.mark.parametrize("text", ["١٢", "１２", "1_0", "+3", " 3", "3 ", "0x10", "1e", "∞", "nan", ""])  # noqa: RUF001
+def test_only_digits_make_a_number(text: str) -> None:
+    for flag in ("--train-iters", "--lr", "--seed"):
+        with pytest.raises(ConfigError, match=flag):
+            parse_run([*SMALL.split(), f"{flag}={text}"], CPU)
+    parser = ToolParser("")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--share", type=float)
+    for flag in ("--rank", "--share"):
+        with pytest.raises(ConfigError):
+            parser.parse_args([flag, text])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--batch-size 1 --global-batch-size 1000000001 --rampup-batch-size 1 1 100",
+        "--step-batch-size-schedule 0:4,1e300:8",
+        "--step-batch-size-schedule 0:4,100000:1e300",
+        "--step-batch-size-schedule 0:4,100000:4",
+        "--pipe-parallel-size 1 --pipeline-partition ٢",
+        "--pre-tokens ((5",
+        "--trace out --trace-steps ١:٢",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(words: str) -> None:
+    flag = words.split()[-4 if "ramp" in words else -2]
+    assert any(line.startswith(flag) and "needs" not in line for line in complaints(words))

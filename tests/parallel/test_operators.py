@@ -1,4 +1,4 @@
-"""Embedding and cross entropy of a divided vocabulary against their serial counterparts, at TP 1 and 4."""
+"""Embedding, cross entropy and argmax of a divided vocabulary against their serial counterparts, at TP 1 and 4."""
 
 from unittest.mock import patch
 
@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from megatron.ops import choices as chunks
 from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
-from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, WeightInit
 
 KERNELS = (CrossEntropyKernel, CompiledCrossEntropyKernel)
@@ -121,3 +121,16 @@ def test_cross_entropy_in_half_precision(compiled: bool) -> None:
     assert_close(losses.float(), expected, atol=0.03, rtol=0.01)
     losses.sum().backward()
     assert part.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("vocab_size", [8, 7, 4, 3])  # from 4 on down, the second rank has only padding
+@pytest.mark.ranks(2)
+def test_argmax_returns_the_first_of_equal_maxima(vocab_size: int) -> None:
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-6, 6, (3, 50, 8), generator=generator).float()  # with equals on both sides of each cut
+    logits[..., vocab_size:] = 9.0  # padding, which is larger than all
+    own = logits.chunk(group.size(), -1)[group.rank()]
+    # torch's argmax takes any of equals; the first is what sorting that keeps their order begins with.
+    expected = logits[..., :vocab_size].sort(dim=-1, descending=True, stable=True).indices[..., 0]
+    assert_close(vocab_parallel_argmax(own, group, vocab_size), expected)
