@@ -1,6 +1,6 @@
 """Activation memory of one micro-batch on a rank, in bytes: kept for the backward pass, and needed while it runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -96,7 +96,7 @@ def activations(run: RunConfig) -> Activations:
     """What one rank keeps of a micro-batch of ``run``."""
     z, (front, *groups, back) = sizes(run), layer_groups(run.model)
     kinds = {layer.class_name: layer for group in groups for layer in group}
-    of_layers = {name: _kept(z, [layer]) for name, layer in kinds.items()}
+    of_layers = {name: kept_of(z, layer) for name, layer in kinds.items()}
     blocks, scores = [layer for layer in kinds.values() if layer.is_block], 0
     for block in blocks:
         of_block = _scores_of(run, z, block)
@@ -114,8 +114,8 @@ def activations(run: RunConfig) -> Activations:
         of_layers=of_layers,
         scores=scores,
         kept_input=_kept_input(run, hidden, z.t),
-        front=_kept(z, front),
-        back=_kept(z, back),
+        front=sum(kept_of(z, layer) for layer in front),
+        back=sum(kept_of(z, layer) for layer in back),
         logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
@@ -169,7 +169,7 @@ def _in_attention(run: RunConfig, z: Sizes) -> int:
     return passed + in_the_kernel + queries * (z.element + FP32) - freed
 
 
-def _kernel(run: RunConfig, model: ModelConfig, z: Sizes) -> AttentionKernel:
+def kernel_of_attention(run: RunConfig, model: ModelConfig, z: Sizes) -> AttentionKernel:
     """The kernel of attention on the devices of the run."""
     causal = architecture_of(model).is_causal
     return attention_kernel(model, DeviceFacts(run.parallel.device), causal=causal, seq_length=z.s)
@@ -178,7 +178,7 @@ def _kernel(run: RunConfig, model: ModelConfig, z: Sizes) -> AttentionKernel:
 def _window(run: RunConfig, z: Sizes) -> int:
     """Tokens of a window whose attention is computed in chunks; 0 if there is none."""
     model = run.model
-    kernel = _kernel(run, model, z)
+    kernel = kernel_of_attention(run, model, z)
     in_chunks = kernel.limits == "blocks" and SHORTEST_BLOCK < z.s and model.pre_tokens < z.s - 1
     return model.pre_tokens if in_chunks else 0
 
@@ -201,14 +201,11 @@ def hidden_bytes(run: RunConfig, z: Sizes) -> int:
     return z.stream * length // z.s * z.h * z.residual
 
 
-def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
-    """Bytes that one rank keeps of ``layers``, without the scores of attention."""
-    total = 0
-    for kept in (layer.kept for layer in layers):
-        hidden = kept.residual * z.residual + kept.local * z.element + kept.masks * z.mask + kept.statistics * FP32
-        total += z.stream * hidden + z.tokens * kept.index_bytes
-        total += z.tokens * kept.sharded * z.element // z.t
-    return total
+def kept_of(z: Sizes, layer: LayerSpec) -> int:
+    """Bytes that one rank keeps of ``layer``, without the scores of attention."""
+    kept = layer.kept
+    hidden = kept.residual * z.residual + kept.local * z.element + kept.masks * z.mask + kept.statistics * FP32
+    return z.stream * hidden + z.tokens * kept.index_bytes + z.tokens * kept.sharded * z.element // z.t
 
 
 def _shared_keys(run: RunConfig, z: Sizes) -> int:
@@ -264,7 +261,7 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     if ring > 1:  # only the logarithms of sums
         return z.b * z.n * z.s // ring * FP32
     biased = model if has_bias else replace(model, position_embedding_type="none")
-    kernel = _kernel(run, biased, z)
+    kernel = kernel_of_attention(run, biased, z)
     of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
     scores = z.b * z.n * of_head
     in_chunks = of_head < z.s**2

@@ -27,7 +27,15 @@ class Device(NamedTuple):
     """The same in fp32, which trains without tensor cores; 0: a sixteenth."""
     fp8_speedup: float = 1.0
     """Rate of a matmul in FP8 with one scale for each tensor, quantization included, relative to 16 bits;
-    1 without FP8.     torchao's for 4096 x 8192 x 16384."""
+    1 without FP8. torchao's for 4096 x 8192 x 16384."""
+    memory_bandwidth: float = 0.0
+    """Bytes a second."""
+    attention: float = 0.6
+    """Rate of flash attention relative to large matmuls."""
+    touched: float = 2.0
+    """Times that a pass reads or writes what a layer keeps, or its gradients, besides the matmuls."""
+    quantized: float = 1.0
+    """How often more with FP8, which scales and converts inputs of linear layers and gradients of their outputs."""
 
     def flops(self, dtype: str) -> float:
         """Operations a second at most in ``dtype``: fp32, bf16 or fp16."""
@@ -35,18 +43,80 @@ class Device(NamedTuple):
 
 
 DEVICES: dict[str, Device] = {
-    "v100": Device(32 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA),
-    "v100-16gb": Device(16 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA),
-    "a100": Device(80 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA),
-    "a100-40gb": Device(40 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA),
-    "a100-pcie": Device(80 * GB, 312 * TERA, 32 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA),
-    "a100-pcie-40gb": Device(40 * GB, 312 * TERA, 32 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA),
-    "h100": Device(80 * GB, 989 * TERA, 450 * GB, 50 * GB, 8, 0.55, peak_flops_fp32=67 * TERA, fp8_speedup=1.39),
-    "h100-pcie": Device(80 * GB, 756 * TERA, 64 * GB, 50 * GB, 8, 0.55, peak_flops_fp32=51 * TERA, fp8_speedup=1.39),
-    "h200": Device(141 * GB, 989 * TERA, 450 * GB, 50 * GB, 8, 0.55, peak_flops_fp32=67 * TERA, fp8_speedup=1.39),
-    "b200": Device(180 * GB, 2250 * TERA, 900 * GB, 50 * GB, 8, 0.5, peak_flops_fp32=80 * TERA, fp8_speedup=1.39),
+    "v100": Device(
+        32 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA, memory_bandwidth=900 * GB
+    ),
+    "v100-16gb": Device(
+        16 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA, memory_bandwidth=900 * GB
+    ),
+    "a100": Device(
+        80 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=2039 * GB
+    ),
+    "a100-40gb": Device(
+        40 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=1555 * GB
+    ),
+    "a100-pcie": Device(
+        80 * GB, 312 * TERA, 32 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=1935 * GB
+    ),
+    "a100-pcie-40gb": Device(
+        40 * GB, 312 * TERA, 32 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=1555 * GB
+    ),
+    "h100": Device(
+        80 * GB,
+        989 * TERA,
+        450 * GB,
+        50 * GB,
+        8,
+        0.55,
+        peak_flops_fp32=67 * TERA,
+        fp8_speedup=1.39,
+        memory_bandwidth=3350 * GB,
+    ),
+    "h100-pcie": Device(
+        80 * GB,
+        756 * TERA,
+        64 * GB,
+        50 * GB,
+        8,
+        0.55,
+        peak_flops_fp32=51 * TERA,
+        fp8_speedup=1.39,
+        memory_bandwidth=2000 * GB,
+    ),
+    "h200": Device(
+        141 * GB,
+        989 * TERA,
+        450 * GB,
+        50 * GB,
+        8,
+        0.55,
+        peak_flops_fp32=67 * TERA,
+        fp8_speedup=1.39,
+        memory_bandwidth=4800 * GB,
+    ),
+    "b200": Device(
+        180 * GB,
+        2250 * TERA,
+        900 * GB,
+        50 * GB,
+        8,
+        0.5,
+        peak_flops_fp32=80 * TERA,
+        fp8_speedup=1.39,
+        memory_bandwidth=8000 * GB,
+    ),
     # One core of the machine that the tests were written on; gloo's all-reduce for the links.
-    "cpu": Device(8 * GB, 0.45 * TERA, 2 * GB, 0.1 * GB, 2, 0.5, accelerator="cpu", peak_flops_fp32=0.1 * TERA),
+    "cpu": Device(
+        8 * GB,
+        0.45 * TERA,
+        2 * GB,
+        0.1 * GB,
+        2,
+        0.5,
+        accelerator="cpu",
+        peak_flops_fp32=0.1 * TERA,
+        memory_bandwidth=10 * GB,
+    ),
 }
 """From the makers' data sheets: SXM modules, NVLink on a host, one network port of each device's own between hosts.
 

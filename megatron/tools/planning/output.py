@@ -278,7 +278,7 @@ def _sent(one: Candidate) -> str:
     return ", ".join(
         f"{name} {with_prefix(amount, 'B')} ({links[name]})"
         for name, amount in asdict(one.traffic).items()
-        if amount or name != "experts"
+        if amount or name not in ("experts", "sequence")
     )
 
 

@@ -1,6 +1,6 @@
 """Estimated time of an iteration: compute, pipeline bubble, and communication over the links of a machine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil
@@ -8,11 +8,12 @@ from operator import attrgetter
 
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.partition import Stage
-from megatron.model.spec import architecture_of, fp8_weights
+from megatron.model.spec import architecture_of
 from megatron.parallel import steps_within
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
 from megatron.tools.planning.activations import heads, hidden_bytes, sizes
+from megatron.tools.planning.compute import core_seconds, pass_seconds
 from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.states import FP32, bytes_of, bytes_of_sums, owners
@@ -26,32 +27,40 @@ class Traffic:
     pipeline: float
     data: float
     experts: float = 0.0
+    sequence: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.tensor + self.pipeline + self.data + self.experts
+        return self.tensor + self.pipeline + self.data + self.experts + self.sequence
 
 
 def traffic(run: RunConfig, stage: Stage, memory: Memory) -> Traffic:
     """What a rank of ``stage`` with the parameters of ``memory`` sends in one iteration."""
     reduced = data(run, memory.parameters, memory.trained)
-    return Traffic(tensor(run, stage), pipeline(run, stage), reduced, dispatched(run, stage))
+    return Traffic(tensor(run, stage), pipeline(run, stage), reduced, dispatched(run, stage), sequence(run, stage))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
     """All-reduces of hidden states: two per layer forward and two backward, two more where layers are recomputed.
 
     With sequence parallelism each is a gather and a reduce-scatter, which send as much, and inputs are gathered again.
+    """
+    layers, t = stage.num_blocks, run.parallel.model_parallel_size
+    passes = 6 if run.activation.layers_together else 4
+    reduced = (passes * layers + stage.has_embedding + stage.has_head) * ring_all_reduce(_hidden_bytes(run), t)
+    return run.train.gradient_accumulation_steps * reduced + gathered_again(run, stage)
+
+
+def sequence(run: RunConfig, stage: Stage) -> float:
+    """What ranks that share samples send: keys and values around a ring, or parts of the sequence for heads.
+
     Ulysses exchanges query, key, value and context around attention, forward and backward.
     """
-    parallel, layers, hidden = run.parallel, stage.num_blocks, _hidden_bytes(run)
-    t, parts = parallel.model_parallel_size, parallel.ulysses_size
-    passes = 6 if run.activation.layers_together else 4
-    reduced = (passes * layers + stage.has_embedding + stage.has_head) * ring_all_reduce(hidden, t)
-    exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
-    visited = layers * _visiting(run)
-    return run.train.gradient_accumulation_steps * (reduced + exchanged + visited) + gathered_again(run, stage)
+    layers, passes = stage.num_blocks, 3 if run.activation.layers_together else 2
+    hidden, parts = _hidden_bytes(run) / run.parallel.model_parallel_size, run.parallel.ulysses_size
+    exchanged = 4 * passes * ring_gather(hidden, parts)  # 4 hidden states in each of the passes
+    return run.train.gradient_accumulation_steps * layers * (exchanged + _visiting(run))
 
 
 def _visiting(run: RunConfig) -> float:
@@ -84,6 +93,15 @@ def gathered_again(run: RunConfig, stage: Stage) -> float:
         return 0.0
     inputs = run.train.gradient_accumulation_steps * (2 * stage.num_blocks + stage.has_head)
     return inputs * ring_gather(_hidden_bytes(run), run.parallel.model_parallel_size)
+
+
+def summed_meanwhile(run: RunConfig, stage: Stage) -> float:
+    """The part of ``tensor`` that is sent while gradients of weights are computed: sums of gradients of inputs."""
+    if schedule_of(run).divides_backward or run.model.lora_rank:
+        return 0.0
+    sums = ring_gather(_hidden_bytes(run), run.parallel.model_parallel_size)
+    sums *= 1 if run.parallel.sequence_parallel else 2
+    return run.train.gradient_accumulation_steps * 2 * stage.num_blocks * sums
 
 
 def _hidden_bytes(run: RunConfig) -> int:
@@ -127,12 +145,6 @@ def dispatched(run: RunConfig, stage: Stage) -> float:
     return run.train.gradient_accumulation_steps * passes * layers * sent
 
 
-_SMALL = 2.0e5
-"""Elements of a rank's hidden states, tokens x its columns, at which matmuls reach half the rate of large ones."""
-_CORE = 0.5
-"""Rate of the attention core relative to linear layers."""
-
-
 @dataclass(frozen=True)
 class Timing:
     """An iteration, in seconds."""
@@ -149,13 +161,16 @@ class Timing:
     """Reducing gradients and gathering weights."""
     experts: float
     """Sending tokens to their experts and back; not in ``shares`` without expert parallelism."""
+    sequence: float
+    """Waiting for ranks that share samples; not in ``shares`` where there are none."""
     passes: PassSeconds
     """Of a micro-batch on the busiest stage; not in the total."""
 
     @property
     def shares(self) -> dict[str, float]:
         """Seconds of each part of the total, by name."""
-        names = ("compute", "tensor", "pipeline", "bubble", "data", *(("experts",) if self.experts else ()))
+        names = ["compute", "tensor", "pipeline", "bubble", "data"]
+        names += [name for name in ("experts", "sequence") if getattr(self, name)]
         return {name: getattr(self, name) for name in names}
 
     @cached_property
@@ -166,60 +181,75 @@ class Timing:
 
 def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traffic]]) -> Timing:
     """The time of an iteration of ``run``, from its distinct ``stages``."""
-    parallel, span = run.parallel, spans(run.parallel)
+    span, micro_batches = spans(run.parallel), run.train.gradient_accumulation_steps
     busiest = max((pass_seconds(run, machine, stage) for stage, _ in stages), key=attrgetter("total"))
-    compute = run.train.gradient_accumulation_steps * busiest.total
-    waited = max(traffic.tensor - gathered_again(run, stage) for stage, traffic in stages)
-    tensor = waited / machine.bandwidth(span["tensor"]) if span["tensor"] > 1 else 0.0
-    sends = max(traffic.pipeline for _, traffic in stages) / machine.bandwidth(span["pipeline"])
-    data = max(traffic.data for _, traffic in stages) / machine.bandwidth(span["data"])
-    if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
-        data = max(data - compute / 2, 0.0)
-    experts = max(traffic.experts for _, traffic in stages) / machine.bandwidth(span["experts"])
-    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + sends + experts)
-    return Timing(compute, tensor, sends, idle, data, experts, busiest)
+    compute = micro_batches * busiest.total
+
+    def seconds(kind: str, sent: Iterable[float]) -> float:
+        return max(sent) / machine.bandwidth(span[kind])
+
+    tensor = max(_waiting_for_sums(run, machine, stage, traffic) for stage, traffic in stages)
+    sends = seconds("pipeline", (traffic.pipeline for _, traffic in stages))
+    first = hidden_bytes(run, sizes(run)) / machine.bandwidth(span["pipeline"])
+    sends = max(sends - compute, 2 * (run.parallel.pipe_stages - 1) * first)  # only the first and last ones are waited for
+    experts = seconds("experts", (traffic.experts for _, traffic in stages))
+    around = seconds("sequence", (traffic.sequence for _, traffic in stages))
+    if run.parallel.ring_size > 1 and run.parallel.cp_comm_type != "all_gather":  # during attention
+        cores = max(core_seconds(run, machine, stage) for stage, _ in stages)
+        around = max(around - 3 * micro_batches * cores, 0.0)
+    data = _waiting_for_data(run, seconds("data", (traffic.data for _, traffic in stages)), busiest)
+    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + experts + around)
+    return Timing(compute, tensor, sends, idle, data, experts, around, busiest)
+
+
+_CHUNKS = 4
+"""Of a matmul, with ``--tp-comm-overlap``: all but one are sent during the matmul of another."""
+
+
+def _waiting_for_sums(run: RunConfig, machine: Machine, stage: Stage, traffic: Traffic) -> float:
+    """Seconds of tensor parallelism that are not spent in matmuls as well."""
+    if run.parallel.model_parallel_size == 1:
+        return 0.0
+    bandwidth = machine.bandwidth(spans(run.parallel)["tensor"])
+    waited = traffic.tensor - gathered_again(run, stage)
+    if run.parallel.tp_comm_overlap:
+        passes = 2 if run.activation.layers_together else 1
+        forward = 2 * passes * stage.num_blocks * ring_all_reduce(_hidden_bytes(run), run.parallel.model_parallel_size)
+        waited -= run.train.gradient_accumulation_steps * forward * (1 - 1 / _CHUNKS)
+    meanwhile = run.train.gradient_accumulation_steps * pass_seconds(run, machine, stage).weights
+    return waited / bandwidth - min(summed_meanwhile(run, stage) / bandwidth, meanwhile)
+
+
+def _waiting_for_data(run: RunConfig, seconds: float, passes: PassSeconds) -> float:
+    """Those of ``seconds`` of data parallelism that are not spent in computation as well.
+
+    At ZeRO 1 gradients are reduced during the last backward pass, at ZeRO 2 during each, and weights are gathered
+    during the first forward pass. ZeRO 3 does both during all passes.
+    """
+    micro_batches = run.train.gradient_accumulation_steps
+    if run.zero.zero_stage == 3:
+        return max(seconds - micro_batches * passes.total, 0.0) if run.zero.zero_overlap_comm is not False else seconds
+    if run.zero.zero_stage == 0 or run.zero.offloads_optimizer:
+        return seconds
+    reductions = micro_batches if run.zero.zero_stage == 2 and not run.coalesces_grad_reduction else 1
+    reduced = reductions * bytes_of_sums(run)
+    gather = seconds * bytes_of(run) / (reduced + bytes_of(run))
+    reduce, backward = seconds - gather, reductions * (passes.inputs + passes.weights)
+    waiting = max(reduce - backward, 0.0) if run.overlaps_grad_reduce else reduce
+    return waiting + (max(gather - passes.forward, 0.0) if run.overlaps_param_gather else gather)
 
 
 def spans(parallel: ParallelConfig) -> dict[str, int]:
     """For each kind of traffic: ranks of one group are numbered less than this far apart."""
     inner = parallel.model_parallel_size * parallel.sequence_ranks
     replicas = inner * parallel.data_parallel_size
-    experts = inner * parallel.expert_model_parallel_size
-    return {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas, "experts": experts}
-
-
-def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
-    """Compute time of a micro-batch on a rank of ``stage``; the gradients of inputs with what is recomputed for them.
-
-    The attention core has no weights, and its gradients take twice as long as its forward pass.
-    """
-    tokens = run.train.micro_batch_size * run.data.seq_length
-    core = sum(count * layer.attention_flops(run.data.seq_length) for layer, count in stage.counts) / _CORE
-    linears = sum(count * layer.matmul_flops for layer, count in stage.counts)
-    in_blocks = sum(count * layer.matmul_flops for layer, count in stage.counts if layer.is_block)
-    frozen = sum(count * layer.frozen_flops for layer, count in stage.counts)
-    again = bool(run.activation.layers_together)
-    core_again = core if again or run.model.recomputes_attention else 0
-    per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.sequence_ranks)
-    size = per_rank * run.model.hidden_size
-    speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
-    repeated = sum(count * layer.repeated_flops for layer, count in stage.counts)
-    saved = _saved_in_fp8(run, machine, stage)
-    inputs = linears - saved + repeated + 2 * core + again * (in_blocks - saved) + core_again
-    flops = (linears - saved + core, inputs, max(linears - frozen, 0))
-    return PassSeconds(*(per_rank * one / speed for one in flops))
-
-
-_ROWWISE = 0.8
-"""Rate of FP8 with a scale for each row relative to one for each tensor (from torchao's gains for Llama 8B)."""
-
-
-def _saved_in_fp8(run: RunConfig, machine: Machine, stage: Stage) -> float:
-    """FLOPs per token that FP8 saves in a forward pass, and again in the gradients of inputs, as those of 16 bits."""
-    rate = machine.device.fp8_speedup * (_ROWWISE if run.model.fp8_recipe == "rowwise" else 1.0)
-    t = run.parallel.model_parallel_size
-    weights = sum(count * weight.numel for layer, count in stage.counts for weight in fp8_weights(run.model, layer, t))
-    return 2 * weights * (1 - 1 / rate) if machine.device.fp8_speedup > 1 else 0.0
+    return {
+        "tensor": parallel.model_parallel_size,
+        "sequence": inner,
+        "pipeline": replicas * parallel.pipe_stages,
+        "data": replicas,
+        "experts": inner * parallel.expert_model_parallel_size,
+    }
 
 
 _MOST_STAGES = 8
