@@ -34,7 +34,7 @@ class Device(NamedTuple):
     """Rate of flash attention relative to large matmuls."""
     touched: float = 2.0
     """Times that a pass reads or writes what a layer keeps, or its gradients, besides the matmuls."""
-    quantized: float = 1.0
+    quantized: float = 2.2
     """How often more with FP8, which scales and converts inputs of linear layers and gradients of their outputs."""
 
     def flops(self, dtype: str) -> float:

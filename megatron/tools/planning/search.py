@@ -20,6 +20,7 @@ from megatron.config.model import padded_vocabulary
 from megatron.model.partition import Stage, explicit
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.schedule import has_order, schedule_with
+from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory, distinct_stage_memory
 from megatron.tools.planning.request import Request, as_flag, words
 from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
@@ -51,7 +52,11 @@ class Candidate:
     @cached_property
     def timing(self) -> Timing:
         """Of the slowest stage."""
-        return timing(self.run, self.request.machine, self._sent)
+        return self.timing_on(self.request.machine)
+
+    def timing_on(self, machine: Machine) -> Timing:
+        """The same on another machine."""
+        return timing(self.run, machine, self._sent)
 
     @cached_property
     def _stages(self) -> list[tuple[Stage, Memory]]:
@@ -117,10 +122,15 @@ class Plan:
     """Invalid layouts, the most frequent reason first."""
 
     @property
+    def every(self) -> list[Candidate]:
+        """All valid layouts."""
+        return [*self.fitting, *self.superseded, *self.too_large]
+
+    @property
     def looked_at(self) -> int:
         """Layouts of all kinds."""
         broken = sum(rejection.layouts for rejection in self.rejections)
-        return len(self.fitting) + len(self.superseded) + len(self.too_large) + broken
+        return len(self.every) + broken
 
 
 def search(request: Request, *, any_schedule: bool = False) -> Plan:
@@ -135,11 +145,8 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
     fitting = sorted(
         (one for one in found if one.fits), key=lambda one: (one.timing.total, one.memory.total, len(one.given))
     )
-    best = _best(fitting)
-    kept = {id(one) for one in best}
     return Plan(
-        best,
-        [one for one in fitting if id(one) not in kept],
+        *_best(fitting),
         sorted((one for one in found if not one.fits), key=lambda one: one.memory.total),
         sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
     )
@@ -149,9 +156,9 @@ _LESS = 0.95
 """Share of a faster layout's memory below which a slower one is worth showing."""
 
 
-def _best(fastest_first: Sequence[Candidate]) -> list[Candidate]:
-    """Those that take clearly less memory than every faster one of the same parallel sizes."""
-    best, least = [], dict[tuple, float]()
+def _best(fastest_first: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that take clearly less memory than every faster one of the same parallel sizes, and the others."""
+    best, others, least = list[Candidate](), list[Candidate](), dict[tuple, float]()
     for one in fastest_first:
         parallel = one.run.parallel
         sizes = (parallel.model_parallel_size, parallel.pipe_stages, parallel.sequence_ranks)
@@ -159,7 +166,9 @@ def _best(fastest_first: Sequence[Candidate]) -> list[Candidate]:
         if one.memory.total < _LESS * least.get(place, math.inf):
             least[place] = one.memory.total
             best.append(one)
-    return best
+        else:
+            others.append(one)
+    return best, others
 
 
 def _layouts(request: Request) -> Iterator[dict[str, Provided]]:

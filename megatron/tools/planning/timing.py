@@ -191,7 +191,9 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     tensor = max(_waiting_for_sums(run, machine, stage, traffic) for stage, traffic in stages)
     sends = seconds("pipeline", (traffic.pipeline for _, traffic in stages))
     first = hidden_bytes(run, sizes(run)) / machine.bandwidth(span["pipeline"])
-    sends = max(sends - compute, 2 * (run.parallel.pipe_stages - 1) * first)  # only the first and last ones are waited for
+    sends = max(
+        sends - compute, 2 * (run.parallel.pipe_stages - 1) * first
+    )  # only the first and last ones are waited for
     experts = seconds("experts", (traffic.experts for _, traffic in stages))
     around = seconds("sequence", (traffic.sequence for _, traffic in stages))
     if run.parallel.ring_size > 1 and run.parallel.cp_comm_type != "all_gather":  # during attention

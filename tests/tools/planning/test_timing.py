@@ -43,17 +43,18 @@ def candidate(words: str, devices: int, **settings) -> Candidate:
 
 
 @pytest.mark.parametrize("row", WEAK_SCALING, ids=lambda row: f"{row[6]} GPUs")
-def test_published_rates_are_estimated_within_a_quarter(row):
+def test_published_rates_are_estimated_within_a_sixth(row):
+    """Attention kept its scores then."""
     heads, hidden, layers, t, p, micro, gpus, batch, teraflops = row
     one = candidate(
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048 "
         f"--global-batch-size {batch} --batch-size {micro} --model-parallel-size {t} --pipe-parallel-size {p} "
-        "--zero-stage 1 --checkpoint-activations" + (" --sequence-parallel" if t > 1 else ""),
+        "--zero-stage 1 --checkpoint-activations --attention-softmax-in-fp32",
         gpus,
         vocab_size=51200,
     )
     done = formulas.full_recompute_flops(batch, 2048, layers, hidden, 51200)
-    assert done / one.timing.total / gpus / TERA == pytest.approx(teraflops, rel=0.25)
+    assert done / one.timing.total / gpus / TERA == pytest.approx(teraflops, rel=1 / 6)
 
 
 BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --global-batch-size 32 --batch-size 2"
