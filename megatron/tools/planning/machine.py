@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GB, TERA = 10**9, 10**12
 
@@ -26,9 +26,8 @@ class Device(NamedTuple):
     peak_flops_fp32: float = 0.0
     """The same in fp32, which trains without tensor cores; 0: a sixteenth."""
     fp8_speedup: float = 1.0
-    """Rate of a matmul in FP8 with one scale for each tensor, quantization included, relative to 16 bits;
-    1 without FP8. torchao's for 4096 x 8192 x 16384."""
-    memory_bandwidth: float = 0.0
+    """Rate of a matmul in FP8 relative to 16 bits, without quantization; 1 without FP8."""
+    memory_bandwidth: float = 1e12
     """Bytes a second."""
     attention: float = 0.6
     """Rate of flash attention relative to large matmuls."""
@@ -42,85 +41,39 @@ class Device(NamedTuple):
         return self.peak_flops if dtype != "fp32" else self.peak_flops_fp32 or self.peak_flops / 16
 
 
+def _device(
+    memory: int,
+    peak: float,
+    peak_fp32: float,
+    bandwidth: float,
+    links: tuple[float, float],
+    efficiency: float,
+    **more: Any,
+) -> Device:
+    """In GB, TFLOP/s and GB/s; ``links`` are those on a host and between hosts."""
+    intra, inter = (link * GB for link in links)
+    rates = {"peak_flops_fp32": peak_fp32 * TERA, "memory_bandwidth": bandwidth * GB}
+    return Device(memory * GB, peak * TERA, intra, inter, **{"per_node": 8, "efficiency": efficiency, **rates, **more})
+
+
 DEVICES: dict[str, Device] = {
-    "v100": Device(
-        32 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA, memory_bandwidth=900 * GB
-    ),
-    "v100-16gb": Device(
-        16 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA, memory_bandwidth=900 * GB
-    ),
-    "a100": Device(
-        80 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=2039 * GB
-    ),
-    "a100-40gb": Device(
-        40 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=1555 * GB
-    ),
-    "a100-pcie": Device(
-        80 * GB, 312 * TERA, 32 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=1935 * GB
-    ),
-    "a100-pcie-40gb": Device(
-        40 * GB, 312 * TERA, 32 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA, memory_bandwidth=1555 * GB
-    ),
-    "h100": Device(
-        80 * GB,
-        989 * TERA,
-        450 * GB,
-        50 * GB,
-        8,
-        0.55,
-        peak_flops_fp32=67 * TERA,
-        fp8_speedup=1.39,
-        memory_bandwidth=3350 * GB,
-    ),
-    "h100-pcie": Device(
-        80 * GB,
-        756 * TERA,
-        64 * GB,
-        50 * GB,
-        8,
-        0.55,
-        peak_flops_fp32=51 * TERA,
-        fp8_speedup=1.39,
-        memory_bandwidth=2000 * GB,
-    ),
-    "h200": Device(
-        141 * GB,
-        989 * TERA,
-        450 * GB,
-        50 * GB,
-        8,
-        0.55,
-        peak_flops_fp32=67 * TERA,
-        fp8_speedup=1.39,
-        memory_bandwidth=4800 * GB,
-    ),
-    "b200": Device(
-        180 * GB,
-        2250 * TERA,
-        900 * GB,
-        50 * GB,
-        8,
-        0.5,
-        peak_flops_fp32=80 * TERA,
-        fp8_speedup=1.39,
-        memory_bandwidth=8000 * GB,
-    ),
+    "v100": _device(32, 125, 15.7, 900, (150, 12.5), 0.45),
+    "v100-16gb": _device(16, 125, 15.7, 900, (150, 12.5), 0.45),
+    "a100": _device(80, 312, 19.5, 2039, (300, 25), 0.62),
+    "a100-40gb": _device(40, 312, 19.5, 1555, (300, 25), 0.62),
+    "a100-pcie": _device(80, 312, 19.5, 1935, (32, 25), 0.62),
+    "a100-pcie-40gb": _device(40, 312, 19.5, 1555, (32, 25), 0.62),
+    "h100": _device(80, 989, 67, 3350, (450, 50), 0.575, fp8_speedup=1.72),
+    "h100-pcie": _device(80, 756, 51, 2000, (64, 50), 0.575, fp8_speedup=1.72),
+    "h200": _device(141, 989, 67, 4800, (450, 50), 0.575, fp8_speedup=1.72),
+    "b200": _device(180, 2250, 80, 8000, (900, 50), 0.5, fp8_speedup=1.72),
     # One core of the machine that the tests were written on; gloo's all-reduce for the links.
-    "cpu": Device(
-        8 * GB,
-        0.45 * TERA,
-        2 * GB,
-        0.1 * GB,
-        2,
-        0.5,
-        accelerator="cpu",
-        peak_flops_fp32=0.1 * TERA,
-        memory_bandwidth=10 * GB,
-    ),
+    "cpu": _device(8, 0.45, 0.1, 10, (2, 0.1), 0.5, per_node=2, accelerator="cpu"),
 }
 """From the makers' data sheets: SXM modules, NVLink on a host, one network port of each device's own between hosts.
 
-Cards (``pcie``) are taken to have no NVLink bridges.
+Cards (``pcie``) are taken to have no NVLink bridges. Efficiencies are those of papers for V100 and A100, and for H100
+and H200 that of a step of 1.3B parameters on one H200, which was 512 TFLOP/s, and 557 in FP8.
 """
 
 

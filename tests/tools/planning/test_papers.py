@@ -74,7 +74,7 @@ def test_context_parallelism_shards_all_activations(words):
     ring = split.parallel.ring_size
     of_ulysses = 4 * keys * (1 - 1 / split.parallel.ulysses_size)  # query, key, value, context; forward and backward
     of_ring = keys * (2 * (ring - 1) + 2 * ring) if ring > 1 else 0  # twice around, and gradients in fp32
-    assert sent.tensor == pytest.approx(split.train.gradient_accumulation_steps * (of_ulysses + of_ring))
+    assert sent.sequence == pytest.approx(split.train.gradient_accumulation_steps * (of_ulysses + of_ring))
 
 
 def test_a_stage_keeps_the_activations_of_the_micro_batches_under_way():

@@ -131,7 +131,7 @@ def test_long_sequences_are_split_too():
     assert found.keys() == {1, 2, 4}
     assert found[4].memory.total < found[2].memory.total < found[1].memory.total
     assert parse_run(found[4].command, found[4].request.environ).parallel == found[4].run.parallel
-    assert found[1].traffic.tensor == 0 < found[2].traffic.tensor
+    assert found[1].traffic.sequence == 0 < found[2].traffic.sequence
 
 
 def test_flags_of_the_user_are_kept():
