@@ -151,8 +151,8 @@ def _planned(model: str, device: str, gpus: int, arguments: list[str]) -> tuple[
     """The one layout of ``arguments``, without and with recomputation."""
     machine = Machine(DEVICES[device]._replace(memory=math.inf), DEVICES[device].per_node)
     found = {
-        one.run.activation.recompute_granularity: one
+        (one.run.activation.recompute_granularity, one.run.model.recompute_mlp_activation): one
         for one in search(make_request([*arguments], machine, gpus, model=model)).every
         if one.run.parallel.sequence_parallel is ("--sequence-parallel" in arguments)
     }
-    return found[None], found["full"]
+    return found[None, False], found["full", False]

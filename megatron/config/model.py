@@ -107,6 +107,17 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         "Compute the MLP on a part of the tokens at a time, forward and backward (arXiv 2506.13996): of a layer's MLP "
         "only the input is kept, and the forward pass is repeated in the backward pass.",
     )
+    recompute_mlp_activation: bool = flag(
+        False,
+        "Compute the activation of MLPs, such as SwiGLU, again in the backward pass instead of keeping its output.",
+        excludes={
+            "compile": "torch's compiler chooses what is computed again",
+            "tiled_mlp": "nothing of the MLP is kept",
+            "bias_gelu_fusion": "the activation is a part of the linear layer",
+            "num_experts": "experts keep theirs",
+            "lora_rank": "frozen layers keep no input",
+        },
+    )
     tiled_mlp_num_shards: int = flag(
         0, "Parts of --tiled-mlp (default: of --hidden-size tokens each).", within="[1, inf)", needs="tiled_mlp"
     )

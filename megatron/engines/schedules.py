@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
@@ -236,6 +237,8 @@ class PipelinedEngine(Engine, PipelineEngine):
             self._load(chunk, number)
         with self._instruction("ForwardPass", action), self._running(chunk):
             self._exec_forward_pass(buffer)
+        if trains and self._is_elsewhere(chunk - 1):
+            _free(buffers["inputs"][buffer])
         if chunk == self._last_chunk:
             if trains:
                 self._losses[buffer] = self.loss
@@ -297,9 +300,34 @@ class PipelinedEngine(Engine, PipelineEngine):
         value = outputs[buffer]
         if not torch.is_grad_enabled():
             outputs[buffer] = None
+        else:
+            found = [_Sent(tensor) if tensor.requires_grad else tensor for tensor in as_list(value)]
+            outputs[buffer] = found[0] if isinstance(value, Tensor) else tuple(found)
         if isinstance(value, Tensor):
             return value.detach().contiguous()
         return tuple(tensor.detach().contiguous() for tensor in value)
+
+
+class _Sent:
+    """An output that has been sent: where its backward pass begins, without its memory. For DeepSpeed a tensor."""
+
+    def __init__(self, output: Tensor):
+        self._edge = get_gradient_edge(output)
+
+    def is_floating_point(self) -> bool:
+        """As of a tensor."""
+        return True
+
+    def backward(self, gradient: Tensor, retain_graph: bool = False) -> None:
+        """As of a tensor."""
+        torch.autograd.backward(self._edge, gradient, retain_graph=retain_graph)
+
+
+def _free(inputs: Any) -> None:
+    """Free the memory of received inputs, of which DeepSpeed's forward pass has made a copy; gradients still come."""
+    for tensor in as_list(inputs):
+        if tensor.is_floating_point():
+            tensor.untyped_storage().resize_(0)
 
 
 def _leaves(outputs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.weights import column_parallel, norm_class, row_parallel
-from megatron.ops.activation import bias_gelu, dropout_add, mlp_activation
+from megatron.ops.activation import bias_gelu, dropout_add, mlp_activation, recomputed
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import random_stream
 
@@ -134,7 +134,12 @@ class ParallelMLP(nn.Module):
         return TiledMLP.apply(ParallelMLP._tile, self, tokens, tiles, [*self.parameters()]).view_as(hidden)
 
     def _compute(self, hidden: Tensor) -> Tensor:
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+        inner = self.dense_h_to_4h(hidden)
+        output = self.activation(inner)
+        if not self.config.recompute_mlp_activation:
+            return self.dense_4h_to_h(output)
+        with recomputed(output, self.activation, inner):
+            return self.dense_4h_to_h(output)
 
     def _tile(self, tokens: Tensor) -> Tensor:
         """[tokens, h] -> [tokens, h], as a sequence; with sequence parallelism a part of one."""

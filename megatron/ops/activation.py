@@ -4,11 +4,13 @@ f columns of the MLP
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
@@ -85,6 +87,23 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=of_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         return grads
+
+
+def recomputed(output: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[None]:
+    """Inside, autograd keeps x in place of ``output``, which is function(x) and is computed again when it is needed."""
+    storage, x = output.untyped_storage()._cdata, x.detach()
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        is_output = saved.untyped_storage()._cdata == storage and saved.is_contiguous()
+        return saved.shape if is_output else saved
+
+    def unpack(saved: Tensor | torch.Size) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            return function(x).view(saved)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _gelu_kind(config: ModelConfig) -> str:

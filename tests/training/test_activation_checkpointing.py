@@ -14,6 +14,7 @@ ENGINES = {"plain": (2, ""), "pipeline": (4, "--pipe-parallel-size 2")}
 KINDS = {
     "full": "--checkpoint-activations",
     "selective": "--recompute-granularity selective",
+    "the activation of the MLP": "--recompute-mlp-activation",
     "partitioned": "--checkpoint-activations --partition-activations",
     "in CPU memory": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
     "contiguous, synchronized and profiled": "--checkpoint-activations --partition-activations"

@@ -16,7 +16,7 @@ ELEVEN = "--num-layers 11"
 TWO = [
     "documents pp2 interleaved --pipeline-partition 0,2,1,2,2,1",
     "pp2 zbh1 zero1 recompute in-place",
-    "documents pp2 zbv zero1",
+    "documents pp2 zbv zero1 --recompute-mlp-activation",
     "pp1 tp2 sp zbh1",
     "pp2 zbv recompute --pipeline-partition 3,2,3,0",
 ]

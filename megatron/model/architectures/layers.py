@@ -59,7 +59,7 @@ def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
 
 def _kept_in_mlp(config: ModelConfig) -> int:
     """Tensors of size f that the MLP keeps; in tiles none."""
-    return 0 if config.tiled_mlp else ACTIVATIONS[config.activation].kept
+    return 0 if config.tiled_mlp else ACTIVATIONS[config.activation].kept - config.recompute_mlp_activation
 
 
 def moe_layer(config: ModelConfig) -> LayerSpec:

@@ -132,12 +132,12 @@ def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
     size is allocated. A gated MLP has more tensors. An MLP in tiles has the gradients and activations of one tile.
     """
     columns, model = z.tokens * z.f * z.element // z.t, run.model
-    activation = ACTIVATIONS[model.activation]
+    activation, again = ACTIVATIONS[model.activation], model.recompute_mlp_activation * columns
     if model.tiled_mlp:
         return (activation.gradients + activation.kept) * columns // model.mlp_tiles(z.stream)
     if activation.gradients > 2:
         return activation.gradients * columns
-    return columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
+    return again + columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
 
 
 def _quantized(run: RunConfig, z: Sizes) -> int:

@@ -116,7 +116,7 @@ class _Chunk(NamedTuple):
     blocks: int
     """Bytes kept by its layers."""
     forward: int
-    """Bytes kept after its forward pass: of the layers, of embeddings, and of what is passed to it and on."""
+    """Bytes kept after its forward pass: of the layers and of embeddings, and what a CPU sends."""
     deferred: int
     """Bytes kept for deferred weight gradients."""
     has_head: bool
@@ -130,8 +130,8 @@ def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divide
         indices, counted = [index for index, layer in enumerate(layers) if layer.is_block], counts(layers)
         blocks = _of_chunk(run, len(indices), counted, micro_batch)
         forward = blocks + has_embedding * micro_batch.front
-        if run.parallel.uses_pipeline:  # keeps the input and the output of a chunk, too
-            forward += (2 - has_embedding - has_head) * micro_batch.hidden
+        if run.parallel.uses_pipeline and run.parallel.device == "cpu":  # gloo keeps what it sends
+            forward += (not has_head) * micro_batch.hidden
         deferred = deferred_bytes(run, counted) if is_divided else 0
         last_elements = sum(layer.numel for layer in layers[indices[-1] if indices else 0 :])
         found.append(_Chunk(len(indices), last_elements, blocks, forward, deferred, has_head))

@@ -228,7 +228,8 @@ def layout_of(one: Candidate) -> dict[str, Any]:
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": run.zero.zero_stage,
         "sequence_parallel": parallel.sequence_parallel,
-        "recompute": run.activation.recompute_granularity,
+        "recompute": run.activation.recompute_granularity
+        or ("activation" if run.model.recompute_mlp_activation else None),
         "micro_batch_size": run.train.micro_batch_size,
         "gradient_accumulation_steps": run.train.gradient_accumulation_steps,
         "pipeline_schedule": parallel.pipeline_schedule if parallel.pipe_stages > 1 else None,

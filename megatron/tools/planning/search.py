@@ -15,7 +15,7 @@ from typing import Any
 from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
-from megatron.config import ParallelConfig, RunConfig
+from megatron.config import ParallelConfig, RunConfig, flag_fields
 from megatron.config.model import padded_vocabulary
 from megatron.model.partition import Stage, explicit
 from megatron.model.spec import model_flops
@@ -25,7 +25,13 @@ from megatron.tools.planning.memory import Memory, distinct_stage_memory
 from megatron.tools.planning.request import Request, as_flag, words
 from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
 
-RECOMPUTE = (None, "selective", "full")
+RECOMPUTE: tuple[Mapping[str, object], ...] = (
+    {},
+    {"recompute_mlp_activation": True},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full"},
+)
+"""Flags of what is computed again, the cheapest first."""
 LONG = 8192
 """Tokens: context parallelism is searched of sequences of which each rank has as many or more."""
 
@@ -187,15 +193,28 @@ def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
         "expert_model_parallel_size": _axis(request, "expert_model_parallel_size", [None, *experts]),
         "zero_stage": _axis(request, "zero_stage", range(1 if is_half else 0, 4)),  # with half precision 0 is 1
         "sequence_parallel": _axis(request, "sequence_parallel", (None, True)),
-        "recompute_granularity": _axis(
-            request, "recompute_granularity", (None,) if "checkpoint_activations" in given else RECOMPUTE
-        ),
     }
+    again = [{name: as_flag(name, value) for name, value in flags.items()} for flags in _recomputations(given)]
     for t in _axis(request, "model_parallel_size", sizes):
         stages = _axis(request, "pipe_parallel_size", (0, *_divisors(request.devices // t.value or 1)[1:]))
-        for p, *values in itertools.product(stages, *axes.values()):
-            chosen = {"model_parallel_size": t, "pipe_parallel_size": p, **dict(zip(axes, values, strict=True))}
+        for flags, p, *values in itertools.product(again, stages, *axes.values()):
+            chosen = {
+                "model_parallel_size": t,
+                "pipe_parallel_size": p,
+                **dict(zip(axes, values, strict=True)),
+                **flags,
+            }
             yield {**request.given, **{name: value for name, value in chosen.items() if value is not None}}
+
+
+def _recomputations(given: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Those of ``RECOMPUTE`` that the given flags leave open."""
+    of_activation = "recompute_mlp_activation"
+    is_open = not {"checkpoint_activations", "recompute_granularity"} & given.keys()
+    excluded = flag_fields()[of_activation].metadata["flag"]["excludes"]
+    for flags in RECOMPUTE:
+        if not flags or (is_open and not (of_activation in flags and any(given.get(name) for name in excluded))):
+            yield flags
 
 
 def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
@@ -242,7 +261,7 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, number + 1) if number % size == 0)
 
 
-_SCHEDULE_FLAGS = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank")
+_SCHEDULE_FLAGS = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "pipeline_partition")
 _GAIN = 0.01
 """Share of the time of an iteration for which the planner leaves 1F1B."""
 
@@ -255,7 +274,11 @@ def with_schedule(plain: Candidate) -> Candidate:
     for estimate, parallel in sorted(_other_schedules(plain), key=itemgetter(0)):
         if estimate >= enough:
             break
-        flags = {name: value for name in _SCHEDULE_FLAGS if (value := getattr(parallel, name)) is not None}
+        flags = {
+            name: value
+            for name in _SCHEDULE_FLAGS
+            if (value := getattr(parallel, name)) != getattr(plain.run.parallel, name)
+        }
         given = {**plain.given, **{name: as_flag(name, value) for name, value in flags.items()}}
         found = replace(plain, run=replace(plain.run, parallel=parallel), given=given)
         if found.fits and found.timing.total < enough and broken_rule(found.run) is None:
@@ -285,8 +308,10 @@ def _with_other_schedules(parallel: ParallelConfig, layers: int) -> tuple[Parall
     if stages == 1 or explicit(parallel.pipeline_partition):
         return ()
     found = [replace(parallel, pipeline_schedule=name) for name in ("zbh1", "zbv", "dualpipev")]
-    for chunks in range(2, layers // stages + 1):
-        if chunks * -(-layers // (stages * chunks)) == -(-layers // stages):  # chunks are equal, but for a few
-            virtual = replace(parallel, num_virtual_stages_per_pipeline_rank=chunks)
-            found.append(replace(virtual, pipeline_schedule="interleaved"))
-    return tuple(one for one in found if one.model_chunks <= layers)
+    for chunks in range(2, -(-layers // stages) + 1):
+        virtual = replace(parallel, pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=chunks)
+        if stages * chunks == layers + 2:  # as Llama 3 405B: the first one has the embeddings only, the last the head
+            found.append(replace(virtual, pipeline_partition=",".join(map(str, (0, *[1] * layers, 0)))))
+        elif chunks * -(-layers // (stages * chunks)) == -(-layers // stages):  # chunks are equal, but for a few
+            found.append(virtual)
+    return tuple(one for one in found if one.model_chunks <= layers or explicit(one.pipeline_partition))

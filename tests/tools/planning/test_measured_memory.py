@@ -36,6 +36,7 @@ BERT_ON_ONE = [
 LLAMA_ON_ONE = [
     f"{STILL} {LLAMA} --num-query-groups 2 --kv-channels 24 --qk-layernorm",
     f"{STILL} {LLAMA} --num-query-groups 2 --tiled-mlp --checkpoint-activations",
+    f"{STILL} {LLAMA} --num-query-groups 2 --recompute-mlp-activation --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} {LLAMA} --lora-rank 4 --lora-dropout 0.1 --bf16 --zero-stage 1 {BUCKET}",
 ]
 T5_ON_ONE = [f"{STILL} --decoder-seq-length 32 --vocab-extra-ids 20"]
