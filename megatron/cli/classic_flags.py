@@ -151,7 +151,8 @@ _REFUSED = {
         "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
         "standalone-embedding-stage account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
     ),
-    "all layers are recomputed, fully or selectively, or none: use --recompute-granularity full or selective, and "
+    "all layers are recomputed, fully or in part, or none: use --recompute-granularity, "
+    "--recompute-mlp-activation, and "
     "--checkpoint-num-layers for layers that are recomputed together": (
         "recompute-method recompute-modules activations-checkpoint-method split-transformers "
         "cpu-offloading-num-layers fine-grained-activation-offloading"

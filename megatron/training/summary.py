@@ -228,7 +228,8 @@ def _fp8(run: RunConfig) -> dict[str, str]:
 
 
 def _recomputation(run: RunConfig) -> str:
-    return _recomputed(run) + (", the MLP in tiles" if run.model.tiled_mlp else "")
+    of_mlp = {run.model.tiled_mlp: ", the MLP in tiles", run.model.recompute_mlp_activation: ", the MLP's recomputed"}
+    return _recomputed(run) + of_mlp.get(True, "")
 
 
 def _recomputed(run: RunConfig) -> str:

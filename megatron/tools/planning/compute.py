@@ -55,7 +55,7 @@ def _touching_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     """The forward pass of norms, activations, residual connections and the like, which read and write memory."""
     device, z = machine.device, sizes(run)
     times = device.touched + (device.quantized if run.model.fp8_format != "none" and device.fp8_speedup > 1 else 0.0)
-    kept = sum(count * kept_of(z, layer) for layer, count in stage.counts)
+    kept = float(sum(count * kept_of(z, layer) for layer, count in stage.counts))
     if run.model.recompute_mlp_activation:  # which is computed all the same, and once more with the gradients of inputs
         kept += 1.5 * stage.num_blocks * z.tokens * z.f * z.element // z.t
     return times * kept / device.memory_bandwidth

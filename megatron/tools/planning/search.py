@@ -6,6 +6,7 @@ which layouts are valid.
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -119,7 +120,7 @@ class Plan:
     """The result of a search."""
 
     fitting: list[Candidate]
-    """The fastest first, without those that are ``superseded``."""
+    """The fastest first, without those that are ``superseded``; of those that are ``ALIKE`` the simplest first."""
     superseded: list[Candidate]
     """Layouts that fit as well, but are no faster than one of the same parallel sizes, and take hardly less memory."""
     too_large: list[Candidate]
@@ -152,29 +153,60 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
         (one for one in found if one.fits), key=lambda one: (one.timing.total, one.memory.total, len(one.given))
     )
     return Plan(
-        *_best(fitting),
+        *_listed(fitting),
         sorted((one for one in found if not one.fits), key=lambda one: one.memory.total),
         sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
     )
 
 
-_LESS = 0.95
-"""Share of a faster layout's memory below which a slower one is worth showing."""
+ALIKE = 0.05
+"""Difference in time between layouts of a model that is less than the error of the estimate."""
 
 
-def _best(fastest_first: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that take clearly less memory than every faster one of the same parallel sizes, and the others."""
-    best, others, least = list[Candidate](), list[Candidate](), dict[tuple, float]()
+def _simplest_first(fastest_first: Sequence[Candidate]) -> list[Candidate]:
+    """The simplest of those that are as fast as the first one, then the others by their time."""
+    enough = (1 + ALIKE) * fastest_first[0].timing.total if fastest_first else 0.0
+    return sorted(fastest_first, key=lambda one: _parts(one.run) if one.timing.total <= enough else math.inf)
+
+
+def _parts(run: RunConfig) -> int:
+    """What a layout has besides data parallelism at ZeRO 1: kinds of parallelism, recomputation, another schedule."""
+    parallel = run.parallel
+    switches = (
+        run.zero.zero_stage > 1,
+        parallel.sequence_parallel,
+        parallel.pipeline_schedule != "1f1b",
+        run.activation.checkpoint_activations or run.model.recompute_mlp_activation,
+    )
+    return sum(size > 1 for size in _sizes(parallel)) + sum(switches)
+
+
+_LESS = 0.8
+"""Share of another layout's memory below which a slower one, or one with more parts, is worth showing."""
+
+
+def _listed(fastest_first: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Of those of the same parallel sizes the simplest of the fastest, and what takes clearly less memory; the others.
+
+    Those that are listed are in the order of ``Plan.fitting``.
+    """
+    places, listed, others = defaultdict[tuple, list[Candidate]](list), list[Candidate](), list[Candidate]()
     for one in fastest_first:
-        parallel = one.run.parallel
-        sizes = (parallel.model_parallel_size, parallel.pipe_stages, parallel.sequence_ranks)
-        place = (*sizes, parallel.expert_model_parallel_size)
-        if one.memory.total < _LESS * least.get(place, math.inf):
-            least[place] = one.memory.total
-            best.append(one)
-        else:
-            others.append(one)
-    return best, others
+        places[_sizes(one.run.parallel)].append(one)
+    for some in places.values():
+        least = math.inf
+        for one in _simplest_first(some):
+            if one.memory.total < _LESS * least:
+                least = one.memory.total
+                listed.append(one)
+            else:
+                others.append(one)
+    return _simplest_first(sorted(listed, key=lambda one: one.timing.total)), others
+
+
+def _sizes(parallel: ParallelConfig) -> tuple[int, ...]:
+    sizes = (parallel.model_parallel_size, parallel.pipe_stages, parallel.sequence_ranks)
+    return (*sizes, parallel.expert_model_parallel_size)
 
 
 def _layouts(request: Request) -> Iterator[dict[str, Provided]]:

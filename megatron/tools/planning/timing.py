@@ -222,16 +222,20 @@ def _waiting_for_sums(run: RunConfig, machine: Machine, stage: Stage, traffic: T
     return waited / bandwidth - min(summed_meanwhile(run, stage) / bandwidth, meanwhile)
 
 
+_FIRST = 0.15
+"""Share of ZeRO 3's communication that is waited for at least (arXiv 2104.04473, table 2)."""
+
+
 def _waiting_for_data(run: RunConfig, seconds: float, passes: PassSeconds) -> float:
     """Those of ``seconds`` of data parallelism that are not spent in computation as well.
 
     At ZeRO 1 gradients are reduced during the last backward pass, at ZeRO 2 during each, and weights are gathered
-    during the first forward pass. ZeRO 3 does both during all passes.
+    during the first forward pass. ZeRO 3 does both during all passes, but for what nothing is computed beside.
     """
     micro_batches = run.train.gradient_accumulation_steps
-    if run.zero.zero_stage == 3:
-        return max(seconds - micro_batches * passes.total, 0.0) if run.zero.zero_overlap_comm is not False else seconds
-    if run.zero.zero_stage == 0 or run.zero.offloads_optimizer:
+    if run.zero.zero_stage == 3 and run.zero.zero_overlap_comm is not False:
+        return max(seconds - micro_batches * passes.total, _FIRST * seconds)
+    if run.zero.zero_stage in (0, 3) or run.zero.offloads_optimizer:
         return seconds
     reductions = micro_batches if run.zero.zero_stage == 2 and not run.coalesces_grad_reduction else 1
     reduced = reductions * bytes_of_sums(run)

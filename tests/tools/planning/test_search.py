@@ -14,6 +14,7 @@ from megatron.cli.validation import broken_rule
 from megatron.common.errors import ConfigError
 from megatron.config.model import padded_vocabulary
 from megatron.model.architectures import LLAVA, T5
+from megatron.model.partition import plan as plan_stages
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.output import describe_candidate
@@ -29,22 +30,22 @@ def request_of(*words: str, devices: int = 8, device: str = "a100", **settings):
 
 
 def test_every_layout_is_listed_or_counted_with_its_reason():
-    """Grids, ZeRO stages, the sequence cut or not, three kinds of recomputation, micro-batches."""
+    """Grids, ZeRO stages, the sequence cut or not, four kinds of recomputation, micro-batches."""
     plan = search(request_of(devices=4))
     grids = Counter(
         (one.run.parallel.model_parallel_size, one.run.parallel.pipe_parallel_size)
         for one in (*plan.fitting, *plan.superseded, *plan.too_large)
     )
     assert set(grids) == {(t, p) for t in (1, 2, 4) for p in (0, 2, 4) if t * max(p, 1) <= 4}
-    # DeepSpeedEngine on four data-parallel ranks: ZeRO 1 to 3, 3 kinds of recomputation, micro-batches of 1, 2, 4.
-    assert grids[1, 0] == 3 * 3 * 3
-    # Four stages on one replica: ZeRO 1, as which bf16 runs at 0; 3 kinds, micro-batches of 1, 2, 4, 8, 16.
-    assert grids[1, 4] == 3 * 5
+    # DeepSpeedEngine on four data-parallel ranks: ZeRO 1 to 3, 4 kinds of recomputation, micro-batches of 1, 2, 4.
+    assert grids[1, 0] == 3 * 4 * 3
+    # Four stages on one replica: ZeRO 1, as which bf16 runs at 0; 4 kinds, micro-batches of 1, 2, 4, 8, 16.
+    assert grids[1, 4] == 4 * 5
     # Four tensor-parallel ranks: ZeRO 1 to 3, with the sequence cut or not.
-    assert grids[4, 0] == 3 * 2 * 3 * 5
+    assert grids[4, 0] == 3 * 2 * 4 * 5
     reasons = {rejection.reason: rejection.layouts for rejection in plan.rejections}
     assert reasons["the pipeline runs at ZeRO 0 or 1"] == sum(
-        2 * 3 * 2 for t in (1, 2, 4) for p in (2, 4) if t * p <= 4
+        2 * 4 * 2 for t in (1, 2, 4) for p in (2, 4) if t * p <= 4
     )
     assert reasons["--sequence-parallel needs --model-parallel-size"] > 0
 
@@ -63,18 +64,25 @@ def test_of_layouts_with_the_same_sizes_those_are_listed_that_are_faster_or_smal
         sizes = (one.run.parallel.model_parallel_size, one.run.parallel.pipe_stages)
         assert any(
             (other.run.parallel.model_parallel_size, other.run.parallel.pipe_stages) == sizes
-            and other.timing.total <= one.timing.total
-            and 0.95 * other.memory.total <= one.memory.total
+            and other.timing.total <= 1.05 * one.timing.total
+            and 0.8 * other.memory.total <= one.memory.total
             for other in plan.fitting
         )
 
 
 def test_layers_that_do_not_divide_are_interleaved():
-    """126 layers on 16 stages: four chunks of each, of two layers but for two."""
+    """126 layers on 16 stages as Llama 3 405B was trained (arXiv 2407.21783): 400 TFLOP/s.
+
+    The first chunk has the embeddings only, and the last one the head.
+    """
     words = "--global-batch-size 2048 --model-parallel-size 8 --pipe-parallel-size 16".split()
     request = make_request(words, Machine(DEVICES["h100"], 8), 16384, model="llama3.1-405b")
-    parallel = search(request, any_schedule=True).fitting[0].run.parallel
-    assert (parallel.pipeline_schedule, parallel.chunks_per_stage) == ("interleaved", 4)
+    best = search(request, any_schedule=True).fitting[0]
+    assert (best.run.parallel.pipeline_schedule, best.run.parallel.chunks_per_stage) == ("interleaved", 8)
+    assert [stage.num_blocks for stage in plan_stages(best.run)] == [7, *[8] * 14, 7]
+    assert best.run.activation.layers_together == 0
+    assert best.flops_per_device == pytest.approx(400e12, rel=0.15)
+    assert parse_run(best.command, request.environ).parallel == best.run.parallel
 
 
 def test_listed_layouts_are_legal_and_memory_adds_up():
@@ -87,7 +95,9 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
         assert one.memory.total <= one.request.room
         assert 0 < one.mfu < 1
     totals = [one.timing.total for one in plan.fitting]
-    assert totals == sorted(totals)
+    alike = sum(total <= 1.05 * min(totals) for total in totals)
+    assert totals[alike:] == sorted(totals)[alike:]
+    assert len(plan.fitting[0].command) <= min(len(one.command) for one in plan.fitting[:alike])
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,24 @@ def test_published_rates_are_estimated_within_a_sixth(row):
     assert done / one.timing.total / gpus / TERA == pytest.approx(teraflops, rel=1 / 6)
 
 
+# arXiv 2104.04473, table 2: heads, hidden, layers, micro-batch, GPUs, TFLOP/s of a GPU, at ZeRO 3 alone.
+ZERO_3 = [(96, 12288, 96, 4, 384, 144), (96, 12288, 96, 1, 1536, 44), (128, 20480, 105, 2, 1120, 98)]
+
+
+@pytest.mark.parametrize("row", ZERO_3, ids=lambda row: f"{row[4]} GPUs")
+def test_published_rates_at_zero_3_are_estimated_within_a_quarter(row):
+    heads, hidden, layers, micro, gpus, teraflops = row
+    one = candidate(
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048 "
+        f"--global-batch-size {micro * gpus} --batch-size {micro} --model-parallel-size 1 --pipe-parallel-size 0 "
+        "--zero-stage 3 --checkpoint-activations --attention-softmax-in-fp32",
+        gpus,
+        vocab_size=51200,
+    )
+    done = formulas.full_recompute_flops(micro * gpus, 2048, layers, hidden, 51200)
+    assert done / one.timing.total / gpus / TERA == pytest.approx(teraflops, rel=0.25)
+
+
 BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --global-batch-size 32 --batch-size 2"
 LAYER = 2 * 256 * 512 * 2  # bytes of hidden states of a micro-batch in 16-bit
 
