@@ -87,21 +87,6 @@ class PipelinedEngine(Engine, PipelineEngine):
             if weight.requires_grad:
                 dist.all_reduce(self.optimizer.gradient_of(weight), group=group)
 
-    @overrides(PipelineEngine, "(self, buffer_id)")
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        """One backward pass for all tensors with gradients that a stage has sent on.
-
-        DeepSpeed runs one for each of them. The layers that several depend on would be differentiated as often, and
-        recomputed layers fail, since the first pass frees their inputs. Test: tests/training/test_t5_layouts_agree.py.
-        """
-        outputs, gradients = self.pipe_buffers["outputs"][buffer_id], self.grad_layer
-        sent = [tensor for tensor in outputs if tensor.is_floating_point()] if isinstance(outputs, tuple) else []
-        if len(sent) > 1 and not self.is_last_stage():
-            self.pipe_buffers["outputs"][buffer_id] = torch.cat([tensor.flatten() for tensor in sent])
-            self.grad_layer = torch.cat([gradient.flatten() for gradient in gradients])
-        super()._exec_backward_pass(buffer_id)
-        self.grad_layer = gradients
-
     @property
     def _schedule(self) -> Schedule:
         return replace(self.module.schedule, micro_batches=self.micro_batches)
@@ -231,24 +216,22 @@ class PipelinedEngine(Engine, PipelineEngine):
         chunk, _, number = action
         buffers, buffer, trains = self.pipe_buffers, self._buffer(chunk, number), torch.is_grad_enabled()
         if self._is_elsewhere(chunk - 1):
-            buffers["inputs"][buffer] = _leaves(self._received(action))
+            buffers["inputs"][buffer] = _inputs(self._received(action))
         # The stage that holds both ends of the model reads each micro-batch once.
         if chunk == 0 or (chunk == self._last_chunk and 0 not in self.module.chunks):
             self._load(chunk, number)
         with self._instruction("ForwardPass", action), self._running(chunk):
             self._exec_forward_pass(buffer)
-        if trains and self._is_elsewhere(chunk - 1):
-            _free(buffers["inputs"][buffer])
         if chunk == self._last_chunk:
             if trains:
                 self._losses[buffer] = self.loss
             buffers["outputs"][buffer] = None
         elif not self._is_elsewhere(chunk + 1):
-            buffers["inputs"][self._buffer(chunk + 1, number)] = _leaves(buffers["outputs"][buffer])
+            outputs = buffers["outputs"][buffer]
+            buffers["inputs"][self._buffer(chunk + 1, number)] = _inputs(outputs)
+            buffers["outputs"][buffer] = _Output(outputs) if trains else None
         if not trains:
             buffers["inputs"][buffer] = buffers["labels"][buffer] = None
-            if not self._is_elsewhere(chunk + 1):
-                buffers["outputs"][buffer] = None
 
     def _backward(self, action: Action) -> None:
         """A backward pass, or the part of it that computes the gradients of inputs."""
@@ -298,49 +281,48 @@ class PipelinedEngine(Engine, PipelineEngine):
             value, inputs[buffer] = _gradients(inputs[buffer]), None
             return value
         value = outputs[buffer]
-        if not torch.is_grad_enabled():
-            outputs[buffer] = None
-        else:
-            found = [_Sent(tensor) if tensor.requires_grad else tensor for tensor in as_list(value)]
-            outputs[buffer] = found[0] if isinstance(value, Tensor) else tuple(found)
+        outputs[buffer] = _Output(value) if torch.is_grad_enabled() else None
         if isinstance(value, Tensor):
             return value.detach().contiguous()
         return tuple(tensor.detach().contiguous() for tensor in value)
 
 
-class _Sent:
-    """An output that has been sent: where its backward pass begins, without its memory. For DeepSpeed a tensor."""
+class _Output:
+    """What a chunk has passed on: where its backward pass begins, without its memory. For DeepSpeed a tensor.
 
-    def __init__(self, output: Tensor):
-        self._edge = get_gradient_edge(output)
+    One backward pass for all tensors of a tuple, where DeepSpeed would run one for each: the layers that several depend
+    on would be differentiated as often, and recomputed ones fail. Test: tests/training/test_t5_layouts_agree.py.
+    """
 
-    def is_floating_point(self) -> bool:
-        """As of a tensor."""
-        return True
+    def __init__(self, value: Any):
+        self._edges = [get_gradient_edge(tensor) for tensor in as_list(value) if tensor.is_floating_point()]
 
-    def backward(self, gradient: Tensor, retain_graph: bool = False) -> None:
-        """As of a tensor."""
-        torch.autograd.backward(self._edge, gradient, retain_graph=retain_graph)
-
-
-def _free(inputs: Any) -> None:
-    """Free the memory of received inputs, of which DeepSpeed's forward pass has made a copy; gradients still come."""
-    for tensor in as_list(inputs):
-        if tensor.is_floating_point():
-            tensor.untyped_storage().resize_(0)
+    def backward(self, gradient: Any) -> None:
+        """Of the gradients of all of its floating-point tensors."""
+        torch.autograd.backward(self._edges, as_list(gradient))
 
 
-def _leaves(outputs: Any) -> Any:
-    """Outputs of a chunk as inputs of the next one, whose gradients are wanted."""
-    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in as_list(outputs)]
-    return leaves[0] if isinstance(outputs, Tensor) else tuple(leaves)
+class _Input:
+    """A tensor whose gradient is wanted. The layers get it itself, where DeepSpeed would give them a copy."""
+
+    def __init__(self, value: Tensor):
+        self.tensor = value.detach().requires_grad_(value.is_floating_point())
+
+    def clone(self) -> Tensor:
+        """No copy."""
+        return self.tensor
+
+
+def _inputs(outputs: Any) -> Any:
+    """Outputs of a chunk as inputs of the next one."""
+    return _Input(outputs) if isinstance(outputs, Tensor) else tuple(map(_Input, outputs))
 
 
 def _gradients(inputs: Any) -> Any:
     """The gradient of an input, or those of the inputs that have one."""
     found = []
-    for tensor in as_list(inputs):
-        if tensor.is_floating_point():
-            assert tensor.grad is not None
-            found.append(tensor.grad)
-    return found[0] if isinstance(inputs, Tensor) else tuple(found)
+    for one in inputs if isinstance(inputs, tuple) else (inputs,):
+        if one.tensor.is_floating_point():
+            assert one.tensor.grad is not None
+            found.append(one.tensor.grad)
+    return tuple(found) if isinstance(inputs, tuple) else found[0]
