@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
@@ -91,10 +92,10 @@ class _SwiGLU(torch.autograd.Function):
 
 def recomputed(output: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[None]:
     """Inside, autograd keeps x in place of ``output``, which is function(x) and is computed again when it is needed."""
-    storage, x = output.untyped_storage()._cdata, x.detach()
+    storage, x = StorageWeakRef(output.untyped_storage()), x.detach()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        is_output = saved.untyped_storage()._cdata == storage and saved.is_contiguous()
+        is_output = StorageWeakRef(saved.untyped_storage()) == storage and saved.is_contiguous()
         return saved.shape if is_output else saved
 
     def unpack(saved: Tensor | torch.Size) -> Tensor:

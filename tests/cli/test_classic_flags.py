@@ -122,9 +122,9 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
     "words, message",
     [
         ("--num-experts 8 --use-tutel", "--use-tutel: not a part of the mixture of experts here: remove it"),
-        ("--split-transformers", "--split-transformers: all layers are recomputed, fully or selectively, or none"),
+        ("--split-transformers", "--split-transformers: all layers are recomputed, fully or in part, or none"),
         ("--sample-rate 0.5", "--sample-rate: data sets are named on the command line"),
-        ("--recompute-method block", "--recompute-method: all layers are recomputed, fully or selectively"),
+        ("--recompute-method block", "--recompute-method: all layers are recomputed, fully or in part"),
         ("--retro-workdir x", "unknown flag --retro-workdir: see --help"),
         ("--pipe-parallel-size 2 --no-pipeline-parallel", "--pipe-parallel-size 2 and --no-pipeline-parallel set the"),
         ("--use-distributed-optimizer --zero-stage 2", "--use-distributed-optimizer and --zero-stage 2 set the same"),
