@@ -3,7 +3,7 @@
 # ("What is left of the blue square?"), tokenizer, two stages of training with tensor parallelism, evaluation, also with
 # the pixels of each picture in random order, and a picture of some answers.
 #
-#   bash examples/train_vlm.sh          two minutes on two idle cores, after installation
+#   bash examples/train_vlm.sh          three minutes on two idle cores, after installation
 #   bash examples/train_vlm.sh --fast   shows the steps, not a good model
 #   TP=1 PP=2 bash examples/train_vlm.sh   with two pipeline stages instead
 #   DRY_RUN=1 bash examples/train_vlm.sh   prints the commands instead of running them

@@ -23,7 +23,7 @@ from _atomic_file import atomic_file
 
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
-from megatron.model.architectures import BERT, GPT2, T5
+from megatron.model.architectures import ARCHITECTURES, GPT2
 from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import stage_memory
@@ -51,7 +51,7 @@ INTERVALS = {
 }
 _STEPS = 5
 """Timed iterations of a rehearsal."""
-_BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT, T5)}
+_BY_PROGRAM = {architecture.program: architecture for architecture in ARCHITECTURES.values()}
 
 
 def main() -> None:

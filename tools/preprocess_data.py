@@ -6,7 +6,8 @@ Inputs are JSONL or plain text, as they are or compressed by gzip, bzip2 or Zsta
 With --format images, for pretrain_vlm.py, they are LLaVA's JSON, a list of {"image": PATH, "conversations": [{"from":
 "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", ...}]}; JSONL with such an object or OpenAI's {"messages":
 [...]} on each line; WebDataset's .tar files, in which such an object is KEY.json and its images are KEY.jpg, KEY.1.jpg
-...; or Parquet with columns of these names, whose images are bytes. Data URLs (data:image/png;base64,...) are images,
+...; Parquet with columns of these names, whose images are bytes; or a multimodal data set of Megatron-LM, PREFIX.idx,
+whose images are put before their texts, of which all tokens count. Data URLs (data:image/png;base64,...) are images,
 too. The pixels are written next to the tokens.
 """
 

@@ -129,6 +129,7 @@ _SIGLIP_BASE = ("siglip", 12, 768, 3072, 12, 224, 16)
 """arXiv 2303.15343."""
 _VICUNA_7B = _llama(32, 4096, 32, 11008, 4096, 32064, 0)
 _VICUNA_13B = _llama(40, 5120, 40, 13824, 4096, 32064, 0)
+_QWEN2_SMALL = _qwen2(24, 896, 14, 4864, 2, 494_032_768, tied=True)
 _SMOLLM2 = _llama(30, 576, 9, 1536, 8192, 49152, 134_515_008, groups=3, base=100000.0, tied=True)
 
 PRESETS: dict[str, Preset] = {
@@ -154,7 +155,7 @@ PRESETS: dict[str, Preset] = {
     "mistral-7b": _llama(
         32, 4096, 32, 14336, 8192, 32000, 7_241_732_096, groups=8, positions=32768, more={"pre_tokens": 4095}
     ),
-    "qwen2.5-0.5b": _qwen2(24, 896, 14, 4864, 2, 494_032_768, tied=True),
+    "qwen2.5-0.5b": _QWEN2_SMALL,
     "qwen2.5-1.5b": _qwen2(28, 1536, 12, 8960, 2, 1_543_714_304, tied=True),
     "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, 4, 7_615_616_512),
     "qwen2.5-14b": _qwen2(48, 5120, 40, 13824, 8, 14_770_033_664),
@@ -169,6 +170,6 @@ PRESETS: dict[str, Preset] = {
     "smollm2-135m": _SMOLLM2,
     "llava-1.5-7b": _llava(_VICUNA_7B, _CLIP_LARGE, 32000, 7_063_427_072, seq_length=2048),
     "llava-1.5-13b": _llava(_VICUNA_13B, _CLIP_LARGE, 32000, 13_351_494_656, seq_length=2048),
-    "siglip-qwen2.5-0.5b": _llava(_qwen2(24, 896, 14, 4864, 2, 0, tied=True), _SIGLIP_LARGE, 151665, seq_length=2048),
-    "siglip-smollm2-222m": _llava(_SMOLLM2, _SIGLIP_BASE, 49152, seq_length=1024, vocab_size=49280),
+    "siglip-qwen2.5-0.5b": _llava(_QWEN2_SMALL, _SIGLIP_LARGE, 151665, 893_617_312, seq_length=2048),
+    "siglip-smollm2-222m": _llava(_SMOLLM2, _SIGLIP_BASE, 49152, 221_161_152, seq_length=1024, vocab_size=49280),
 }

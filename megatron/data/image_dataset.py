@@ -58,6 +58,11 @@ class ImageDataset(SFTDataset):
                 sizes[document] = places[images[document] * slots.tokens]
         return sizes, images
 
+    def describe(self) -> str:
+        """As of ``SFTDataset``, and how many image slots are empty."""
+        empty = 1 - int(self._images[self._documents].sum()) / (self.samples_per_epoch * self._slots.slots)
+        return f"{super().describe()}; {empty:.1%} of the image slots empty"
+
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         text, slots = super()._read(indices), self._slots
         images = np.zeros((len(indices), slots.slots, slots.size, slots.size, 3), np.uint8)

@@ -12,7 +12,7 @@ little-endian and packed, with S sequences and D - 1 documents:
     34         i32[S]     sizes: tokens of each sequence
     34 + 4S    i64[S]     pointers: byte offset of each sequence in PREFIX.bin
     34 + 12S   i64[D]     doc_idx: 0, then for each document the number of sequences up to its end
-    ...        i8[S]      modes; only multimodal data sets have them, and they are not read
+    ...        i8[S]      modes, 0 of text; only multimodal data sets have them
 
 Older lazy and cached data sets have the same ``PREFIX.bin``, and an index that ``_read_legacy_index`` describes.
 """
@@ -60,6 +60,7 @@ class IndexedDataset:
         pointers: byte offset of each sequence in ``PREFIX.bin``, int64 [S].
         doc_idx: sequences up to the end of each document, after a leading 0, int64 [D].
         dtype: type of the tokens on disk.
+        modes: what each sequence is, 0 for text, int8 [S]; None unless it is a multimodal data set.
 
     Raises:
         DataError: a file is missing, unreadable, of another format, damaged or truncated.
@@ -75,7 +76,8 @@ class IndexedDataset:
                 header = file.read(LEGACY_HEADER.size)
             self._header = header[: HEADER.size]
             read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
-            self.dtype, self.sizes, self.pointers, self.doc_idx = read(self.idx_path, header, self._idx_stat.st_size)
+            index, self.modes = read(self.idx_path, header, self._idx_stat.st_size)
+            self.dtype, self.sizes, self.pointers, self.doc_idx = index
             _check_index(self.idx_path, self.dtype, self.sizes, self.pointers, self.doc_idx)
             self.num_tokens = int(self.sizes.sum(dtype=np.int64))
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
@@ -193,7 +195,7 @@ _Index = tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]
 """Token type, sizes, pointers and ``doc_idx``."""
 
 
-def _read_legacy_index(path: Path, header: bytes, file_size: int) -> _Index:
+def _read_legacy_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, None]:
     """The index of a lazy or cached data set, in memory. Raises DataError unless it is complete.
 
     The header is the magic, version, dtype code, bytes of a token, S twice, and D. Numbers of the sequences, i64[S+1],
@@ -206,12 +208,12 @@ def _read_legacy_index(path: Path, header: bytes, file_size: int) -> _Index:
         if is_complete and code in DTYPES and DTYPES[code].itemsize == itemsize:
             numbers = np.fromfile(path, "<i8", offset=LEGACY_HEADER.size)
             _, starts, lengths, ends = np.split(numbers, np.cumsum([sequences + 1, sequences + 1, sequences]))
-            return DTYPES[code], lengths.astype("<i4"), starts[:-1] * itemsize, ends
+            return (DTYPES[code], lengths.astype("<i4"), starts[:-1] * itemsize, ends), None
     raise DataError(f"{path}, of the older lazy or cached format (TNTIDX), is truncated or damaged: copy it again")
 
 
-def _read_index(path: Path, header: bytes, file_size: int) -> _Index:
-    """The index, mapped; DataError unless the header is whole and fits the size of the file."""
+def _read_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, np.ndarray | None]:
+    """The index and modes, mapped; DataError unless the header is whole and fits the size of the file."""
     if not MAGIC.startswith(header[: len(MAGIC)]):
         raise DataError(f"{path} is not an index: offset 0 holds {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
     if len(header) < HEADER.size:
@@ -236,7 +238,9 @@ def _read_index(path: Path, header: bytes, file_size: int) -> _Index:
     index = np.memmap(path, np.uint8, "r")
     sizes = np.frombuffer(index, "<i4", sequences, HEADER.size)
     pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
-    return DTYPES[code], sizes, pointers, np.frombuffer(index, "<i8", documents, HEADER.size + 12 * sequences)
+    ends = np.frombuffer(index, "<i8", documents, HEADER.size + 12 * sequences)
+    modes = np.frombuffer(index, "i1", sequences, promised) if file_size > promised else None
+    return (DTYPES[code], sizes, pointers, ends), modes
 
 
 def _check_index(path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray) -> None:

@@ -166,6 +166,16 @@ def check_token_type(data: DataConfig, tokens: int) -> None:
             )
 
 
+def _of_text(indexed: IndexedDataset) -> IndexedDataset:
+    """``indexed``. Raises DataError if some sequences are no text."""
+    if indexed.modes is not None and (others := np.count_nonzero(indexed.modes)):
+        raise DataError(
+            f"{indexed.idx_path} has {others:,} sequences that are no text (modes): tools/preprocess_data.py --format "
+            f"images --input {indexed.idx_path} makes a data set of pretrain_vlm.py"
+        )
+    return indexed
+
+
 def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
     if not data.prefixes:
@@ -175,7 +185,7 @@ def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[So
     errors: list[str] = []
     for prefix in data.prefixes:
         try:
-            opened[prefix] = IndexedDataset(prefix, warmup=warmup)
+            opened[prefix] = _of_text(IndexedDataset(prefix, warmup=warmup))
             total = opened[prefix].num_documents
             parts = split_documents(total, data.split) if data.is_split else [range(total)] * len(SPLITS)
             documents[prefix] = dict(zip(SPLITS, parts, strict=True))

@@ -29,7 +29,7 @@ LABELS = TOKENS.roll(-1, 1)
 WEIGHTS = torch.full((2, 14), 1 / 28)
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "mistral"])
 @pytest.mark.ranks(1)
 def test_logits_gradients_and_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     """Two images in the first text, one in the second, whose second slot is empty."""
@@ -45,7 +45,7 @@ def test_logits_gradients_and_weights_are_those_of_transformers(tmp_path: Path, 
 
     tokens = TOKENS.clone()
     tokens[0, 1:5], tokens[0, 7:11], tokens[1, 3:7] = IMAGE, IMAGE, IMAGE
-    mean, deviation = map(torch.tensor, PIXELS[kind])
+    mean, deviation = map(torch.tensor, PIXELS[model.config.vision_encoder])
     pixels = ((PICTURES / 255 - mean) / deviation).permute(0, 3, 1, 2)
     output = theirs(input_ids=tokens, pixel_values=pixels[:3], attention_mask=torch.ones_like(tokens)).logits
     assert_close(ours((PICTURES, tokens)), output, rtol=1e-5, atol=1e-5)

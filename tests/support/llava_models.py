@@ -7,7 +7,7 @@ IMAGE = 63
 
 
 def transformers_model(kind: str) -> torch.nn.Module:
-    """Tiny models with random weights: CLIP and Llama, SigLIP and Qwen2."""
+    """Tiny models with random weights: CLIP and Llama, SigLIP and Qwen2, or CLIP and Mistral for ``kind`` mistral."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -18,10 +18,13 @@ def transformers_model(kind: str) -> torch.nn.Module:
     image = {**sizes, "image_size": 28, "patch_size": 14}
     if kind == "clip":
         vision, language = transformers.CLIPVisionConfig(**image), transformers.LlamaConfig(**text)
+    elif kind == "mistral":
+        vision = transformers.CLIPVisionConfig(**image)
+        language = transformers.MistralConfig(**text, head_dim=6, sliding_window=None)
     else:
         vision = transformers.SiglipVisionConfig(**image, vision_use_head=False)
         language = transformers.Qwen2Config(**text, tie_word_embeddings=True)
-    strategy = "default" if kind == "clip" else "full"
+    strategy = "full" if kind == "siglip" else "default"
     config = transformers.LlavaConfig(
         vision_config=vision, text_config=language, image_token_index=IMAGE, vision_feature_select_strategy=strategy,
         tie_word_embeddings=kind == "siglip",

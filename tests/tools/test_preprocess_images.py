@@ -14,9 +14,13 @@ import pytest
 from PIL import Image
 
 from megatron.common.errors import DataError
+from megatron.config import DataConfig
 from megatron.data.image_store import ImageStore
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.splits import all_sources
 from megatron.tokenizer import build_tokenizer
+from megatron.tools.inference.images import decoded
 from megatron.tools.preprocess import columns, image_records
 from megatron.tools.preprocess.job import ImageSettings, Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
@@ -58,8 +62,8 @@ def convert(
     files = {"vocab_file": f"{vocabulary}/vocab.json", "merge_file": f"{vocabulary}/merges.txt"}
     job = Job(
         inputs=(folder / name,), output_prefix=f"{folder}/out", input_format="images", conversations="images",
-        chat_template="examples/chat_template.jinja", images=ImageSettings(folder, 8, 4, 1),
-        skip_errors=log is not None, **files, **settings,
+        chat_template="examples/chat_template.jinja", skip_errors=log is not None, **files,
+        **{"images": ImageSettings(folder, 8, 4, 1), **settings},
     )  # fmt: skip
     return preprocess(job, lambda summary: None, log or print)
 
@@ -134,6 +138,44 @@ def test_every_format_gives_the_same_data_set(
     assert store.starts.tolist() == [0, 1, 1] and (store.pixels == np.array([255, 0, 0])).all()
 
 
+def test_a_multimodal_data_set_of_megatron_is_read(tmp_path: Path, vocabulary: Path):
+    """Its images are files in numbers of four bytes, after how many of the last ones are padding."""
+    image = image_bytes()
+    padding = -len(image) % 4
+    with IndexedDatasetBuilder(tmp_path / "in", "i4") as builder:
+        builder.add_document([5, 6, 7], [padding, *np.frombuffer(image + bytes(padding), "i4")])
+        builder.add_document([8, 9])
+        builder.add_document([8, 300])
+    assert IndexedDataset(tmp_path / "in").modes is None
+    with pytest.raises(DataError, match="no modes"):
+        convert(tmp_path, vocabulary, "in.idx")
+    with open(tmp_path / "in.idx", "ab") as file:
+        file.write(bytes([0, 1, 0, 0]))
+    assert IndexedDataset(tmp_path / "in").modes.tolist() == [0, 1, 0, 0]
+    with pytest.raises(DataError, match=r"in.idx has 1 sequences that are no text"):
+        all_sources(DataConfig(data_path=(str(tmp_path / "in"),)))
+    skipped: list[str] = []
+    done = convert(tmp_path, vocabulary, "in.idx", skipped.append)
+    assert (done.documents, done.images, done.counted) == (2, 1, 4) and "document 2: a token is not" in skipped[0]
+    assert IndexedDataset(tmp_path / OUT).span(0, done.tokens).tolist() == [1, 1, 1, 1, 5, 6, 7, 8, 9]
+    assert IndexedDataset(tmp_path / f"{OUT}_loss_mask").span(0, 9).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 1]
+    store = ImageStore(f"{tmp_path}/{OUT}", 2)
+    assert store.starts.tolist() == [0, 1, 1] and (store.pixels == np.array([255, 0, 0])).all()
+
+
+def test_colors_of_printing_are_converted():
+    file = io.BytesIO()
+    Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(file, "jpeg")
+    assert np.abs(decoded(file.getvalue(), 2).astype(int) - (255, 0, 0)).max() < 10
+
+
+def test_a_placeholder_after_the_vocabulary_has_room(tmp_path: Path, vocabulary: Path):
+    (tmp_path / "a.png").write_bytes(image_bytes())
+    write_json(tmp_path / "in.json")
+    convert(tmp_path, vocabulary, "in.json", images=ImageSettings(tmp_path, 8, 4, 70_000))
+    assert (IndexedDataset(tmp_path / OUT).get(0) == 70_000).sum() == 4
+
+
 FAULTS: list[tuple[Any, str]] = [
     ({}, "object 1: no "),
     ({**LLAVA[1], "image": "a.png"}, "object 1: 0 times <image>, and 1 images"),
@@ -150,6 +192,7 @@ FAULTS: list[tuple[Any, str]] = [
     ({**LLAVA[0], "image": "many.png"}, "many.png: an image of 2 frames"),
     ({**LLAVA[0], "image": "bomb.png"}, "bomb.png: 5000 x 5000 pixels are more than"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "object 1: a part of a message is audio"),
+    ({"messages": [{"role": "user", "content": "Why?"}]}, "object 1: no message of the assistant"),
 ]
 
 

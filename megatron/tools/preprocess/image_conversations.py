@@ -46,36 +46,53 @@ def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
     images, errors, text_bytes = [], [], 0
     for number, record in enumerate(chunk.records):
         try:
-            document = _document(job.images, template, record)
-            ids, counted = _tokens(job, tokenizer, document.text)
-            if not any(counted):
-                raise DataError("no message of the assistant: nothing to train on")
+            document = _document(job, tokenizer, template, record)
         except DataError as error:
             errors.append(LineError(number, f"{record.where}: {error}", is_empty=False))
             continue
-        parts[TOKENS].append(np.array(ids, dtypes[TOKENS]))
-        parts[LOSS_MASK].append(np.array(counted, dtypes[LOSS_MASK]))
+        parts[TOKENS].append(np.array(document.ids, dtypes[TOKENS]))
+        parts[LOSS_MASK].append(np.array(document.counted, dtypes[LOSS_MASK]))
         images.append(document.images)
-        text_bytes += len(document.text.text.encode())
+        text_bytes += document.text_bytes
     tokens = {key: np.concatenate(of_key) for key, of_key in parts.items()}
     sizes = {key: [[len(ids)] for ids in of_key[1:]] for key, of_key in parts.items()}
     return Tokenized(tokens, sizes, 0, 0, errors, text_bytes, chunk.position, images)
 
 
 class _Document(NamedTuple):
-    text: Text
+    ids: list[int]
+    counted: list[int]
+    """Which tokens count in the loss, 0 or 1 for each."""
     images: list[np.ndarray]
     """Each uint8 [size, size, 3]."""
+    text_bytes: int
 
 
-def _document(settings: ImageSettings, template: ChatTemplate, record: Record) -> _Document:
+def _document(job: Job, tokenizer: Tokenizer, template: ChatTemplate, record: Record) -> _Document:
+    assert job.images is not None
     if record.error:
         raise DataError(record.error)
-    images: list[Any] = []
-    text = template.conversation(_messages(record.content, images))
-    if (marks := text.text.count(MARK)) != len(images):
-        raise DataError(f"{marks} times {MARK}, and {len(images)} images")
-    return _Document(text, [_image(settings, image) for image in images])
+    sources: list[Any] = []
+    if record.tokens is None:
+        text = template.conversation(_messages(record.content, sources))
+        if (marks := text.text.count(MARK)) != len(sources):
+            raise DataError(f"{marks} times {MARK}, and {len(sources)} images")
+        ids, counted = _tokens(job.images, tokenizer, text)
+        text_bytes = len(text.text.encode())
+    else:
+        sources, text_bytes = record.content["image"], 0
+        if record.tokens and not 0 <= min(record.tokens) <= max(record.tokens) < tokenizer.vocab_size:
+            raise DataError(
+                f"a token is not in the vocabulary of {tokenizer.vocab_size}: give the tokenizer of the data"
+            )
+        ids = [job.images.token] * job.images.tokens * len(sources) + record.tokens
+        counted = [0] * (len(ids) - len(record.tokens)) + [1] * len(record.tokens)
+    if job.append_eod:
+        ids, counted = [*ids, tokenizer.eod], [*counted, *counted[-1:]]
+    counted[:1] = [0]
+    if not any(counted):
+        raise DataError("no message of the assistant: nothing to train on")
+    return _Document(ids, counted, [_image(job.images, image) for image in sources], text_bytes)
 
 
 def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
@@ -123,7 +140,7 @@ def _image(settings: ImageSettings, image: Any) -> np.ndarray:
     return read_image_within(settings.folder, image, settings.size)
 
 
-def _tokens(job: Job, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:
+def _tokens(settings: ImageSettings, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:
     """Ids with placeholders for each mark, and which count in the loss: as prompts are tokenized, part by part."""
     parts, begin = [], 0
     for part in text.text.split(MARK):
@@ -131,14 +148,10 @@ def _tokens(job: Job, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list
         inside = [(max(first, begin) - begin, min(last, end) - begin) for first, last in text.counted]
         parts.append(Text(part, [span for span in inside if span[0] < span[1]]))
         begin = end + len(MARK)
-    assert job.images is not None
-    placeholders, zeros = [job.images.token] * job.images.tokens, [0] * job.images.tokens
+    placeholders, zeros = [settings.token] * settings.tokens, [0] * settings.tokens
     first, *others = tokenize_texts(tokenizer, parts)
     ids, counted = list(first[0]), list(first[1])
     for more, flags in others:
         ids += placeholders + more
         counted += zeros + flags
-    if job.append_eod:
-        ids.append(tokenizer.eod)
-        counted.append(counted[-1] if counted else 0)
-    return ids, [0, *counted[1:]]
+    return ids, counted

@@ -23,7 +23,9 @@ def image_settings(args: argparse.Namespace) -> ImageSettings | None:
     """Their values, or None for another --format. Raises ConfigError for one outside of its interval."""
     if args.format != IMAGES:
         return None
-    check_values(args, {"vision_image_size": "[1, 65536]", "image_tokens": "[1, inf)", "image_token_id": "[0, inf)"})
+    check_values(
+        args, {"vision_image_size": "[1, 65536]", "image_tokens": "[1, inf)", "image_token_id": "[0, 2147483647]"}
+    )
     size = args.vision_image_size or 336
     return ImageSettings(args.image_folder or Path(), size, args.image_tokens, args.image_token_id)
 

@@ -1,18 +1,23 @@
 """Conversations with images, of the files that people keep them in.
 
 LLaVA's JSON, JSONL, WebDataset's tar files (https://github.com/webdataset/webdataset) and Parquet, whose images are
-bytes, or the struct of bytes and path of the ``datasets`` library.
+bytes, or the struct of bytes and path of the ``datasets`` library; and Megatron-LM's multimodal data sets, whose images
+are sequences of another mode than text.
 """
 
 import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.reading import LARGEST, check_regular, parse_json, read_bytes, regular
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.preprocess.columns import largest_part
 from megatron.tools.preprocess.file_lines import file_lines
 
@@ -31,6 +36,8 @@ class Record(NamedTuple):
     content: Any
     """Its ``image`` and ``images`` hold paths, or the content of files."""
     error: str | None = None
+    tokens: list[int] | None = None
+    """Of a text that is tokenized already, which follows the images of ``content``."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -120,10 +127,28 @@ def _of_parquet(path: Path) -> Iterator[Record]:
                 yield Record(f"{path}: row {number}", row)
 
 
+def _of_index(path: Path) -> Iterator[Record]:
+    """Documents of text and of image files, whose numbers are bytes after how many of the last ones are padding."""
+    data = IndexedDataset(path.with_suffix(""))
+    if data.modes is None:
+        raise ValueError("it has no modes, so its sequences are all text")
+    for document, (first, end) in enumerate(pairwise(data.doc_idx.tolist())):
+        images = [_file_in(data.get(number)) for number in range(first, end) if data.modes[number]]
+        texts = [data.get(number).tolist() for number in range(first, end) if not data.modes[number]]
+        yield Record(f"{path}: document {document}", {"image": images}, tokens=sum(texts, []))
+
+
+def _file_in(numbers: np.ndarray) -> bytes:
+    is_padded = len(numbers) > 0 and 0 <= numbers[0] < numbers.itemsize
+    content = numbers[int(is_padded) :].tobytes()
+    return content[: len(content) - int(numbers[0])] if is_padded else content
+
+
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".json": _of_json,
     ".jsonl": _of_lines,
     ".tar": _of_tar,
     ".parquet": _of_parquet,
+    ".idx": _of_index,
 }
 """By the ending of a file's name."""

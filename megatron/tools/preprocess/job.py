@@ -158,7 +158,8 @@ class Job:
 
     def dtype_of(self, key: str, vocab_size: int) -> np.dtype:
         """The type of the numbers in a key's data set."""
-        return np.dtype(np.uint8) if key == LOSS_MASK else best_dtype(vocab_size)
+        largest = max(vocab_size, self.images.token + 1 if self.images else 0)
+        return np.dtype(np.uint8) if key == LOSS_MASK else best_dtype(largest)
 
     @property
     def journal(self) -> Journal:

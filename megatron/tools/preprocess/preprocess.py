@@ -23,7 +23,7 @@ from megatron.common.processes import exit_with_parent
 from megatron.config.data import chat_template_file
 from megatron.data.fingerprint import write_tokenizer
 from megatron.data.image_store import image_writer
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
@@ -99,7 +99,7 @@ def preprocess(
     except OSError as error:
         place = error.filename or job.output_prefix
         raise ResourceError(f"cannot write {place}: {error.strerror}{_hint(journal)}") from error
-    summary.output_bytes = summary.tokens * best_dtype(vocab_size).itemsize
+    summary.output_bytes = summary.tokens * job.dtype_of(TOKENS, vocab_size).itemsize
     summary.finished = True
     report(summary)
     return summary
