@@ -121,3 +121,9 @@ def test_bad_arguments_are_one_line_errors(tool, words, message):
     ended = tool("plan", *SMALL, *words.split())
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("plan.py: error: "))
     assert ended.returncode == 2 and message in line
+
+
+def test_a_model_names_its_program(tool):
+    words = "--model siglip-smollm2-222m --device h100 --devices 1 --global-batch-size 8 --zero-stage 1".split()
+    ended = tool("plan", *words)
+    assert ended.returncode == 0 and "images: 224 pixels" in ended.stdout
