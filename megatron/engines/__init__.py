@@ -25,6 +25,7 @@ _KNOWN_WARNINGS = (
     "reduce_scatter_tensor",
     "c10d::broadcast_",
     r"barrier\(\): using the device under current context",
+    "Dynamo detected a call to a `functools.lru_cache`-wrapped function",
 )
 
 
@@ -46,7 +47,7 @@ def silence_known_warnings() -> None:
     """Filter, by message, warnings of torch that every run would print.
 
     DeepSpeed: comm/torch.py and runtime/pipe/p2p.py call deprecated functions of torch.distributed, and barrier() on a
-    GPU without its number, which set_device() has set.
+    GPU without its number, which set_device() has set. torch's compiler looks into cached functions, and says so.
     Test: tests/launch/test_launchers.py, tests/launch/test_timeouts.py. Remove when DeepSpeed no longer does so.
     """
     for message in _KNOWN_WARNINGS:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.rotary import RotaryPositions
-from megatron.model.weights import column_parallel, head_norm_class, row_parallel
+from megatron.model.weights import column_parallel, head_norm, row_parallel
 from megatron.ops.attention import Attention, chosen_kernel
 from megatron.ops.partial_attention import PartialAttention
 from megatron.parallel.layout import ParallelLayout
@@ -43,9 +43,8 @@ class ParallelSelfAttention(nn.Module):
         self.query_key_value = column_parallel(
             config, layout, f"{name}.query_key_value", h, self.heads.columns, has_bias=config.qkv_bias
         )
-        norm = head_norm_class(config, layout) if config.qk_layernorm else nn.Identity
-        self.q_layernorm = norm(config.head_size, eps=config.layernorm_epsilon)
-        self.k_layernorm = norm(config.head_size, eps=config.layernorm_epsilon)
+        self.q_layernorm = head_norm(config, layout) if config.qk_layernorm else nn.Identity()
+        self.k_layernorm = head_norm(config, layout) if config.qk_layernorm else nn.Identity()
         self.rotary: nn.Module | None = RotaryPositions(config, layout) if config.has_rotary_embedding else None
         self.core = attention_core(config, layout, layer_number=layer_number, causal=causal)
         self.dense = row_parallel(config, layout, f"{name}.dense", config.num_attention_heads * config.head_size, h)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.transformer import HiddenStates, unpack
-from megatron.model.weights import norm_class, weight
+from megatron.model.weights import hidden_norm, weight
 from megatron.ops.linear import linear_kernel
 from megatron.ops.packed_attention import positions_in_segment, segment_ids_of
 from megatron.parallel.layout import ParallelLayout
@@ -165,7 +165,7 @@ class TokenTypeEmbedding(nn.Module):
 
 def final_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
     """The norm after the last transformer layer: hidden [b, s, h] -> hidden."""
-    return norm_class(config, layout)(config.hidden_size, eps=config.layernorm_epsilon)
+    return hidden_norm(config, layout)
 
 
 def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, rows: int) -> nn.Embedding:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.embedding import PairEmbedding, to_logits
-from megatron.model.weights import norm_class, weight
+from megatron.model.weights import hidden_norm, weight
 from megatron.ops.activation import gelu
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import first_token
@@ -32,7 +32,7 @@ class PairHead(nn.Module):
         self.layout, self.sequence_dim = layout, config.sequence_dim
         self.gelu = gelu(config)
         self.dense = ReplicatedLinear(config, "words.dense", h, h)
-        self.layernorm = norm_class(config, layout)(h, eps=config.layernorm_epsilon)
+        self.layernorm = hidden_norm(config, layout)
         self.pooler = ReplicatedLinear(config, "order.pooler", h, h)
         self.order = ReplicatedLinear(config, "order.head", h, 2)
         if layout.sequence_parallel:

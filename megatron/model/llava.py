@@ -17,7 +17,7 @@ from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.embedding import WordEmbedding
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
-from megatron.model.weights import column_parallel, norm_class, row_parallel, weight
+from megatron.model.weights import column_parallel, hidden_norm, row_parallel, weight
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_shard
 from megatron.parallel.tensor.linear import linear
@@ -48,7 +48,7 @@ class PatchEmbedding(nn.Module):
         self.position_embedding = nn.Embedding.from_pretrained(positions, freeze=False)
         if config.has_class_token:
             self.class_embedding = nn.Parameter(weight(vision, "vision.class_embedding").draw((h,)))
-            self.pre_layrnorm = norm_class(vision, whole_sequence(layout))(h, eps=vision.layernorm_epsilon)
+            self.pre_layrnorm = hidden_norm(vision, whole_sequence(layout))
 
     def forward(self, batch: Images) -> Images:
         images, tokens = batch

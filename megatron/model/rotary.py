@@ -32,8 +32,7 @@ class RotaryPositions(nn.Module):
             tables = rotation_tables(self.config, positions_in_segment(segment_ids), query.dtype)
         else:
             s = query.size(2) * (self.layout.sequence_group.size() if self.layout.sequence_group else 1)
-            made = _first_positions.__wrapped__ if torch.compiler.is_compiling() else _first_positions
-            tables = made(self.config, s, query.dtype, query.device)
+            tables = _first_positions(self.config, s, query.dtype, query.device)
         cosines, sines = (sequence_shard(table, self.layout, 2) for table in tables)
         return rotate(query, (cosines, sines)), rotate(key, (cosines, sines))
 

@@ -25,7 +25,8 @@ from megatron.model.embedding import (
     without_segment_ids,
 )
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.model.weights import norm_class, weight
+from megatron.model.weights import hidden_norm, weight
+from megatron.ops.norm import choose_norm
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import sharded_parameter
 
@@ -48,8 +49,7 @@ class DecoderParallelTransformerLayer(ParallelTransformerLayer):
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__(config, layout, layer_number=layer_number)
         self.inter_attention = CrossAttention(config, layout, layer_number=layer_number)
-        norm = norm_class(config, layout)
-        self.post_inter_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_inter_attention_layernorm = hidden_norm(config, layout)
 
     def forward(self, state: State) -> State:  # type: ignore[override]
         hidden, encoder_output, segment_ids, *bias = state
@@ -117,9 +117,8 @@ class StackPositions(_OfHidden, PositionEmbedding):  # type: ignore[misc]
 
 def encoder_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
     """The norm after the last layer of the encoder."""
-    norm = norm_class(config, layout)(config.hidden_size, eps=config.layernorm_epsilon)
-    norm.__class__ = type("EncoderNorm", (_OfHidden, type(norm)), {})  # its parameters keep their names
-    return norm
+    norm = choose_norm(config, fp32_residual=config.fp32_residual_connection)
+    return type("EncoderNorm", (_OfHidden, norm), {})(config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def without_encoder_output(state: State) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.weights import column_parallel, norm_class, row_parallel
+from megatron.model.weights import column_parallel, hidden_norm, row_parallel
 from megatron.ops.activation import bias_gelu, dropout_add, mlp_activation, recomputed
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import random_stream
@@ -35,10 +35,9 @@ class ParallelTransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
         self.layer_number = layer_number
-        norm = norm_class(config, layout)
-        self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.input_layernorm = hidden_norm(config, layout)
         self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number, causal=causal)
-        self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_attention_layernorm = hidden_norm(config, layout)
         self.mlp = (self.mlp_class or ParallelMLP)(config, layout, layer_number=layer_number)
         self.add = ResidualConnection(config, layout)
         self.draws_random_numbers = max(config.hidden_dropout, config.attention_dropout) > 0

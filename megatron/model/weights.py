@@ -4,7 +4,6 @@ i inputs, o outputs, in all t tensor-parallel ranks together
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,15 +90,17 @@ def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> P
     return ParallelAdapter(*sizes, settings=settings, **arguments)
 
 
-def norm_class(config: ModelConfig, layout: ParallelLayout) -> Callable[..., nn.Module]:
-    """The norm of hidden states between layers, created from (size, eps=...).
+def hidden_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
+    """A norm of hidden states [.., h] between layers.
 
     With sequence parallelism each rank's gradient is of its shard of the sequence, and is summed over the tensor group.
     """
     norm = choose_norm(config, fp32_residual=config.fp32_residual_connection)
-    return sharded_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
+    built = norm(config.hidden_size, eps=config.layernorm_epsilon)
+    return sharded_norm(built, layout.tensor_group) if layout.sequence_parallel else built
 
 
-def head_norm_class(config: ModelConfig, layout: ParallelLayout) -> Callable[..., nn.Module]:
-    """The norm of each head's queries or keys. A rank has its own heads, so that gradients are summed."""
-    return sharded_norm(choose_norm(config, fp32_residual=False), layout.tensor_group)
+def head_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
+    """The norm of each head's queries or keys [.., d]. A rank has its own heads, so that gradients are summed."""
+    norm = choose_norm(config, fp32_residual=False)
+    return sharded_norm(norm(config.head_size, eps=config.layernorm_epsilon), layout.tensor_group)

@@ -104,19 +104,11 @@ def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> T
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
-def sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> Callable[..., nn.Module]:
-    """``norm`` for a rank's part of the sequence or of the heads: gradients of its replicated weights are summed.
-
-    No class of its own: layers whose norms have different classes would each be compiled again.
-    """
-
-    def build(size: int, eps: float) -> nn.Module:
-        module = norm(size, eps=eps)
-        for parameter in module.parameters():
-            all_reduce_gradient(parameter, group)
-        return module
-
-    return build
+def sharded_norm(norm: nn.Module, group: ProcessGroup) -> nn.Module:
+    """``norm`` for a rank's part of the sequence or of the heads: gradients of its replicated weights are summed."""
+    for parameter in norm.parameters():
+        all_reduce_gradient(parameter, group)
+    return norm
 
 
 class ColumnParallelLinear(DeferringModule):
