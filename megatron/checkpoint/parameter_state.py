@@ -266,6 +266,7 @@ def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str
 
 
 def is_flat(value: Any) -> bool:
+    """Whether it is a part of an optimizer's state that has an element for each of the weight's, flattened."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
