@@ -53,7 +53,7 @@ class Victim:
         return all(rank.is_alive() for rank in self.ranks)
 
     def kill(self, first: int, seconds: float) -> None:
-        """SIGKILL to a rank, and so many seconds later, as launchers do, to the others."""
+        """SIGKILL to a rank, and ``seconds`` later, as launchers do, to the others."""
         self.ranks[first].kill()
         time.sleep(seconds)
         for rank in self.ranks:
@@ -91,7 +91,7 @@ def test_killed_training_has_the_losses_of_an_undisturbed_run(programs: Programs
 
 
 def torture(victim: Victim, whole: Victim, most: int, chance: random.Random) -> int:
-    """Kill ``victim`` so many times, let it end, and compare its losses, to the last bit; how many kills there were.
+    """Kill ``victim`` up to ``most`` times, let it end, and compare its losses, to the last bit; how many kills there were.
 
     After each the newest checkpoint must be whole, bit by bit, and no older than before.
     """

@@ -31,7 +31,7 @@ def prefix(sentences: Path) -> str:
 
 @pytest.fixture
 def build(prefix: str, vocab_file: Path, tmp_path: Path):
-    """The training data set with some settings changed, for so many samples."""
+    """The training data set with some settings changed, for that many samples."""
 
     def datasets(samples: int = 200, seed: int = 7, **changes) -> BertDataset:
         settings = {"data_path": (prefix,), "seq_length": 40, "split": "1,0,0", "data_cache_path": str(tmp_path)}

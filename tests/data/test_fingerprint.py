@@ -1,4 +1,4 @@
-"""Hashes of data and tokenizer depend on the content alone."""
+"""Hashes of data and tokenizer depend only on the content."""
 
 import shutil
 from pathlib import Path

@@ -36,7 +36,7 @@ def _described(grid: Any) -> dict[str, Any]:
 
 @pytest.mark.ranks(4)
 def test_stages_that_share_a_weight_have_a_group_of_their_own() -> None:
-    """The other stages are each alone, and the groups made after it are the same on all ranks."""
+    """Each other stage has a group of its own, and the groups made after it are the same on all ranks."""
     layout = ParallelLayout.create(ParallelConfig(world_size=4, pipe_parallel_size=4))
     for stages, sums in (([0, 3], [3, 1, 2, 3]), ([1, 2], [0, 3, 3, 3]), (range(4), [6] * 4)):
         group, ranks = layout.group_of_stages(stages)

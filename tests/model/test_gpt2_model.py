@@ -81,7 +81,7 @@ def test_logits_equal_a_reference_implementation() -> None:
 
 @pytest.mark.ranks(1, 2)
 def test_attention_does_not_cross_documents() -> None:
-    """Packed into one sample with both resets, each document gets the logits that it gets alone."""
+    """Packed into one sample with both resets, each document gets the logits that it gets as a sample of its own."""
     model = _model(replace(CONFIG, reset_attention_mask=True, reset_position_ids=True))
     first, second, third = [1, 2, 3, EOD], [EOD], [7, 8, 9, 10, 11, 12, 13]
     packed = model(torch.tensor([first + second + third]))
@@ -153,7 +153,7 @@ def test_evaluation_recomputes_and_drops_nothing() -> None:
 
 @pytest.mark.ranks(1)
 def test_an_infinite_loss_leaves_no_finite_gradient() -> None:
-    """A label whose logit is minus infinity has an infinite loss; its softmax alone has a finite gradient."""
+    """A label whose logit is minus infinity has an infinite loss; only its softmax has a finite gradient."""
     logits = torch.zeros(1, 2, 8).index_fill_(-1, torch.tensor(3), -torch.inf).requires_grad_()
     loss_fn = lm_loss(replace(CONFIG, vocab_size=8), _layout())
     for label, finite in ((2, True), (3, False)):

@@ -1,4 +1,4 @@
-"""A mixture of experts against a loop over tokens: outputs, gradients and auxiliary losses, alone and over ranks."""
+"""A mixture of experts against a loop over tokens: outputs, gradients and auxiliary losses, on one rank and on two."""
 
 from dataclasses import replace
 

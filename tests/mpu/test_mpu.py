@@ -151,7 +151,7 @@ def test_batches() -> None:
     with pytest.raises(AssertionError, match="other has data type"):
         mpu.data._check_data_types(["other"], data, torch.int64)
     size = mpu.get_tensor_model_parallel_world_size()
-    if size == 1:  # the first rank alone has the tensors
+    if size == 1:  # only the first rank has the tensors
         with pytest.raises(ValueError, match="broadcast_data: text is torch.int64, not torch.float32"):
             mpu.broadcast_data(["text"], data, torch.float32)
     for whole in (torch.arange(8.0), torch.arange(24.0).view(4, 6).t()):

@@ -48,7 +48,7 @@ def latest(words: Sequence[str], *, only: str = "") -> list[str]:
 
 
 def parse(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> RunConfig:
-    """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert`` or ``t5``, of
+    """The run of SMALL and ``words`` on that many ranks; where they begin with ``bert`` or ``t5``, of
     pretrain_bert.py or pretrain_t5.py.
 
     Where they begin with ``classifier``, it is the run of a task. A value of SMALL that

@@ -97,7 +97,7 @@ class Programs:
         )  # fmt: skip
 
     def pretrain(self, processes: int, *arguments: str | Path, **options: Any) -> Finished:
-        """``pretrain_gpt2.py`` with the tiny model and corpus, on so many ranks that have torch already."""
+        """``pretrain_gpt2.py`` with the tiny model and corpus, on that many ranks that have torch already."""
         return self.warm(processes, "pretrain_gpt2.py", *TINY_MODEL, *self.data_arguments, *arguments, **options)
 
     def faulty(self, processes: int, fault: str, *arguments: str | Path) -> Finished:
@@ -106,7 +106,7 @@ class Programs:
         return self.warm(processes, *words, FAULT=fault)
 
     def warm(self, processes: int, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
-        """``python COMMAND`` on so many ranks that have torch already; the exit code of the first that failed."""
+        """``python COMMAND`` on that many ranks that have torch already; the exit code of the first that failed."""
         with tempfile.NamedTemporaryFile() as log:
             place = (
                 latest([str(part) for part in command], only=DATA),

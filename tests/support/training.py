@@ -22,7 +22,7 @@ class RankTraining:
         self._run_ranks, self._data, self._run = run_ranks, data_arguments, run or pretrain
 
     def __call__(self, processes: int, *arguments: str | Path) -> str:
-        """Train to the end on so many ranks; what the first of them printed."""
+        """Train to the end on that many ranks; what the first of them printed."""
         words = [str(word) for word in (*TINY_MODEL, *self._data, *arguments)]
         outputs = self._run_ranks(processes, self._run, words)
         assert all(code == 0 for code, _ in outputs), outputs

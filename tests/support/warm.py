@@ -34,7 +34,7 @@ def start(words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> 
 
 
 def start_ranks(processes: int, words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> list[BaseProcess]:
-    """The same on so many ranks, each for itself."""
+    """The same on that many ranks, each for itself."""
     return [start(words, place, folder, log) for place in places(processes, environ)]
 
 

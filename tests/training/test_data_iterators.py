@@ -19,7 +19,7 @@ from megatron.training.data_iterators import weighted, weighted_by_micro_batch
 SAMPLES, TOKENS = 8, 6
 LOSSES = torch.rand(SAMPLES, TOKENS, generator=torch.Generator().manual_seed(1))
 MASK = (torch.rand(SAMPLES, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.4).float()
-MASK[2], MASK[3] = 0, 1  # a micro-batch of sample 2 alone counts nothing
+MASK[2], MASK[3] = 0, 1  # a micro-batch that is only sample 2 counts nothing
 
 
 def micro_batches(size: int, rank: int, ranks: int) -> list[Batch]:

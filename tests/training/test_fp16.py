@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
     flags: str
     overflows: tuple[int, ...] = OVERFLOWS
-    """Iterations of this run, counted from 1, in which the gradient is infinite on the last rank, and on it alone."""
+    """Iterations of this run, counted from 1, in which the gradient is infinite, only on the last rank."""
 
 
 Metrics = dict[str, list[dict]]
@@ -114,7 +114,7 @@ def compare(found: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "late"])
 def test_a_layout_has_the_losses_of_fp32(on_two_ranks: Metrics, on_one_rank: Metrics, layout: str) -> None:
-    """The loss scale doubles, and an overflow on one rank alone is skipped by all, twice."""
+    """The loss scale doubles, and an overflow on only one rank is skipped by all, twice."""
     found, expected = on_two_ranks[layout], on_one_rank["fp32"]
     assert [line["grad_norm"] is None for line in found] == [step in OVERFLOWS for step in range(1, ITERATIONS + 1)]
     assert max(line["grad_norm"] for line in expected if line["grad_norm"]) > 0.4, "nothing was clipped"

@@ -145,7 +145,7 @@ def test_full_disk_does_not_end_the_run(programs, tmp_path):
     assert 0 < len(few) < 20 and all(json.loads(line)["lm_loss"] > 0 for line in few)
 
 
-SC21_TABLE = [  # layers, hidden, batch, GPUs, and days for 300e9 tokens at so many TFLOP/s (arXiv 2104.04473, table 2)
+SC21_TABLE = [  # layers, hidden, batch, GPUs, and days for 300e9 tokens at these TFLOP/s (arXiv 2104.04473, table 2)
     (96, 12288, 1536, 384, 153e12, 84),
     (96, 12288, 1536, 768, 149e12, 43),
     (105, 20480, 2240, 560, 171e12, 156),
