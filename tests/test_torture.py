@@ -91,7 +91,7 @@ def test_killed_training_has_the_losses_of_an_undisturbed_run(programs: Programs
 
 
 def torture(victim: Victim, whole: Victim, most: int, chance: random.Random) -> int:
-    """Kill ``victim`` up to ``most`` times, let it end, and compare its losses, to the last bit; how many kills there were.
+    """Kill ``victim`` up to ``most`` times, let it end, and compare its losses, to the last bit; the number of kills.
 
     After each the newest checkpoint must be whole, bit by bit, and no older than before.
     """
