@@ -158,9 +158,7 @@ LLAMA = (
         ("t5", "T5"),
         (LLAMA, "Llama"),
         (f"{LLAMA} --pre-tokens 8", "Mistral"),
-        (f"{LLAMA} --add-qkv-bias", "Qwen2"),
         (f"{LLAMA} --num-experts 4", "Mixtral"),
-        (f"{LLAMA} --normalization LayerNorm", "Llama"),
         ("--position-embedding-type rope", "GPT"),
     ],
 )

@@ -1,7 +1,7 @@
 """Gradients that a matmul accumulates, deferred ones, and what a tensor-parallel layer saves and sends."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.symmetric_memory import maps_memory
 from megatron.parallel.tensor.chunks import BY_RANK
 from megatron.parallel.tensor.chunks import CHUNKS as ALL_CHUNKS
-from megatron.parallel.tensor.deferred import DeferredWeightGradients, DeferringModule, compute_weight_gradients
+from megatron.parallel.tensor.deferred import DeferredWeightGradients, compute_weight_gradients
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit
 from megatron.parallel.tensor.linear import linear
 
@@ -50,51 +50,6 @@ def test_micro_batches_add_up_in_place(bias: bool):
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         assert_close(other.grad, one.grad)
     assert [gradient is not None for gradient in seen] == [True, False, False]
-
-
-def test_deferred_weight_gradients_are_the_same():
-    """Of several micro-batches, with the gradients of inputs and biases at once, and hooks of the weights."""
-    torch.manual_seed(1)
-    plain = nn.Linear(5, 3)
-    other = nn.Linear(5, 3)
-    other.load_state_dict(plain.state_dict())
-    deferred = DeferredWeightGradients(DeferringModule())
-    seen: list[torch.Tensor | None] = []
-    other.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
-    all_collected = []
-    for _ in range(2):
-        inputs = [torch.randn(2, 4, 5).requires_grad_()]
-        inputs.append(inputs[0].detach().clone().requires_grad_())
-        linear(inputs[0], plain.weight, plain.bias).square().sum().backward()
-        with deferred.collected() as collected:
-            linear(inputs[1], other.weight, other.bias, deferred=deferred).square().sum().backward()
-        all_collected.append(collected)
-        assert_close(inputs[1].grad, inputs[0].grad)
-        assert_close(other.bias.grad, plain.bias.grad)
-    assert other.weight.grad is None and set(seen) <= {None}
-    seen.clear()
-    for collected in all_collected:
-        compute_weight_gradients(collected)
-    assert_close(other.weight.grad, plain.weight.grad)
-    assert len(seen) == 2 and all_collected == [[], []]
-
-
-@pytest.mark.ranks(1)
-def test_the_weight_of_gate_and_up_is_deferred() -> None:
-    """As one matmul, whose gradient reaches the parameter [parts, o, i] twice, in two backward passes."""
-    gradients = []
-    for defers in (True, False):
-        init = WeightInit(std=0.3, seed=7, name="column")
-        column = ColumnParallelLinear(8, 12, group=dist.group.WORLD, init=init, parts=2)
-        deferred = DeferredWeightGradients(column) if defers else None
-        for seed in range(2):
-            loss = column(torch.randn((4, 8), generator=torch.Generator().manual_seed(seed))).square().sum()
-            with deferred.collected() if deferred else nullcontext([]) as collected:
-                loss.backward()
-            assert not defers or (column.weight.grad is None) == (seed == 0)
-            compute_weight_gradients(collected)
-        gradients.append(column.weight.grad)
-    assert_close(*gradients)
 
 
 def _column(
