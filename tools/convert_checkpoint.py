@@ -284,12 +284,12 @@ def _to_peft_flags(parser: argparse.ArgumentParser) -> None:
 def _to_universal(args: argparse.Namespace) -> None:
     """Write the universal form of a checkpoint next to it, as TAG_universal: every parameter whole, in its own files.
 
-    pretrain_gpt2.py --load reads it on any layout; so does DeepSpeed with "load_universal".
+    DeepSpeed reads it with "load_universal". pretrain_gpt2.py needs none: it loads a checkpoint on any layout.
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
     check_unlocked(saved.folder)
 
-    from megatron.checkpoint.universal import cached
+    from megatron.tools.convert.universal import cached
 
     with sole_writer(saved.folder):
         folder, is_new = cached(saved)

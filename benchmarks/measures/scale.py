@@ -27,12 +27,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import ROOT
 from megatron.checkpoint import files, tracker
-from megatron.checkpoint.run_file import RUN_FILE, describe
+from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
 from megatron.config import CheckpointConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
@@ -42,6 +44,7 @@ from megatron.data.map_cache import cached_epoch
 from megatron.engines.grid import LayoutGrid
 from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
 from megatron.launch.watchdog import describe_hang
+from megatron.model.architectures import architecture_of
 from megatron.tools.cluster import probe, probe_hosts
 from megatron.tools.cluster.doctor import HostState, examine_hosts, table
 from megatron.tools.cluster.elastic import pick_hosts
@@ -68,6 +71,7 @@ def measure(rounds: int) -> list[Quantity]:
         ("ranks", WORLDS, _planned),
         ("ranks", WORLDS, _hosts),
         ("ranks", WORLDS, _checkpoint),
+        ("ranks", WORLDS, _reshard),
         ("documents", DOCUMENTS, _index_maps),
         ("data sets", BLENDS, _blend),
     ):
@@ -250,6 +254,58 @@ def _checkpoint(world: int, folder: Path) -> Found:
         "checkpoint: verify, of tiny files": (verified, "s", 60.0),
         "checkpoint: remove": (time.perf_counter() - began, "s", 60.0),
     }
+
+
+def _reshard(world: int, folder: Path) -> Found:
+    """Bytes that the first rank of half and of twice as many reads of a checkpoint of ``world``, by what it needs.
+
+    There are only the files that it can need: those of the first stage's first shard, and one of each other stage.
+    """
+    parallel, hidden = _parallel(world), 4096
+    words = f"--num-layers 8 --hidden-size {hidden} --num-attention-heads 16 --seq-length 16 --vocab-size 128"
+    words += " --max-position-embeddings 16 --mock-data --train-iters 9 --lr 0.1 --zero-stage 1"
+    words += f" --global-batch-size {world} --model-parallel-size 8 --pipe-parallel-size {parallel.pipe_parallel_size}"
+    run = parse_run(words.split(), {"WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"})
+    saved = SavedRun(folder.parent, folder.name, describe(run, 1, (), ()))
+    specs = {
+        name: spec for name, spec in architecture_of(run.model).named_parameters(run.model).items() if name[:2] == "2."
+    }
+    shapes = {name: _local(spec.shape, spec.shard_dim) for name, spec in specs.items()}
+    ranks, numel = parallel.data_parallel_size, sum(map(math.prod, shapes.values()))
+    for stage in range(max(parallel.pipe_parallel_size, 1)):
+        groups = [{name: torch.Size(shape) for name, shape in shapes.items()}] if stage == 0 else [{}]
+        torch.save({"param_shapes": groups}, model_file(folder, saved.layout, stage * 8))
+    flat = torch.zeros(-(-numel // ranks))
+    for rank in range(ranks):
+        base = {"state": {0: {"exp_avg": flat, "exp_avg_sq": flat.clone()}}, "param_groups": [{"params": [0]}]}
+        content = {"single_partition_of_fp32_groups": [flat.clone()], "base_optimizer_state": base}
+        torch.save({"optimizer_state_dict": content}, optimizer_file(folder, saved.layout, rank, 0))
+    found = {}
+    for name, factor in (("half", 0.5), ("twice", 2)):
+        part = min(int(numel / ranks / factor), numel)
+        before, began = _bytes_read(), time.perf_counter()
+        states, at = SavedStates(saved, verified=True), 0
+        for parameter, shape in shapes.items():
+            state, size = states.shard(parameter, shape, 0, 8), math.prod(shape)
+            state["fp32"].read(0, size)
+            for key in ("exp_avg", "exp_avg_sq"):
+                if 0 < (end := min(part - at, size)):
+                    state[key].read(0, end)
+            at += size
+        found[f"resharding to {name} as many ranks: bytes read by bytes needed"] = (
+            (_bytes_read() - before) / (4 * (numel + 2 * part)), "times", 1.2,
+        )  # fmt: skip
+        found[f"resharding to {name} as many ranks: one rank"] = (time.perf_counter() - began, "s", 60.0)
+    return found
+
+
+def _local(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    return tuple(size // 8 if number == dim else size for number, size in enumerate(shape))
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read with system calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def _index_maps(documents: int, folder: Path) -> Found:

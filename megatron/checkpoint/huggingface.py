@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.parameter_state import WEIGHT, State
+from megatron.checkpoint.resharding import load_states
 from megatron.checkpoint.safetensors_files import no_floats
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
-from megatron.checkpoint.universal import load_states
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of

@@ -1,6 +1,5 @@
 """Load a run that a ``Checkpointer`` saved."""
 
-import os
 import random
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.files import Manifest, check_content, read_manifest
+from megatron.checkpoint.resharding import load_resharded
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import form_errors, read_rank_files
-from megatron.checkpoint.tensor_files import check_identity, read_checked_file, read_file
+from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.checkpoint.tracker import resolve
-from megatron.checkpoint.universal import SHARED_FILE, cached, load_weights_and_optimizer
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
-from megatron.engines.state import optimizer_name, restore_progress
+from megatron.engines.state import optimizer_name
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
@@ -109,7 +108,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     """Load ``saved``, on any layout. Every rank must call it.
 
     A ``Checkpointer`` must have been created for the engine before, so that DeepSpeed's loading runs no code. Raises
-    CheckpointError if a file is damaged, ResourceError if there is no disk space to convert it.
+    CheckpointError if a file is damaged.
     """
     engine.settle()
     config, groups = run.checkpoint, [dict(group) for group in engine.optimizer.param_groups]
@@ -137,9 +136,10 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
     """Load everything that ``run`` asks for, by DeepSpeed if it can. Returns a line about it if it cannot."""
     config = run.checkpoint
-    if not loads_directly(saved, run):
-        return [_load_converted(engine, run, layout, saved)]
     with_optimizer = not (config.finetune or config.no_load_optim)
+    if not loads_directly(saved, run):
+        load_resharded(engine, saved, layout.tensor_group, optimizer=with_optimizer, progress=not config.finetune)
+        return [f"{saved.path}: saved on {saved.layout}; each rank reads its parts"]
     has_spec = architecture_of(run.model).provider is None
     # Each rank reads the files that it would write itself.
     contents = read_rank_files(engine, saved, optimizer=with_optimizer, has_spec=has_spec)
@@ -166,45 +166,18 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
     return None
 
 
-def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
-    """Load by way of the universal format. Returns a line about it for the user."""
-    config = run.checkpoint
-    folder, is_new = _universal(saved)
-    with_optimizer = not (config.finetune or config.no_load_optim)
-    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
-    if not config.finetune:
-        restore_progress(engine, read_file(folder / SHARED_FILE))
-    return _source(saved, folder, is_new)
-
-
 def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
     """Load those weights of ``saved`` that the model of ``run`` has, too. The others, such as a new head, are kept.
 
     Every rank must call it. Returns a line about it for the user. Raises as ``load_checkpoint``.
     """
-    folder, is_new = _universal(saved)
     config = saved.whole_model_config()
     pretrained = architecture_of(config).named_parameters(config)
-    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
+    load_resharded(engine, saved, layout.tensor_group, optimizer=False, progress=False, only=pretrained)
     new = architecture_of(run.model).named_parameters(run.model).keys() - pretrained.keys()
     names = ", ".join(sorted(new)) if len(new) <= _NAMED else f"{len(new)} parameters"
-    return f"{_source(saved, folder, is_new)}; not in it, and so initialized: {names or 'nothing'}"
+    return f"{saved.path}: not in it, and so initialized: {names or 'nothing'}"
 
 
 _NAMED = 8
 """New parameters that are listed by name."""
-
-
-def _universal(saved: SavedRun) -> tuple[Path, bool]:
-    """The universal form of ``saved`` on this host, and whether it was converted just now."""
-    folder, is_new = on_rank_0(lambda: cached(saved))
-    # Where hosts share a disk, it exists already.
-    is_local_rank_0 = os.environ.get("LOCAL_RANK", "0") == "0"
-    on_all_ranks(lambda: cached(saved) if is_local_rank_0 else None)
-    return folder, is_new
-
-
-def _source(saved: SavedRun, folder: Path, is_new: bool) -> str:
-    if is_new:
-        return f"{saved.path}: converted from {saved.layout}, cached in {folder}"
-    return f"{saved.path}: saved on {saved.layout}, read from {folder}"

@@ -21,11 +21,11 @@ as parts of their own.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
-from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import parameter_states
@@ -52,49 +52,211 @@ Shapes = Mapping[str, torch.Size]
 """Names and shapes of the parameters of an optimizer's group, in its order."""
 
 
-def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
-    """The weights of one tensor-parallel rank, from all stages, under their names without a pipeline."""
-    weights, layout = _first_weights(saved, tensor_rank), saved.layout
-    if layout.expert_parallel_size > 1:
-        for stage in range(max(layout.pipe_parallel_size, 1)):
-            others = read_others(saved, stage * layout.model_parallel_size + tensor_rank)
-            for name in others[0]:
-                weights[name] = torch.cat([weights[name], *(other[name][WEIGHT] for other in others)])
-    return weights
+class SavedStates:
+    """The states of the parameters in the files of ``saved``, of which nothing is read but what is asked for.
+
+    Files that are not ``verified`` are compared with the manifest when they are opened. Its methods raise
+    CheckpointError if a file is missing or damaged, and as ``form_errors`` converts for one of another form.
+    """
+
+    def __init__(self, saved: SavedRun, *, verified: bool = False) -> None:
+        self.saved, self.layout = saved, saved.layout
+        self._config = saved.whole_model_config()
+        self.specs = architecture_of(self._config).named_parameters(self._config)
+        self._opened = cache(partial(StoredFile, verified=verified))
+        self.state = cache(self._state)
+        self.groups = cache(self._groups)
+
+    def _state(self, name: str, tensor_rank: int) -> State:
+        """The state of a parameter on a tensor-parallel rank; of one that is not trained only the weight."""
+        for stage in self.stages() if self.saved.has_optimizer else ():
+            if any(name in group for group in self.groups(stage)):
+                return self.trained(name, stage, tensor_rank)
+        return {WEIGHT: self.weight(name, tensor_rank)}
+
+    def shard(self, name: str, shape: Sequence[int], rank: int = 0, size: int = 1, first_expert: int = 0) -> State:
+        """The same on tensor-parallel rank ``rank`` of ``size``, where it has this shape: ``Shard`` and numbers."""
+        spec, count = self.specs[name], self.layout.model_parallel_size
+        own = rank * count // size if spec.shard_dim is None else 0
+
+        def of(key: str) -> Shard:
+            return Shard(lambda rank: self.state(name, own + rank)[key], count, spec, shape, rank, first_expert)
+
+        return {key: of(key) if is_flat(value) else value for key, value in self.state(name, own).items()}
+
+    def full_weight(self, name: str) -> Shard:
+        """The weight of the full parameter, without padding, as it is in the files of weights if there are any."""
+        spec, count = self.specs[name], self.layout.model_parallel_size
+        return Shard(lambda rank: self.weight(name, rank), count, spec, spec.shape)
+
+    def stages(self) -> range:
+        """The pipeline's stages; one without a pipeline."""
+        return range(max(self.layout.pipe_parallel_size, 1))
+
+    def _groups(self, stage: int) -> Sequence[Shapes]:
+        """The parameters in each group of the optimizer of a stage."""
+        model = self._model(stage * self.layout.model_parallel_size).content
+        if not (groups := model.get("param_shapes")):
+            raise CheckpointError(
+                f"{self.saved.path} does not record which parameters its optimizer has: resume on the layout that "
+                "saved it"
+            )
+        return groups
+
+    def weight(self, name: str, tensor_rank: int) -> Stored:
+        """A weight on a tensor-parallel rank, from all experts. Raises CheckpointError if there is none."""
+        if self.layout.zero_stage == 3:
+            return self._frozen_at_zero3(name, tensor_rank)
+        first = self._first_weight(name, tensor_rank)
+        if not (self.specs[name].is_expert and self.layout.expert_parallel_size > 1):
+            return first
+        stages = (stage * self.layout.model_parallel_size + tensor_rank for stage in self.stages())
+        others = next(files for rank in stages if name in (files := self._others(rank))[0].content)
+        return joined([first, *(other.entry(name, WEIGHT) for other in others)])
+
+    def _first_weight(self, name: str, tensor_rank: int) -> Stored:
+        """The same, but only with the experts of the first rank of the expert group."""
+        path = self.saved.path
+        if self.layout.pipe_parallel_size == 0:
+            file = self._model(tensor_rank)
+            if name in file.find(["module"]):
+                return file.entry("module", name)
+        for index, layer in enumerate(architecture_of(self._config).layers(self._config)):
+            file = self._opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
+            inner = name.removeprefix(parameter_prefix(index, layer))
+            if inner != name and self.layout.pipe_parallel_size and file.path.exists() and inner in file.content:
+                return file.entry(inner)
+        raise CheckpointError(f"{path} holds no weight {name}")
+
+    def _frozen_at_zero3(self, name: str, tensor_rank: int) -> Stored:
+        """A weight of which each data-parallel rank has a part, of one size; the last may be padded."""
+        if self.saved.has_optimizer and any(name in group for group in self.groups(0)):
+            return self.trained(name, 0, tensor_rank)[WEIGHT]
+        files = [self._model(tensor_rank, rank) for rank in range(self.layout.zero_ranks)]
+        shapes: Shapes = files[0].content.get("frozen_param_shapes") or {}
+        if name not in shapes:
+            raise CheckpointError(f"{self.saved.path} holds no weight {name}")
+        keys = ("frozen_param_fragments", name)
+        return _divided(files, keys, 0, files[0].find(keys).numel(), shapes[name])
+
+    def trained(self, name: str, stage: int, tensor_rank: int) -> State:
+        """The state of a parameter that the optimizer of a stage has."""
+        mp_rank = stage * self.layout.model_parallel_size + tensor_rank
+        ranks, experts = range(self.layout.zero_ranks), self.layout.expert_parallel_size
+        is_divided = experts > 1 and self.specs[name].is_expert
+        if self.layout.zero_stage == 3:
+            found = [self._zero3(name, mp_rank)]
+        elif not self.layout.has_optimizer_partitions:
+            found = [self._zero0(name, stage, mp_rank)]
+            if is_divided:
+                others = self._others(mp_rank)
+                found += [{key: file.entry(name, key) for key in file.content[name]} for file in others]
+        else:
+            # The partitions of experts are those of the ranks with the same experts.
+            first = range(experts) if is_divided else [0]
+            step = experts if is_divided else 1
+            found = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in first]
+        return {
+            key: joined([one[key] for one in found]) if is_flat(value) else value for key, value in found[0].items()
+        }
+
+    def _zero3(self, name: str, mp_rank: int) -> State:
+        """A part of each parameter of a group is on each rank, one parameter's after the other's."""
+        number, shapes = self._group_of(name, 0)
+        files = [self._partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
+        lengths = {one: math.ceil(shape.numel() / len(files)) for one, shape in shapes.items()}
+        start, place = _consecutive_spans(lengths)[name].start, ("optimizer_state_dict", "optimizer_state_dict")
+
+        def of(keys: Sequence[Any]) -> Stored:
+            return _divided(files, keys, start, lengths[name], shapes[name])
+
+        return _state(files[0], ("optimizer_state_dict", "fp32_flat_groups", number), place, number, of)
+
+    def _zero1_and_2(self, name: str, stage: int, mp_rank: int, ranks: Sequence[int]) -> State:
+        """A group is one flat tensor, of which each of ``ranks`` has an equal part.
+
+        The files state which parameters a rank has (``param_slice_mappings``), but with round-robin gradients in an
+        order that is not that of the tensors. That of the groups is.
+        """
+        number, shapes = self._group_of(name, stage)
+        first, place = self._partition(ranks[0], mp_rank), ("optimizer_state_dict", "base_optimizer_state")
+        weights = ("optimizer_state_dict", "single_partition_of_fp32_groups", number)
+        length = first.find(weights).numel()
+        paddings = first.content["optimizer_state_dict"].get("param_alignment_paddings")
+        lengths = {one: shape.numel() for one, shape in shapes.items()}
+        span = _consecutive_spans(lengths, paddings and paddings[number])[name]
+        holders = range(span.start // length, min(-(-span.stop // length), len(ranks)))
+
+        def of(keys: Sequence[Any]) -> Stored:
+            bounds = ((max(span.start - at * length, 0), min(span.stop - at * length, length)) for at in holders)
+            files = (self._partition(ranks[at], mp_rank) for at in holders)
+            return Stored([Piece(file, keys, *ends) for file, ends in zip(files, bounds, strict=True)], shapes[name])
+
+        return _state(first, weights, place, number, of)
+
+    def _zero0(self, name: str, stage: int, mp_rank: int) -> State:
+        """A tensor for each parameter or, if DeepSpeed's fused wrapper flattened it, for each group.
+
+        There is a wrapper in half precision, which earlier versions ran at ZeRO 0. In fp32 the optimizer has no weights
+        of its own.
+        """
+        index, shapes = self._group_of(name, stage)
+        file, place = self._model(mp_rank), ["optimizer"]
+        optimizer = file.content["optimizer"]
+        place += ["optimizer_state_dict"] if "optimizer_state_dict" in optimizer else []
+        span = slice(0, shapes[name].numel())
+        number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
+        if "fp32_groups_flat" in optimizer:
+            span = _consecutive_spans({one: shape.numel() for one, shape in shapes.items()})[name]
+        else:
+            position = list(shapes).index(name)
+            number = sum(map(len, self.groups(stage)[:index])) + position
+            weights = ("optimizer", "fp32_groups", index, position)
+
+        def of(keys: Sequence[Any]) -> Stored:
+            if keys == weights and not optimizer.keys() & {"fp32_groups", "fp32_groups_flat"}:
+                return self._first_weight(name, mp_rank % self.layout.model_parallel_size)
+            return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
+
+        return _state(file, weights, place, number, of)
+
+    def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
+        return next((number, group) for number, group in enumerate(self.groups(stage)) if name in group)
+
+    def _model(self, mp_rank: int, zero_rank: int = 0) -> StoredFile:
+        return self._opened(model_file(self.saved.path, self.layout, mp_rank, zero_rank))
+
+    def _partition(self, zero_rank: int, mp_rank: int) -> StoredFile:
+        return self._opened(optimizer_file(self.saved.path, self.layout, zero_rank, mp_rank))
+
+    def _others(self, mp_rank: int) -> list[StoredFile]:
+        """Files of a model-parallel rank's experts, of all ranks of its expert group but the first, in order."""
+        ranks = range(1, self.layout.expert_parallel_size)
+        return [self._opened(expert_file(self.saved.path, rank, mp_rank)) for rank in ranks]
 
 
-def _first_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
-    """The same, but only with the experts of the first rank of the expert group."""
-    if saved.layout.zero_stage == 3:
-        trained = {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
-        return trained | _frozen_at_zero3(saved, tensor_rank)
-    if saved.layout.pipe_parallel_size == 0:
-        return read_file(saved.path / f"mp_rank_{tensor_rank:02d}_model_states.pt", mapped=True)["module"]
-    config = saved.whole_model_config()
-    layers = architecture_of(config).layers(config)
-    weights: dict[str, Tensor] = {}
-    for file in sorted(saved.path.glob(f"layer_*-model_{tensor_rank:02d}-model_states.pt")):
-        index = int(file.name.split("-")[0].removeprefix("layer_"))
-        prefix = parameter_prefix(index, layers[index])
-        weights |= {prefix + name: tensor for name, tensor in read_file(file, mapped=True).items()}
-    return weights
+def in_memory(state: State) -> State:
+    """``state`` with its tensors, in fp32."""
+    return {key: value.read_all().float() if is_flat(value) else value for key, value in state.items()}
 
 
-def _frozen_at_zero3(saved: SavedRun, mp_rank: int) -> dict[str, Tensor]:
-    """The frozen weights of a model-parallel rank, concatenated from the parts of all data-parallel ranks."""
-    layout = saved.layout
-    ranks = [read_file(model_file(saved.path, layout, mp_rank, rank), mapped=True) for rank in range(layout.zero_ranks)]
-    shapes: Shapes = ranks[0].get("frozen_param_shapes") or {}
-    parts = {name: [rank["frozen_param_fragments"][name].flatten() for rank in ranks] for name in shapes}
-    return {name: _full(name, {WEIGHT: parts[name]}, shape, saved.path)[WEIGHT] for name, shape in shapes.items()}
+def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:
+    """A tensor of which each file has ``length`` elements from ``start`` on, the last ones less or none."""
+    counts = (min(length, shape.numel() - rank * length) for rank in range(len(files)))
+    return Stored([Piece(file, keys, start, start + n) for file, n in zip(files, counts, strict=True) if n > 0], shape)
 
 
-class Block(NamedTuple):
-    """A flat fp32 tensor, the optimizer's state of it, and the parameters in it."""
-
-    weights: Tensor
-    state: Mapping[str, Any]
-    spans: Mapping[str, slice]
+def _state(
+    file: StoredFile, weights: Sequence[Any], place: Sequence[Any], number: int, of: Callable[[Sequence[Any]], Stored]
+) -> State:
+    """The state of tensor ``number`` of the optimizer at ``place``, without Adafactor's sums; ``of`` finds tensors."""
+    state: State = {WEIGHT: of(weights)}
+    for key, value in numbered_state(file.find(place), number).items():
+        is_number = not isinstance(value, Tensor) or not value.dim()
+        if key not in _OF_MATRICES:
+            keys = (*place, "state", number, key)
+            state[key] = (file.entry(*keys) if isinstance(value, Tensor) else value) if is_number else of(keys)
+    return state
 
 
 def model_file(folder: Path, layout: SavedLayout, mp_rank: int, zero_rank: int = 0) -> Path:
@@ -110,129 +272,6 @@ def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: i
     """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
     prefix = "bf16_" if layout.precision == "bf16" else ""
     return folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
-
-
-def stage_states(saved: SavedRun) -> Iterator[dict[str, list[State]]]:
-    """State of each parameter on each tensor-parallel rank, for one pipeline stage after the other.
-
-    Raises CheckpointError if a file is missing or damaged, or lacks a part.
-    """
-    layout = saved.layout
-    ranks = range(layout.model_parallel_size)
-    # In fp32 without ZeRO the optimizer updates the weights themselves, which are in other files.
-    needs_weights = not layout.has_optimizer_partitions and layout.precision == "fp32"
-    weights = [rank_weights(saved, rank) if needs_weights else None for rank in ranks]
-    for stage in range(max(layout.pipe_parallel_size, 1)):
-        shards = [rank_states(saved, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
-        yield {name: [shard[name] for shard in shards] for name in shards[0]}
-
-
-def rank_states(saved: SavedRun, mp_rank: int, weights: Mapping[str, Tensor] | None = None) -> dict[str, State]:
-    """The state of each parameter of model-parallel rank ``mp_rank``.
-
-    Without ZeRO in fp32 it needs the ``weights`` of that rank: the optimizer has no others. Raises CheckpointError if a
-    file is missing or damaged, or lacks a part.
-    """
-    layout = saved.layout
-    model = read_file(model_file(saved.path, layout, mp_rank))
-    groups = model.get("param_shapes")
-    if not groups:
-        raise CheckpointError(
-            f"{saved.path} does not record which parameters its optimizer has: resume on the layout that saved it"
-        )
-    # One partition at a time is in memory at ZeRO 3.
-    partitions = (
-        read_file(optimizer_file(saved.path, layout, rank, mp_rank))["optimizer_state_dict"]
-        for rank in range(layout.zero_ranks)
-    )
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    if layout.expert_parallel_size > 1 and layout.has_optimizer_partitions:
-        return _with_expert_partitions(saved, list(partitions), groups, shapes)
-    if layout.zero_stage == 3:
-        blocks = _zero3_blocks(partitions, groups, layout.zero_ranks)
-    elif layout.has_optimizer_partitions:
-        blocks = _zero1_and_2_blocks(list(partitions), groups)
-    else:
-        blocks = _zero0_blocks(model["optimizer"], groups, weights or {})
-    states = _assemble(blocks, shapes, saved.path)
-    return _with_experts(states, read_others(saved, mp_rank))
-
-
-def _with_expert_partitions(
-    saved: SavedRun, partitions: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], shapes: Shapes
-) -> dict[str, State]:
-    """The states at ZeRO 1 and 2, whose ``partitions`` of experts are those of the ranks with the same experts."""
-    ranks, experts = saved.layout.expert_parallel_size, expert_names(saved)
-    found: list[dict[str, State]] = []
-    for rank in range(ranks):
-        blocks = [
-            block
-            for number, group in enumerate(groups)
-            if (is_expert := not experts.isdisjoint(group)) or rank == 0
-            for block in _zero1_and_2_blocks(partitions[rank::ranks] if is_expert else partitions, {number: group})
-        ]
-        names = {name for block in blocks for name in block.spans}
-        found.append(_assemble(blocks, {name: shapes[name] for name in shapes if name in names}, saved.path))
-    return _with_experts(found[0], found[1:])
-
-
-def _with_experts(states: dict[str, State], others: Sequence[Mapping[str, State]]) -> dict[str, State]:
-    """``states`` with those of the experts of the ``others`` of an expert group appended, in the order of the ranks."""
-    for name in others[0] if others else ():
-        parts = [states[name], *(other[name] for other in others)]
-        states[name] = {
-            key: torch.cat([part[key] for part in parts]) if is_flat(value) else value
-            for key, value in states[name].items()
-        }
-    return states
-
-
-def _zero3_blocks(partitions: Iterable[Mapping[str, Any]], groups: Iterable[Shapes], ranks: int) -> Iterator[Block]:
-    for partition in partitions:
-        base = partition["optimizer_state_dict"]
-        for number, (weights, shapes) in enumerate(zip(partition["fp32_flat_groups"], groups, strict=True)):
-            lengths = {name: math.ceil(shape.numel() / ranks) for name, shape in shapes.items()}
-            yield Block(weights, numbered_state(base, number), _consecutive_spans(lengths))
-
-
-def _zero1_and_2_blocks(
-    partitions: Sequence[Mapping[str, Any]], groups: Sequence[Shapes] | Mapping[int, Shapes]
-) -> Iterator[Block]:
-    """A block for each group, or for some by their numbers, concatenated from the ranks that hold it.
-
-    The files state which parameters a rank has (``param_slice_mappings``), but with round-robin gradients in an order
-    that is not that of the tensors. That of ``groups`` is.
-    """
-    for number, shapes in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
-        weights = torch.cat([partition["single_partition_of_fp32_groups"][number] for partition in partitions])
-        states = [numbered_state(partition["base_optimizer_state"], number) for partition in partitions]
-        state = {
-            key: torch.cat([state[key] for state in states]) if is_flat(value) else value
-            for key, value in states[0].items()
-        }
-        lengths = {name: shape.numel() for name, shape in shapes.items()}
-        paddings = partitions[0].get("param_alignment_paddings")
-        yield Block(weights, state, _consecutive_spans(lengths, paddings and paddings[number]))
-
-
-def _zero0_blocks(
-    optimizer: Mapping[str, Any], groups: Iterable[Shapes], weights: Mapping[str, Tensor]
-) -> Iterator[Block]:
-    """A block for each parameter or, if DeepSpeed's fused wrapper flattened it, for each group.
-
-    There is a wrapper in half precision, which earlier versions ran at ZeRO 0.
-    """
-    base = optimizer.get("optimizer_state_dict", optimizer)
-    number = 0
-    for index, shapes in enumerate(groups):
-        lengths = {name: shape.numel() for name, shape in shapes.items()}
-        if "fp32_groups_flat" in optimizer:
-            yield Block(optimizer["fp32_groups_flat"][index], numbered_state(base, index), _consecutive_spans(lengths))
-            continue
-        masters = optimizer["fp32_groups"][index] if "fp32_groups" in optimizer else [weights[n] for n in lengths]
-        for (name, length), master in zip(lengths.items(), masters, strict=True):
-            yield Block(master, numbered_state(base, number), {name: slice(length)})
-            number += 1
 
 
 def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
@@ -251,30 +290,9 @@ def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**step, **base["state"].get(number, {})}
 
 
-def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str, State]:
-    """Concatenate the parts of each parameter in the order of the blocks."""
-    parts: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-    numbers: dict[str, State] = defaultdict(dict)
-    for block in blocks:
-        values = {WEIGHT: block.weights, **{key: block.state[key] for key in block.state if key not in _OF_MATRICES}}
-        tensors = {key: value.detach().flatten() for key, value in values.items() if is_flat(value)}
-        for name, span in block.spans.items():
-            for key, tensor in tensors.items():
-                parts[name][key].append(tensor[span])
-            numbers[name] |= {key: value for key, value in values.items() if not is_flat(value)}
-    return {name: numbers[name] | _full(name, parts[name], shape, folder) for name, shape in shapes.items()}
-
-
 def is_flat(value: Any) -> bool:
     """Whether it is a part of an optimizer's state that has an element for each of the weight's, flattened."""
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _full(name: str, parts: Mapping[str, list[Tensor]], shape: torch.Size, folder: Path) -> dict[str, Tensor]:
-    full = {key: torch.cat(tensors)[: shape.numel()].float() for key, tensors in parts.items()}
-    if WEIGHT not in full or any(tensor.numel() < shape.numel() for tensor in full.values()):
-        raise CheckpointError(f"{folder} contains only a part of {name}: save the checkpoint again")
-    return {key: tensor.view(shape) for key, tensor in full.items()}
+    return isinstance(value, Stored | Shard) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
@@ -300,15 +318,3 @@ def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[
     }
     mp_rank = coordinate["pipe"] * parallel.model_parallel_size + coordinate["tensor"]
     return expert_file(folder, expert_rank, mp_rank), content
-
-
-def read_others(saved: SavedRun, mp_rank: int) -> list[Mapping[str, State]]:
-    """States of the experts of a model-parallel rank, of all ranks of its expert group but the first, in order."""
-    ranks = range(1, saved.layout.expert_parallel_size)
-    return [read_file(expert_file(saved.path, rank, mp_rank), mapped=True) for rank in ranks]
-
-
-def expert_names(saved: SavedRun) -> set[str]:
-    """Names of the parameters whose first dimension is that of experts."""
-    config = saved.whole_model_config()
-    return {name for name, spec in architecture_of(config).named_parameters(config).items() if spec.is_expert}

@@ -21,6 +21,7 @@ from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
+from megatron.checkpoint.conversion_info import conversion_info
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.host_copies import HostCopies, pinned_copies
@@ -29,7 +30,6 @@ from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, with_identity, write_file
-from megatron.checkpoint.universal import conversion_info
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name, save_state

@@ -44,9 +44,14 @@ def form_errors(place: Path) -> Iterator[None]:
 def check_tensor(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:
     """Raises CheckpointError unless ``found`` has this shape and type, or any of floating point, and finite numbers."""
     _check_outline(place, name, found, shape, dtype)
+    check_numbers(place, name, found)
+
+
+def check_numbers(place: object, name: str, found: Tensor) -> None:
+    """Raises CheckpointError unless ``found`` has finite numbers of floating point. One on the meta device has none."""
     if not found.is_floating_point():
         raise _wrong(place, name, _outline(found), "a tensor of floating point")
-    if found.numel() == 0:
+    if found.numel() == 0 or found.is_meta:
         return
     low, high = (bound.item() for bound in torch.aminmax(found))  # one pass, without another tensor
     if not (isfinite(low) and isfinite(high)):

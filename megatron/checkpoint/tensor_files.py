@@ -41,10 +41,11 @@ def write_file(path: Path, content: Any) -> Record:
     return file.close()
 
 
-def read_file(path: Path, *, mapped: bool = False) -> Any:
+def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
     """The content of ``path``, on the CPU. A file that is in a manifest is compared with it first.
 
-    The tensors of a ``mapped`` file are in memory only while they are used.
+    The tensors of a ``mapped`` file are in memory only while they are used. With ``outlines`` none is read; they are on
+    the meta device.
 
     Raises CheckpointError if the file is missing, changed or damaged, or asks for code.
     """
@@ -52,15 +53,16 @@ def read_file(path: Path, *, mapped: bool = False) -> Any:
         manifest = read_manifest(path.parent)
         if path.name in manifest:
             check_content(path, manifest[path.name])
-    return read_checked_file(path, mapped=mapped)
+    return read_checked_file(path, mapped=mapped, outlines=outlines)
 
 
-def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
+def read_checked_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
     """The same for a file whose hash was compared before."""
     try:
         check_archive(path)
         with torch.serialization.safe_globals(ALLOWED):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            device = "meta" if outlines else "cpu"
+            content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
         check_nesting(content)
         return content
     except Exception as error:  # torch raises many types for a damaged file

@@ -7,7 +7,7 @@ import select
 import stat
 import zipfile
 from collections.abc import Iterable, Iterator
-from io import BufferedIOBase
+from io import BufferedIOBase, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +57,14 @@ def check_archive(path: Path) -> None:
             content = sum(entry.file_size for entry in archive.infolist())
         if content > (size := os.fstat(file.fileno()).st_size):
             raise ValueError(f"its {size:,} bytes expand to {content:,}, and files of torch are not compressed")
+
+
+def read_into(file: FileIO, offset: int, buffer: memoryview) -> None:
+    """Fill ``buffer`` from ``offset`` on, with one call if the system allows it. Raises EOFError if the file ends."""
+    while len(buffer):
+        if not (count := os.preadv(file.fileno(), [buffer], offset)):
+            raise EOFError(f"{file.name} ends at offset {offset}")
+        buffer, offset = buffer[count:], offset + count
 
 
 LARGEST = 1 << 30

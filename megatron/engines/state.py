@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -265,6 +266,17 @@ def _flat(
             end = min(part + master.numel() - offset, parameter.numel())
             if begin < end:
                 yield parameter, MasterWeight(master, offset + begin - part, begin, end - begin)
+
+
+def own_weights(parameter: Any) -> MasterWeight | None:
+    """This rank's part of a parameter that ZeRO 3 has partitioned; None of any other, or one that it gathers itself."""
+    if getattr(parameter, "ds_status", None) is not ZeroParamStatus.NOT_AVAILABLE:
+        return None
+    part = parameter.ds_tensor
+    if part.status is not PartitionedParamStatus.AVAILABLE or parameter.ds_secondary_tensor is not None:
+        return None
+    begin = part.ds_numel * dist.get_rank(parameter.ds_process_group)
+    return MasterWeight(part, 0, begin, max(min(part.ds_numel, parameter.ds_numel - begin), 0))
 
 
 _WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {

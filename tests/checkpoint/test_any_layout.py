@@ -1,12 +1,13 @@
 """A run resumed from a checkpoint of any layout has the losses of an uninterrupted run."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoint.conftest import FP8, SAVED, SETTINGS
 from support.layouts import layout
-from support.programs import Programs, read_metrics
+from support.programs import TINY_MODEL, Programs, read_metrics
 from support.training import RankTraining
 
 TP2_FP8 = f"tp2 sp {FP8}"
@@ -65,16 +66,54 @@ def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
     assert expected[0]["consumed_samples"] < samples < expected[-1]["consumed_samples"]
 
 
-def test_a_conversion_is_logged_once(resume, saved_on):
+def test_other_files_are_logged_once(resume, saved_on):
     place = saved_on("dp1") / "global_step3"
-    resume("dp1", "dp1", "--zero-stage", "1")
-    printed, _ = resume("dp1", "dp1", "--zero-stage", "2")
-    assert f"{place}: saved on TP 1, PP 1, DP 1, ZeRO 0, fp32, read from {place}_universal" in printed
+    printed, _ = resume("dp1", "dp1", "--zero-stage", "1")
+    assert printed.count(f"{place}: saved on TP 1, PP 1, DP 1, ZeRO 0, fp32; each rank reads its parts") == 1
     assert "random streams" not in printed, "the ranks are the same"
-    next((place).glob("*.pt")).touch()
     printed, _ = resume("dp1", "tp2 zero1")
-    assert f"{place}: converted from TP 1, PP 1, DP 1, ZeRO 0, fp32, cached in {place}_universal" in printed
     assert printed.count("random streams restart from --seed and the iteration") == 1
+
+
+@pytest.mark.parametrize(("source", "target"), [("tp2 pp2 zero1", "dp2 zero3"), ("dp2 zero3", "tp2 pp2 zero1")])
+def test_a_rank_reads_what_it_needs(run_ranks_once, programs: Programs, saved_on, source: str, target: str):
+    """From 4 ranks to 2, and from 2 to 4: weights of its stage and shard, and moments of its partition."""
+    processes, flags = layout(target)
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split(), "--load", str(saved_on(source))]
+    for read, needed in run_ranks_once(processes, bytes_of_loading, words):
+        assert 0.5 * needed < read < 1.05 * needed  # rows that pad the vocabulary are not read
+
+
+def bytes_of_loading(words: list[str]) -> tuple[int, int]:
+    """Bytes of tensors that this rank reads of a checkpoint, and those of its weights and its optimizer's moments."""
+    from megatron.checkpoint import stored
+    from megatron.checkpoint.load import load_checkpoint, select_checkpoint
+    from megatron.checkpoint.save import Checkpointer
+    from megatron.cli import parse_run
+    from megatron.engines.build import build_engine
+    from megatron.engines.state import master_weights
+    from megatron.training.learning_rates import annealing_lr
+    from megatron.training.preflight import check
+    from megatron.training.setup import initialized_ranks
+
+    read, counted = stored.read_into, []
+
+    def counting(file, offset: int, buffer: memoryview) -> None:
+        counted.append(len(buffer))
+        read(file, offset, buffer)
+
+    stored.read_into = counting
+    run = check(parse_run(words, os.environ))[0]
+    with initialized_ranks(run, []) as (layout, _):
+        engine = build_engine(run, layout, annealing_lr(run))
+        Checkpointer(engine, run, print)
+        load_checkpoint(engine, run, layout, select_checkpoint(run))
+        moments = sum(2 * master.length for master in master_weights(engine).values())
+        weights = sum(
+            parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else parameter.numel()
+            for parameter in engine.module.parameters()
+        )
+    return sum(counted), 4 * (weights + moments)
 
 
 def test_another_precision(resume, expected):

@@ -18,8 +18,8 @@ from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.tracker import newest, tag_at, write_description
-from megatron.checkpoint.universal import cached
 from megatron.common.errors import CheckpointError
+from megatron.tools.convert.universal import cached
 
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -132,16 +132,6 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
 }
 
 
-WEIGHT = "zero/3.attention.dense.weight"
-CONVERTED: list[tuple[str, Change, str]] = [
-    (f"{WEIGHT}/fp32.pt", put("param", lambda t: t.int()), "dense.weight.fp32 is int32"),
-    (f"{WEIGHT}/exp_avg.pt", put("param", lambda t: t[:-1].clone()), r"dense.weight.exp_avg is float32 \[31, 32\]"),
-    (f"{WEIGHT}/exp_avg_sq.pt", put("param", with_element(-1)), "dense.weight.exp_avg_sq is from -1 on"),
-    (f"{WEIGHT}/exp_avg.pt", drop("param"), "lacks a part"),
-]
-"""Changes of a checkpoint that has been converted already."""
-
-
 @pytest.mark.parametrize("saver", CASES)
 def test_content_that_does_not_fit_is_refused(
     saved_on, run_ranks_once, programs: Programs, tmp_path: Path, saver: str
@@ -150,19 +140,9 @@ def test_content_that_does_not_fit_is_refused(
     processes, flags = layout(saver)
     folders, files, texts = [], [], []
     for number, (name, change, text) in enumerate(CASES[saver]):
-        folders.append(
-            shutil.copytree(saved_on(saver), tmp_path / str(number), ignore=shutil.ignore_patterns("*_universal"))
-        )
+        folders.append(shutil.copytree(saved_on(saver), tmp_path / str(number)))
         files.append(sealed(folders[-1], name, change))
         texts.append(text)
-    if saver == "dp1":
-        for name, change, text in CONVERTED:
-            folders.append(shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / str(len(folders))))
-            files.append(cached(newest(folders[-1]))[0])
-            texts.append(text)
-            content = torch.load(files[-1] / name, weights_only=False)
-            change(content)
-            torch.save(content, files[-1] / name)
     folders.append(saved_on(saver))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split()]
     ranks = run_ranks_once(processes, messages_of_loading, words, [str(folder) for folder in folders])
@@ -198,7 +178,7 @@ def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
                 said.append(f"loaded {load_checkpoint(engine, to_load, layout, saved).iteration}")
             except CheckpointError as error:
                 said.append(str(error))
-                if "rng_state" not in str(error) and "_universal" not in str(error):
+                if "rng_state" not in str(error):
                     assert all(map(torch.equal, weights, engine.module.parameters())), error
     return said
 

@@ -9,11 +9,12 @@ import deepspeed
 import pytest
 import torch
 from support.programs import Programs
+from support.universal_folders import read_state
 
-from megatron.checkpoint import universal
 from megatron.checkpoint.tracker import newest, remove_unfinished
-from megatron.checkpoint.universal import cached, convert, read_state
 from megatron.common.errors import ResourceError
+from megatron.tools.convert import universal
+from megatron.tools.convert.universal import cached, convert
 
 MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -85,8 +86,7 @@ def deepspeed_reads(folder: str) -> None:
     """With an engine that has only the model from this project."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    from megatron.checkpoint.universal import read_state
+    from support.universal_folders import read_state
 
     config = {
         "train_batch_size": 1,
@@ -113,7 +113,7 @@ def test_patterns_for_deepspeed_match_each_parameter(program: str):
     """DeepSpeed's own conversion looks up how tensor parallelism divides a parameter by these patterns."""
     from support.command_lines import parse
 
-    from megatron.checkpoint.universal import parameter_patterns
+    from megatron.checkpoint.conversion_info import parameter_patterns
     from megatron.model.architectures import architecture_of
 
     model = replace(parse(program).model, vocab_size=92, padded_vocab_size=128)

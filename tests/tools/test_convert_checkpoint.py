@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from support.programs import Programs, read_metrics
 from support.refusals import refusal
+from support.universal_folders import read_state
 from support.whole_models import TOKENS, logits_and_weights
 from torch import Tensor
 
 from megatron.checkpoint.tracker import newest
-from megatron.checkpoint.universal import cached, read_state
+from megatron.tools.convert.universal import cached
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TOOL = "tools/convert_checkpoint.py"

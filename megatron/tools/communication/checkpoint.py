@@ -2,17 +2,24 @@
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron.checkpoint.files import MANIFEST, write_manifest
-from megatron.checkpoint.parameter_state import WEIGHT, State, is_flat, model_file, numbered_state, optimizer_file
-from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.parameter_state import (
+    WEIGHT,
+    SavedStates,
+    State,
+    is_flat,
+    model_file,
+    numbered_state,
+    optimizer_file,
+)
 from megatron.checkpoint.tensor_files import read_file
 from megatron.config import RunConfig
-from megatron.model.spec import ParameterSpec
 from megatron.tools.one_rank.accelerator import DEVICE
 
 
@@ -36,18 +43,17 @@ def gather(checkpoints: Sequence[Path], folder: Path, run: RunConfig, world_size
         write_manifest(manifest.parent, {})
 
 
-def full_parameters(saved: SavedRun, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, list[State]]]:
-    """Each parameter as one shard, without the files of ranks that were not run: a conversion reads them otherwise.
+def state_without_files(states: SavedStates, name: str, shape: Sequence[int], *_: int) -> State:
+    """In place of ``SavedStates.shard``: a checkpoint may lack the files of ranks that were not run.
 
-    Its state has what rank 0 keeps of the first one.
+    The state has what rank 0 keeps of its first parameter.
     """
-    kept: State = {}
+    saved, kept = states.saved, dict[str, Any]()
     if saved.has_optimizer:
         if saved.layout.has_optimizer_partitions:
-            state = read_file(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
+            state = read_file(optimizer_file(saved.path, saved.layout, 0, 0), mapped=True)["optimizer_state_dict"]
         else:
-            state = read_file(model_file(saved.path, saved.layout, 0))["optimizer"]
+            state = read_file(model_file(saved.path, saved.layout, 0), mapped=True)["optimizer"]
         kept = numbered_state(state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state, 0)
-    for name, spec in specs.items():
-        full = torch.zeros(spec.shape, device=DEVICE)
-        yield name, [{WEIGHT: full, **{key: full if is_flat(value) else value for key, value in kept.items()}}]
+    full = torch.zeros(tuple(shape), device=DEVICE)
+    return {WEIGHT: full, **{key: full if is_flat(value) else value for key, value in kept.items()}}

@@ -26,7 +26,7 @@ Prepare = Callable[[int], None]
 
 _IMPORTED_LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
-    "megatron.checkpoint.universal", "megatron.checkpoint.huggingface", "megatron.checkpoint.snapshot_recovery",
+    "megatron.checkpoint.resharding", "megatron.checkpoint.huggingface", "megatron.checkpoint.snapshot_recovery",
     "megatron.cli.settings_file", "megatron.tools.reporting.tracing", "megatron.training.setup",
     "torch.utils.serialization.config",
 )  # fmt: skip
@@ -46,8 +46,6 @@ class Job:
     prepare: Prepare | None = None
     nothing_counts: bool = False
     """See ``memoryless``."""
-    lacks_files: bool = False
-    """Whether the checkpoint that it loads lacks files, those of ranks that were not run."""
     signal_in: int | None = None
     """The iteration in which the rank receives SIGTERM."""
 
@@ -97,7 +95,7 @@ def _run(job: Job, rank: int) -> None:
         with (
             one_rank(job.world_size, rank),
             memoryless(nothing_counts=job.nothing_counts, computed=recorder.buffers.computed),
-            recording(recorder, lacks_files=job.lacks_files),
+            recording(recorder),
         ):
             if job.prepare is not None:
                 job.prepare(rank)

@@ -20,10 +20,11 @@ import typing_extensions
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.checkpoint import load, universal
+from megatron.checkpoint import load
+from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.save import Checkpointer
 from megatron.launch.progress import ProgressState
-from megatron.tools.communication.checkpoint import full_parameters
+from megatron.tools.communication.checkpoint import state_without_files
 from megatron.tools.communication.trace import TRANSFERS, Call, Issue, Trace, Wait
 from megatron.tools.one_rank.group import OneRankGroup, Operation
 from megatron.training.trainer import Trainer
@@ -221,11 +222,8 @@ class Recorder:
 
 
 @contextmanager
-def recording(recorder: Recorder, *, lacks_files: bool = False) -> Iterator[None]:
-    """While inside, the operations of ``one_rank`` are recorded, with the phase of the run that each is in.
-
-    ``lacks_files``: the checkpoint that is loaded has files of some ranks only.
-    """
+def recording(recorder: Recorder) -> Iterator[None]:
+    """While inside, the operations of ``one_rank`` are recorded, with the phase of the run that each is in."""
     enter, train, batch = ProgressState.enter, Trainer.train, dist.batch_isend_irecv
 
     def entered(progress: ProgressState, phase: str, iteration: int) -> None:
@@ -251,11 +249,10 @@ def recording(recorder: Recorder, *, lacks_files: bool = False) -> Iterator[None
             (dist, "batch_isend_irecv", batched),
             (dist.distributed_c10d, "batch_isend_irecv", batched),
             (OneRankGroup, "observer", recorder),
+            (SavedStates, "shard", state_without_files),
             (load, "check_identity", lambda *_: None),  # of files that stand for those of ranks that are not run
         ):
             stack.enter_context(patch.object(owner, name, value))
-        if lacks_files:
-            stack.enter_context(patch.object(universal, "_parameters", full_parameters))
         yield
         recorder.buffers.finish()
 

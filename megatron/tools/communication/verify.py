@@ -51,7 +51,6 @@ def verify(
     sampled = sorted(random.Random(seed).sample(others, min(sample, len(others))))
     expected: dict[int, Trace] = {}
     loaded = {start.loads for start in starts}
-    incomplete = set()
     for number, start in enumerate(starts):
         chosen = of_run if start.world_size == run.parallel.world_size else [0] * start.world_size
         stands_for = sorted(set(chosen))
@@ -59,7 +58,6 @@ def verify(
         compared = sampled if start is starts[0] else []
         ranks = chosen[-1:] if start.nothing_counts and len(stands_for) < len(chosen) else stands_for
         job = Job(program, start.words, start.world_size, folder / str(number), prepare, start.nothing_counts)
-        job = replace(job, lacks_files=start.loads in incomplete)
         job = replace(job, signal_in=2 * ITERATIONS - 1 if start.ends_by_signal else None)
         if start.loads:
             for rank in ranks:
@@ -76,7 +74,6 @@ def verify(
         if start.name in loaded:
             saved = [job.folder_of(rank) / "checkpoint" for rank in stands_for]
             gather(saved, folder / start.name, run, start.world_size)
-            incomplete |= {start.name} if len(stands_for) < len(chosen) else set()
         shutil.rmtree(job.folder)
 
 

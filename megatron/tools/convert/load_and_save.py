@@ -17,8 +17,9 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
-from megatron.checkpoint.parameter_state import rank_weights
+from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
+from megatron.checkpoint.schema import form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError
@@ -98,23 +99,20 @@ def run_metadata(model: WholeModel) -> dict[str, str]:
 
 
 def lazy_weights(saved: SavedRun) -> LazyTensors:
-    """The weights of a checkpoint without shards and padding, each read when it is asked for; of ZeRO 3 all shards are
-    in memory.
+    """The weights of a checkpoint without shards and padding, each read when it is asked for.
 
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
-    config = saved.whole_model_config()
-    shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
-    specs = architecture_of(config).named_parameters(config)
+    states, config = SavedStates(saved), saved.whole_model_config()
+    with form_errors(saved.path):
+        weights = {name: states.full_weight(name) for name in states.specs}
+    outlines = {name: weight.outline for name, weight in weights.items()}
 
-    def full(name: str, device: str | None = None) -> Tensor:
-        spec, parts = specs[name], [shard[name].to(device) for shard in shards]
-        weight = parts[0] if spec.shard_dim is None else torch.cat(parts, spec.shard_dim)
-        # The padding depends on the tensor-parallel size.
-        return weight[: spec.shape[0]].clone() if spec.is_vocabulary else weight
+    def read(name: str) -> Tensor:
+        with form_errors(saved.path):
+            return weights[name].read_all()
 
-    outlines = {name: full(name, "meta") for name in specs if all(name in shard for shard in shards)}
-    return in_order(LazyTensors(outlines, full), config, str(saved.path))
+    return in_order(LazyTensors(outlines, read), config, str(saved.path))
 
 
 def _universal_weights(path: Path) -> LazyTensors:

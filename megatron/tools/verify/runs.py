@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.parameter_state import WEIGHT, stage_states
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, in_memory
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.tracker import newest, tag_at, tag_name
 from megatron.common.environment import threads_per_rank
@@ -248,8 +248,11 @@ def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
     named = architecture_of(config).named_parameters(config)
     specs = {name: spec for name, spec in named.items() if is_trained(config, name)}
     states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
-    for states_of_stage in stage_states(saved):
-        for name, parts in states_of_stage.items():
+    found = SavedStates(saved)
+    ranks = range(saved.layout.model_parallel_size)
+    for stage in found.stages():
+        for name in {name for group in found.groups(stage) for name in group}:
+            parts = [in_memory(found.trained(name, stage, rank)) for rank in ranks]
             states[name] += _whole_copies(specs[name], parts)
     if missing := [name for name, copies in states.items() if not copies]:
         raise CheckpointError(f"{saved.path} has no state of {', '.join(missing)}")

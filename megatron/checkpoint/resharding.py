@@ -1,0 +1,142 @@
+"""Load weights and optimizer state into an engine of any layout. Each rank reads its own parts of them."""
+
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.checkpoint.collective_errors import on_all_ranks
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, model_file, optimizer_file
+from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.schema import Updates, check_numbers, check_state, check_steps, form_errors
+from megatron.checkpoint.stored import Shard
+from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.engines.state import (
+    MasterWeight,
+    master_weights,
+    moment_names,
+    optimizer_notified,
+    own_weights,
+    restore_loss_scale,
+    restore_progress,
+    set_step,
+)
+from megatron.parallel.expert import expert_group_of
+
+_WEIGHTS_ALONE = Updates()
+
+
+def load_resharded(
+    engine: DeepSpeedEngine,
+    saved: SavedRun,
+    tensor_group: ProcessGroup,
+    *,
+    optimizer: bool,
+    progress: bool,
+    only: Container[str] | None = None,
+) -> None:
+    """Load the weights of ``saved`` into ``engine``, with ``optimizer`` the moments, with ``progress`` the counters.
+
+    Its files have been verified. With ``only``, parameters of other names keep their values. Every rank calls it.
+    Raises as ``load_states``.
+    """
+    path, layout, updates = saved.path, saved.layout, _WEIGHTS_ALONE
+    with form_errors(path):
+        states = SavedStates(saved, verified=True)
+        shared = read_checked_file(model_file(path, layout, 0), mapped=True)
+        if optimizer:
+            has_state = shared["skipped_steps"] < shared["iteration"]
+            updates = Updates(moment_names(engine.basic_optimizer) if has_state else (), shared["iteration"])
+
+    def read(name: str, parameter: nn.Parameter) -> State:
+        shape, experts = getattr(parameter, "ds_shape", parameter.shape), expert_group_of(parameter)
+        first_expert = 0 if experts is None else experts.rank() * shape[0]
+        state = states.shard(name, shape, tensor_group.rank(), tensor_group.size(), first_expert)
+        return state if optimizer else {WEIGHT: state[WEIGHT]}
+
+    load_states(engine, read, path, only, updates)
+    with form_errors(path):
+        if optimizer:
+            has_files = layout.has_optimizer_partitions
+            file = read_checked_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
+            restore_loss_scale(engine, file["optimizer_state_dict" if has_files else "optimizer"])
+        if progress:
+            restore_progress(engine, shared)
+
+
+def load_states(
+    engine: DeepSpeedEngine,
+    read: Callable[[str, nn.Parameter], State],
+    source: Path,
+    only: Container[str] | None = None,
+    updates: Updates = _WEIGHTS_ALONE,
+) -> None:
+    """Load the state that ``read`` returns of each parameter, this tensor-parallel rank's shard, into ``engine``.
+
+    With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError, which names
+    ``source``, if a state is missing, or is not as its parameter and ``updates`` of those that are trained require.
+    """
+    parameters = [item for item in engine.module.named_parameters() if only is None or item[0] in only]
+
+    def outlines() -> dict[str, State]:
+        states, steps = {}, set[int | None]()
+        for name, parameter in parameters:
+            with form_errors(source):
+                states[name] = state = read(name, parameter)
+            needed = updates if parameter.requires_grad else _WEIGHTS_ALONE
+            outline = {
+                key: value.outline.float() if isinstance(value, Shard) else value for key, value in state.items()
+            }
+            steps.add(check_state(source, name, outline, getattr(parameter, "ds_shape", parameter.shape), needed))
+            check_steps(source, steps)
+        return states
+
+    checked: dict[str, State] = {}
+    on_all_ranks(lambda: checked.update(outlines()))  # before anything is copied
+    masters = master_weights(engine)
+    with optimizer_notified(engine), torch.no_grad():
+        for name, parameter in parameters:
+            _copy_state(engine, source, name, parameter, checked.pop(name), masters.get(parameter))
+
+
+def _copy_state(
+    engine: DeepSpeedEngine,
+    source: Path,
+    name: str,
+    parameter: nn.Parameter,
+    state: State,
+    master: MasterWeight | None,
+) -> None:
+    """Read this rank's parts of a parameter's state, and write them into the model and the optimizer."""
+
+    def part(key: str, begin: int, length: int) -> Tensor:
+        value = state[key]
+        with form_errors(source):
+            end = begin + length
+            found = value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]
+        check_numbers(source, f"{name}.{key}", found)
+        return found.float()
+
+    if (own := own_weights(parameter)) is not None:
+        weights, first = part(WEIGHT, own.begin, own.length), own.begin
+        own.tensor.view(-1)[: own.length].copy_(weights)
+    else:
+        weights, first = part(WEIGHT, 0, getattr(parameter, "ds_numel", parameter.numel())), 0
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(weights.view(parameter.shape))
+    if master is None:
+        return
+    tensor, start, begin, length = master
+    moments = engine.basic_optimizer.state[tensor]
+    for key, value in state.items():
+        if isinstance(value, Shard) or (isinstance(value, Tensor) and value.dim()):
+            is_weight = key == WEIGHT
+            target = tensor if is_weight else moments.setdefault(key, torch.zeros_like(tensor))
+            found = weights[begin - first :][:length] if is_weight else part(key, begin, length)
+            target.data.view(-1)[start : start + length].copy_(found)
+        else:
+            set_step(engine.basic_optimizer, tensor, float(value))

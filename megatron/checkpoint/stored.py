@@ -1,0 +1,181 @@
+"""Tensors in files of ``torch.save`` that are read in parts: a rank reads what it needs, and each part at once."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.tensor_files import read_checked_file, read_file
+from megatron.common.reading import read_into, regular
+from megatron.model.spec import ParameterSpec
+
+
+class StoredFile:
+    """A file by ``torch.save``. Its structure is read once; tensors are outlines in it, on the meta device.
+
+    One that is not ``verified`` is compared with the manifest then, as by ``read_file``, which see for errors.
+    """
+
+    def __init__(self, path: Path, *, verified: bool = False) -> None:
+        self.path, self._read = path, read_checked_file if verified else read_file
+
+    @cached_property
+    def content(self) -> Any:
+        """What was saved, with outlines in place of tensors."""
+        return self._read(self.path, outlines=True)
+
+    def find(self, keys: Sequence[Any]) -> Any:
+        """What is at a path of keys. Raises KeyError, IndexError or TypeError if there is nothing."""
+        value = self.content
+        for key in keys:
+            value = value[key]
+        return value
+
+    def entry(self, *keys: Any) -> Any:
+        """The same; of a tensor what ``Stored`` is, or of one without dimensions its number."""
+        if not isinstance(value := self.find(keys), Tensor):
+            return value
+        stored = Stored([Piece(self, keys, 0, value.numel())], value.shape)
+        return stored if value.dim() else stored.read_all()
+
+    def read_into(self, buffer: memoryview, pieces: Iterable["Piece"], dtype: torch.dtype) -> int:
+        """Read ``pieces`` of this file to the beginning of ``buffer``. Returns their bytes."""
+        done = 0
+        with open(self.path, "rb", buffering=0, opener=regular) as file:
+            for _, keys, begin, end in pieces:
+                tensor = self.find(keys)
+                if tensor.dtype != dtype or not tensor.is_contiguous() or end > tensor.numel():
+                    raise ValueError(f"{self.path}: {keys[-1]} is another tensor than those that continue it")
+                first = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
+                size = (end - begin) * dtype.itemsize
+                read_into(file, first + begin * dtype.itemsize, buffer[done : done + size])
+                done += size
+        return done
+
+
+class Piece(NamedTuple):
+    """Elements ``begin`` to ``end`` of the flattened tensor that is in ``file`` at a path of keys."""
+
+    file: StoredFile
+    keys: Sequence[Any]
+    begin: int
+    end: int
+
+
+class Stored:
+    """A tensor in pieces of one or several files."""
+
+    def __init__(self, pieces: Sequence[Piece], shape: Sequence[int]) -> None:
+        self.pieces, self.shape = pieces, tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+        return self.pieces[0].file.find(self.pieces[0].keys).dtype
+
+    def numel(self) -> int:
+        """Elements in all."""
+        return prod(self.shape)
+
+    def flat(self, begin: int, end: int) -> "Stored":
+        """Elements ``begin`` to ``end``, flattened."""
+        cut, at = [], 0
+        for piece in self.pieces:
+            length = piece.end - piece.begin
+            first, last = max(begin - at, 0), min(end - at, length)
+            if first < last:
+                cut.append(piece._replace(begin=piece.begin + first, end=piece.begin + last))
+            at += length
+        return Stored(cut, (end - begin,))
+
+    def columns(self, width: int, rows: range, begin: int, end: int) -> Tensor:
+        """Columns ``begin`` to ``end`` of some rows of ``width`` elements, [rows, columns]."""
+        if (begin, end) == (0, width):
+            found = self.flat(rows.start * width, rows.stop * width)
+        else:
+            found = joined([self.flat(row * width + begin, row * width + end) for row in rows])
+        return found.read_all().view(len(rows), end - begin)
+
+    def read_all(self) -> Tensor:
+        """The tensor, in memory. Raises OSError, or ValueError for pieces that do not fit together."""
+        buffer = np.empty(self.numel() * (itemsize := self.dtype.itemsize), np.uint8)
+        done = 0
+        for file, pieces in groupby(self.pieces, lambda piece: piece.file):
+            done += file.read_into(buffer.data[done:], pieces, self.dtype)
+        if done < len(buffer):
+            raise ValueError(f"{self.pieces[0].file.path}: {done // itemsize:,} of {self.numel():,} elements are there")
+        return torch.from_numpy(buffer).view(self.dtype).view(self.shape)
+
+
+def joined(parts: Sequence[Stored]) -> Stored:
+    """Tensors one after the other along their first dimension."""
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Stored([piece for part in parts for piece in part.pieces], shape)
+
+
+class Shard:
+    """A rank's shard of a tensor whose tensor-parallel shards of another layout are ``parts(rank)``, of ``count``.
+
+    Attributes:
+        shape: of the shard, which may have padding of the vocabulary, zeros.
+
+    Args:
+        rank: tensor-parallel rank, for which ``shape`` is.
+        first_expert: that of the rank's experts.
+    """
+
+    def __init__(
+        self,
+        parts: Callable[[int], Stored],
+        count: int,
+        spec: ParameterSpec,
+        shape: Sequence[int],
+        rank: int = 0,
+        first_expert: int = 0,
+    ) -> None:
+        self.shape, self._parts = tuple(shape), parts
+        # A matrix of rows, of which each has a part of the columns; a single row if the first dimension is divided.
+        dim, is_divided = spec.shard_dim or 0, spec.shard_dim is not None
+        found, inner = list(parts(0).shape), prod(spec.shape[dim + 1 :])
+        self._count = count if is_divided else 1
+        self._width, self._part_width, self._end = (one[dim] * inner for one in (shape, found, spec.shape))
+        self._column = rank * self._width if is_divided else first_expert * inner
+        self._row = first_expert * prod(spec.shape[1:dim]) if dim else 0
+        found[dim] *= self._count
+        if spec.is_vocabulary:
+            found[0] = min(found[0], spec.shape[0])
+        if tuple(found) != tuple(spec.shape):
+            raise ValueError(f"it has the shape {found}, and should have {list(spec.shape)}")
+
+    @property
+    def outline(self) -> Tensor:
+        """A tensor of its shape and type on the meta device, without data."""
+        return torch.empty(self.shape, dtype=self._parts(0).dtype, device="meta")
+
+    def read_all(self) -> Tensor:
+        """The whole shard."""
+        return self.read(0, prod(self.shape)).view(self.shape)
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Elements ``begin`` to ``end`` of the flattened shard."""
+        rows = range(begin // self._width, -(-end // self._width))
+        # Of a single row no more than is asked for.
+        skipped = begin - rows.start * self._width if len(rows) == 1 else 0
+        width = end - begin if len(rows) == 1 else self._width
+        first = self._column + skipped
+        found = torch.zeros(len(rows), width, dtype=self._parts(0).dtype)
+        for number in range(first // self._part_width, self._count):
+            at = number * self._part_width
+            low, high = max(first, at), min(first + width, at + self._part_width, self._end)
+            if low >= high:
+                break
+            moved = range(rows.start + self._row, rows.stop + self._row)
+            part = self._parts(number).columns(self._part_width, moved, low - at, high - at)
+            found[:, low - first : high - first] = part
+        return found.flatten()[begin - rows.start * self._width - skipped :][: end - begin]

@@ -1,0 +1,155 @@
+"""DeepSpeed's universal format: a checkpoint independent of the layout, with every full parameter in its own files.
+
+    FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": full fp32 tensor, "cat_dim": sharded dimension}
+    FOLDER/zero/NAME/step.pt                               updates so far
+    FOLDER/zero/optimizer_state.pt                         the optimizer's groups and loss scale
+    FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state common to all ranks
+    FOLDER/source.txt                                      a hash of the files it was made from; written last
+
+The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepSpeed itself reads such a folder
+("checkpoint": {"load_universal": true}); at 3 it does not pad the vocabulary again.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.parameter_state import (
+    SavedStates,
+    State,
+    in_memory,
+    model_file,
+    optimizer_file,
+)
+from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.schema import Updates, check_state, check_steps, form_errors
+from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.tracker import UNIVERSAL
+from megatron.common.errors import ResourceError, first_line
+from megatron.common.files import UNFINISHED, sync, sync_folder
+from megatron.common.reading import read_bytes
+from megatron.model.spec import ParameterSpec
+
+SHARED_FILE = "mp_rank_00_model_states.pt"
+OPTIMIZER_FILE = "zero/optimizer_state.pt"
+SOURCE_FILE = "source.txt"
+
+
+_SHARED = (
+    "iteration",
+    "consumed_samples",
+    "tokens",
+    "checkpoint_version",
+    "lr_scheduler",
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "dp_world_size",
+    "ds_version",
+    "universal_checkpoint_info",
+)
+"""Keys in DeepSpeed's file of a rank that have the same value on all ranks."""
+_OPTIMIZER = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "clip_grad",
+    "ds_version",
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+)
+
+
+def cached(saved: SavedRun) -> tuple[Path, bool]:
+    """The universal form of ``saved``, next to its tag, and whether it was converted just now.
+
+    One process calls it. Raises CheckpointError if ``saved`` is damaged, ResourceError without space or permission.
+    """
+    target = saved.folder / f"{saved.tag}{UNIVERSAL}"
+    try:
+        is_current = read_bytes(target / SOURCE_FILE).decode() == _source_hash(saved)
+    except (OSError, UnicodeDecodeError):
+        is_current = False
+    if not is_current:
+        convert(saved, target)
+    return target, not is_current
+
+
+def convert(saved: SavedRun, target: Path) -> None:
+    """Write the universal form of ``saved`` as ``target``, which appears or is replaced only when it is complete."""
+    try:
+        # If this is killed, the next save into the folder removes what is unfinished.
+        with tempfile.TemporaryDirectory(
+            suffix=UNFINISHED, prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+        ) as name:
+            temporary = Path(name)
+            _write(saved, temporary)
+            for path in temporary.rglob("*"):
+                sync_folder(path) if path.is_dir() else sync(path)
+            temporary.chmod(saved.path.stat().st_mode & 0o777)
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.rename(target)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # not of torch's writer, which raises this type if a disk is full
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ResourceError(
+            f"{target}: cannot be written ({reason}); {saved.path} has to be converted: "
+            "free disk space or grant write permission there, or copy the checkpoint elsewhere"
+        ) from error
+
+
+def _source_hash(saved: SavedRun) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(saved.path.iterdir()):
+        stat = file.stat()
+        digest.update(f"{file.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _write(saved: SavedRun, folder: Path) -> None:
+    source, states = _source_hash(saved), SavedStates(saved)
+    with form_errors(saved.path):
+        counted: set[int | None] = set()
+        for name, spec in states.specs.items():
+            state = in_memory(states.shard(name, spec.shape))
+            counted.add(check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration)))
+            check_steps(saved.path, counted)
+            _write_parameter(folder / "zero" / name, spec, state)
+        shared = read_file(model_file(saved.path, saved.layout, 0))
+        common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
+        torch.save(common, folder / SHARED_FILE)
+        if saved.has_optimizer:
+            torch.save(_optimizer(saved, shared, state.get("step")), folder / OPTIMIZER_FILE)
+    (folder / SOURCE_FILE).write_text(source)
+
+
+def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
+    folder.mkdir(parents=True)
+    remarks: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
+    remarks |= {"vocab_tensor": True} if spec.is_vocabulary else {}
+    for key, value in state.items():
+        is_tensor = isinstance(value, Tensor) and value.dim()
+        torch.save({"param": value, **remarks} if is_tensor else value, folder / f"{key}.pt")
+
+
+def _optimizer(saved: SavedRun, shared: dict[str, Any], step: Any) -> dict[str, Any]:
+    """Hyperparameters and loss scale, under the names that DeepSpeed looks for at each of its stages."""
+    if saved.layout.has_optimizer_partitions:
+        state = read_file(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
+    else:
+        state = shared["optimizer"]
+    base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
+    groups = [{**group, "params": []} for group in base["param_groups"]]
+    return {
+        **{key: state[key] for key in _OPTIMIZER if key in state},
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+    }
