@@ -1,4 +1,4 @@
-"""benchmarks/run.py measures, writes its figures, and reports mistakes."""
+"""benchmarks/run.py measures, writes its figures, and reports mistakes; ratios of known times are right."""
 
 import json
 import re
@@ -9,8 +9,12 @@ import pytest
 from support.programs import Programs
 
 from benchmarks import write_figures
+from benchmarks.comparing import Comparison, Quantity, Times, alternate
 from benchmarks.measures import planner
+from benchmarks.measures.shapes import Shape
 from benchmarks.run import MEASURES, main
+from benchmarks.tables import as_json, markdown, read_json, row
+from megatron.common.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,3 +59,93 @@ def test_every_measurement_has_its_place_in_the_documentation() -> None:
         assert f"<!-- /{name} -->" in text and f"| `{name}` |" in text, f"{name} is not explained"
     for name in MEASURES:
         assert (ROOT / "benchmarks" / "measures" / f"{name}.py").exists()
+
+
+TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, batch=1, vocabulary=128)
+
+
+def test_checkpoints_are_compared_and_leave_no_files(run_ranks_once, tmp_path: Path) -> None:
+    (peers,) = run_ranks_once(1, measure_checkpoints, str(tmp_path))
+    assert peers == {
+        "save": {"raw bytes and fsync", "safetensors and fsync", "torch.save and fsync"},
+        "load": {"safetensors", "torch.load"},
+        "--async-save": {"a synchronous save"},
+        "--snapshot-interval": {"a synchronous save"},
+    }
+    assert list(tmp_path.glob("tmp*")) == []
+
+
+def measure_checkpoints(folder: str) -> dict[str, set[str]]:
+    import tempfile
+
+    from benchmarks.measures import checkpoints
+
+    tempfile.tempdir, checkpoints.SHAPE = folder, TINY
+    peers: dict[str, set[str]] = {}
+    for result in checkpoints.measure(1):
+        peers.setdefault(result.what.partition(":")[0], set()).add(result.peer)
+        assert all(ratio > 0 for ratio in result.ratios)
+    return peers
+
+
+def test_generation_makes_the_same_text_in_every_way(run_ranks_once) -> None:
+    (found,) = run_ranks_once(1, measure_generation)
+    assert [peer for peer, _ in found] == ["transformers", "the suite with --recompute"]
+    assert all(ratio > 0 for _, ratio in found)
+
+
+def measure_generation() -> list[tuple[str, float]]:
+    from benchmarks.measures import generation
+
+    generation.SIZES = (generation.Size(layers=1, hidden=32, vocabulary=300, new=4, batches=(2,)),)
+    return [(result.peer, result.ratios[0]) for result in generation.measure(1)]
+
+
+FASTER = Comparison(
+    "step A: 6 layers", "bare torch", Times([1.0, 2.0, 4.0], [1.0, 1.0, 1.0]), Times([2.0, 2.0, 2.0], [3.0, 3.0, 3.0]),
+    1000, "tokens",
+)  # fmt: skip
+SOONER = Quantity("search: all", "import torch", [0.25, 0.75], [1.0, 1.0], "s")
+
+
+def test_variants_take_turns() -> None:
+    said: list[str] = []
+    times = alternate(
+        {name: lambda name=name: said.append(name) for name in "abc"}, 3, warm_up=1, settle=lambda: said.append("|")
+    )
+    assert "".join(said).replace("||", "|") == "|c|a|b|a|b|c|b|c|a|c|a|b|"
+    assert all(len(each.wall) == len(each.cpu) == 3 for each in times.values())
+
+
+def test_speeds_are_compared_round_by_round() -> None:
+    """The suite's 1, 2 and 4 s beside 2 s each: the median of the ratios, not the ratio of anything else."""
+    assert FASTER.ratios == [2.0, 1.0, 0.5]
+    r = row(FASTER)
+    assert (r.ratio, r.spread, r.by_cpu) == (1.0, "0.50 to 2.00", "3.00")
+    assert (r.ours, r.theirs) == ("500 tokens/s", "500 tokens/s")
+
+
+def test_a_table_has_a_line_for_each_result() -> None:
+    lines = markdown([row(FASTER), row(SOONER)]).splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert lines[3] == "| search: all | import torch | 500 ms | 1 s | **0.50** (0.25 to 0.75) |  |"
+
+
+def test_json_is_read_back_and_has_every_round(tmp_path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(as_json("x", 3, [FASTER, SOONER]))
+    name, measured_on, rows = read_json(file)
+    assert (name, rows) == ("x", [row(FASTER), row(SOONER)])
+    assert "3 rounds" in measured_on and "torch " in measured_on
+    assert json.loads(file.read_text())["rows"][0]["measured"]["ours"]["wall"] == [1.0, 2.0, 4.0]
+
+
+def test_figures_replace_their_marks_in_the_documentation() -> None:
+    page = "before\n<!-- planner -->\nold\n<!-- /planner -->\nbehind\n"
+    found = {"planner": ("a machine", [row(SOONER)])}
+    text = write_figures.with_figures(page, found)
+    assert text.startswith("before\n<!-- planner -->\nMeasured on: a machine.\n\n| workload |")
+    assert "old" not in text and text.endswith("|\n<!-- /planner -->\nbehind\n")
+    assert write_figures.with_figures(text, found) == text
+    with pytest.raises(ConfigError, match="no marks for engines: put <!-- engines -->"):
+        write_figures.with_figures(page, {"engines": ("a machine", [row(FASTER)])})

@@ -1,13 +1,19 @@
-"""Errors of the rendezvous: a port that is taken, ranks that never arrive."""
+"""The rendezvous: where rank 0 listens, a port that is taken, ranks that never arrive, and who leaves last."""
 
 import socket
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from support.bare_ranks import BareRanks
+from torch.distributed import TCPStore
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
+from megatron.launch import rank
+from megatron.launch.distributed import connect, leave_store
+from megatron.launch.environment import free_port, listen, prepare_environment
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SETTINGS = "--train-iters 1 --batch-size 2 --gas 4 --eval-iters 0".split()
@@ -63,3 +69,98 @@ def test_classic_initialization_without_a_process_group_is_an_error_at_once() ->
 
     with pytest.raises(LaunchError, match="this process has joined no process group; start with torchrun"):
         mpu.initialize_model_parallel(2)
+
+
+def place(address: str, *, ranks: int = 2, here: int = 2, **others: str) -> dict[str, str]:
+    """The environment of the first of so many ranks."""
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(here)}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    return {"DS_ACCELERATOR": "cpu", **sizes, **place, **others}
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        (place("127.0.0.1"), "127.0.0.1"),
+        (place("127.0.0.2"), "127.0.0.2"),
+        (place("127.0.0.1", here=1, MASTER_LISTEN="0.0.0.0"), "0.0.0.0"),
+        (place("198.51.100.1", here=1, MASTER_LISTEN="0.0.0.0"), "0.0.0.0"),
+    ],
+)
+def test_rank_0_listens_at_the_rendezvous_address(environ, address) -> None:
+    with listen(environ) as server:
+        assert server.getsockname() == (address, int(environ["MASTER_PORT"]))
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        (place("198.51.100.1"), "198.51.100.1, where rank 0 is to listen, is not an address of its host"),
+        (place("127.0.1.1", here=1), "127.0.1.1 is 127.0.1.1 on its own host, where ranks of other hosts do not reach"),
+        (place("no-such-host.invalid"), "no-such-host.invalid, where rank 0 is to listen, does not resolve"),
+        (place("a" * 64), f"{'a' * 64}, where rank 0 is to listen, does not resolve"),
+    ],
+)
+def test_an_invalid_address_is_refused_before_torch(environ, reason) -> None:
+    with pytest.raises(LaunchError, match=f"^{reason}"):
+        prepare_environment(environ)
+
+
+@pytest.mark.parametrize(("number", "agent"), [("1", "False"), ("0", "True")])
+def test_other_ranks_do_not_listen(number: str, agent: str) -> None:
+    """Nor does rank 0 under torchrun, whose agent listens."""
+    environ = place("198.51.100.1", RANK=number, TORCHELASTIC_USE_AGENT_STORE=agent)
+    prepare_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("here", "variables", "interface"), [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"), (1, {}, None)]
+)
+def test_ranks_of_one_host_communicate_over_loopback(here, variables, interface) -> None:
+    environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **variables)
+    prepare_environment(environ)
+    assert environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_rank_0_reports_errors_whatever_its_local_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    def main() -> None:
+        raise LaunchError("the port is in use")
+
+    for name, value in place("127.0.0.1", ranks=8, here=8, LOCAL_RANK="5").items():
+        monkeypatch.setenv(name, value)
+    assert rank._exit_code(main, *rank._place()) == 6
+    assert capsys.readouterr().err.endswith(": error: the port is in use\n")
+
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def environment(number: int, port: int) -> dict[str, str]:
+    return {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def stores(port: int) -> list[TCPStore]:
+    """The connections of three ranks; the first hosts the store."""
+    return [connect(environment(number, port), TIMEOUT) for number in range(3)]
+
+
+def test_the_host_waits_for_all_other_ranks() -> None:
+    port = free_port()
+    host, *others = stores(port)
+    leaving = Thread(target=leave_store, args=(host, environment(0, port), TIMEOUT), daemon=True)
+    leaving.start()
+    for number, store in enumerate(others, start=1):
+        store.get("exits/0")  # the host is leaving
+        leaving.join(0.2)
+        assert leaving.is_alive(), f"rank {number} has not left yet"
+        leave_store(store, environment(number, port), TIMEOUT)
+    leaving.join(TIMEOUT.total_seconds())
+    assert not leaving.is_alive()
+
+
+def test_the_wait_is_bounded_and_a_lost_host_is_no_error() -> None:
+    port = free_port()
+    host, other, _ = stores(port)
+    leave_store(host, environment(0, port), timedelta(milliseconds=10))
+    del host
+    leave_store(other, environment(1, port), TIMEOUT)

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.command_lines import parse
 from support.programs import Programs, read_metrics
 from support.refusals import refusal
 from support.universal_folders import read_state
 from support.whole_models import TOKENS, logits_and_weights
 from torch import Tensor
 
-from megatron.checkpoint.tracker import newest
+from megatron.checkpoint.files import MANIFEST, record_of, write_manifest
+from megatron.checkpoint.folder_lock import FolderLock
+from megatron.checkpoint.run_file import RUN_FILE, describe
+from megatron.checkpoint.tracker import LATEST, newest
 from megatron.tools.convert.universal import cached
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -192,3 +196,29 @@ def test_reshard_keeps_every_bit(programs: Programs, copy: Path, tmp_path: Path)
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[key])), (name, key)
     wrong = programs.warm(1, TOOL, "reshard", copy, "--model-parallel-size", "3")
     assert wrong.returncode == 2 and "--num-attention-heads 4 is not a multiple" in wrong.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a checkpoint, as far as it is read before its weights."""
+    tag = tmp_path / "ck" / "global_step6"
+    tag.mkdir(parents=True)
+    (tag / RUN_FILE).write_text(json.dumps(describe(parse(), 6)))
+    write_manifest(tag, {RUN_FILE: record_of(tag / RUN_FILE)})
+    (tag.parent / LATEST).write_text(tag.name)
+    return tag.parent
+
+
+@pytest.mark.parametrize("words", ["to-universal {}", "merge {} --output {}/model.safetensors"])
+def test_a_folder_in_use_is_refused(words: str, folder: Path, programs: Programs) -> None:
+    before = sorted(folder.rglob("*"))
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        command = [word.format(folder) for word in words.split()]
+        finished = programs.warm(1, "tools/convert_checkpoint.py", *command)
+    finally:
+        lock.release()
+    assert finished.returncode == 4 and "saves into this folder" in finished.output, finished
+    assert len(finished.output.splitlines()) == 1
+    assert sorted(folder.rglob("*")) == before and (folder / "global_step6" / MANIFEST).exists()

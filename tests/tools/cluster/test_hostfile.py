@@ -57,17 +57,6 @@ def test_every_malformed_line_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "-oProxyCommand=touch${IFS}marker", "a;touch${IFS}marker", "$(touch${IFS}marker)", "`touch${IFS}marker`",
-        "a|b", "%h", "a\x00", "a\nslots=1",
-    ],
-)  # fmt: skip
-def test_hosts_that_a_shell_or_ssh_would_interpret_are_refused(tmp_path: Path, name: str) -> None:
-    assert complaints(tmp_path, f"{name} slots=1")
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not UTF-8" in complaints(tmp_path, b"a slots=1\n\xff slots=1")[0]
     with pytest.raises(ConfigError, match="No such file"):

@@ -11,14 +11,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.command_lines import SMALL
 from support.local_hosts import LocalHosts
 from support.programs import Programs
+from support.refusals import ROOT, launched, refusal
 
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
 from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.launching import PDSH_FAN_OUT, chosen_hosts, launcher_arguments, read_launch
-from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command
+from megatron.tools.cluster.launching import (
+    PDSH_FAN_OUT,
+    check_arguments,
+    chosen_hosts,
+    launcher_arguments,
+    read_launch,
+)
+from megatron.tools.cluster.remote import ssh_command
 
 HOSTILE = [
     "a;touch marker", "a;touch${IFS}marker", "$(touch marker)", "$(touch${IFS}marker)", "`touch marker`",
@@ -85,22 +93,6 @@ def test_arguments_are_unchanged_on_one_host(hostfile: Path) -> None:
     command = launcher_arguments(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
     assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]
     assert "--include=host-a" in command
-
-
-@pytest.mark.parametrize("argument", HOSTILE)
-def test_quoted_arguments_survive_deepspeed_and_a_shell(tmp_path: Path, argument: str) -> None:
-    """DeepSpeed's part is its own, a shell's too; of pdsh, whose part is %, the next test has the real one."""
-    from deepspeed.launcher.multinode_runner import PDSHRunner
-
-    class Runner(PDSHRunner):
-        def __init__(self, words: list[str]):
-            self.args = type("Arguments", (), {"user_args": words})
-
-    (word,) = Runner([quote_for_pdsh(argument)]).parse_user_args()
-    output = subprocess.run(
-        ["sh", "-c", f"printf '[%s]' {word.replace('%%', '%')}"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert output.stdout == f"[{argument}]" and not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (apt-get install pdsh)")
@@ -219,3 +211,50 @@ def test_pdsh_does_not_start_a_part_of_the_hosts(hostfile: Path) -> None:
     assert "2048 hosts" in refusal and PDSH_FAN_OUT == PDSH_MAX_FAN_OUT
     read = ["--hostfile", str(hostfile), "--launcher", "openmpi", "x.py"]
     assert launcher_arguments(read_launch(read), {"DS_ACCELERATOR": "cpu"})
+
+
+PROGRAM = str(ROOT / "pretrain_gpt2.py")
+CPU = {"DS_ACCELERATOR": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "launcher, words, message",
+    [
+        ("--num_gpus 2", f"{PROGRAM} {SMALL} --wrong 1", "unknown flag --wrong: see --help"),
+        ("--num_gpus 3", f"{PROGRAM} {SMALL} --model-parallel-size 2", "3 processes cannot be split"),
+        ("", f"{PROGRAM} {SMALL} --model-parallel-size 3 --fp16", None),
+        ("--num_gpus 2", f"{PROGRAM} {SMALL} --wrong 1 --explain", None),
+        ("--hostfile hosts", f"{PROGRAM} {SMALL.replace('--lr 0.001', '--lr -1')}", "--lr -1 must be more than 0"),
+        ("--hostfile hosts", f"{PROGRAM} {SMALL} --config none.yaml", "--config none.yaml: No such file or directory"),
+        ("--hostfile hosts", f"{PROGRAM} {SMALL} --model-parallel-size 3 --fp16", None),
+        ("--num_gpus 2", f"{PROGRAM} {SMALL}", None),
+        ("--num_gpus 2", "own.py --wrong 1", None),
+    ],
+)
+def test_arguments_are_checked_where_they_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, words: str, message: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    launch = read_launch([*launcher.split(), *words.split()])
+    if message is None:
+        check_arguments(launch, CPU)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(launch, CPU)
+    assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
+
+
+def test_the_launcher_starts_nothing_and_imports_no_torch() -> None:
+    words = [sys.executable, "-X", "importtime", ROOT / "tools" / "launch.py", "--num_gpus", "2", PROGRAM]
+    ended = subprocess.run([*words, *SMALL.split(), "--wrong"], capture_output=True, text=True)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    assert (ended.returncode, lines) == (2, ["launch.py: error: unknown flag --wrong: see --help"])
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "megatron.tools.cluster.launching" in imported and not imported & {"torch", "deepspeed"}
+
+
+def test_one_line_for_all_ranks_before_torch(tmp_path: Path) -> None:
+    """``refusal`` fails if a rank imports torch."""
+    ended = [refusal(tmp_path, "--wrong", launched(rank, 2)) for rank in range(2)]
+    assert ended == [(2, ["unknown flag --wrong: see --help"]), (2, [])]
