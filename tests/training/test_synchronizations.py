@@ -10,7 +10,7 @@ from support.emulated_cuda import EmulatedCuda
 UNLOGGED, LOGGED = 2, 3
 """Iterations after the first, in which buffers are made and DeepSpeed records the order of layers."""
 MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
     f" --vocab-size 512 --batch-size 2 --gas 2 --train-iters {LOGGED + 1} --log-interval {LOGGED} --eval-iters 0"
     " --num-workers 0 --lr 1e-3"
 ).split()
@@ -55,7 +55,7 @@ RANKS = {
     "ZeRO 0": Rank("--pipe-parallel-size 1", 2, 1, {}),
     "ZeRO 1, fp16, documents": Rank("--zero-stage 1 --fp16 --reset-attention-mask", 2, 1, {}),
     "ZeRO 1, documents by varlen, recomputed": Rank(f"{VARLEN} --checkpoint-activations", 2, 1, {}),
-    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} --pipe-parallel-size 2", 4, 1, {DOCUMENTS: 2}),
+    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} --pipe-parallel-size 2 --num-layers 4", 4, 1, {DOCUMENTS: 2}),
     "ZeRO 1, documents in blocks": Rank(f"--zero-stage 1 --reset-attention-mask {LONG}", 2, 1, {}),
     "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
     "ZeRO 2, TP 2, sequence parallel, FP8": Rank(
@@ -64,13 +64,13 @@ RANKS = {
     "ZeRO 1, rowwise FP8, sums in fp32": Rank(f"--zero-stage 1 --grad-accum-dtype fp32 {FP8}", 2, 1, {}),
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
     "ZeRO 1, experts with a capacity": Rank(f"--zero-stage 1 {EXPERTS} {CAPACITY}", 2, 1, {}),
-    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 8}),
+    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 4}),
     "ZeRO 0, EP 2, all tokens gathered": Rank(f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather", 2, 1, {}),
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
     "PP 2, TP 2, last stage, sums in fp32": Rank(
-        "--grad-accum-dtype fp32 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
+        "--num-layers 4 --grad-accum-dtype fp32 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),
 }
 
