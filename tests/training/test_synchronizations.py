@@ -37,6 +37,7 @@ LONG = "--seq-length 256 --max-position-embeddings 256"
 VARLEN = f"--zero-stage 1 --reset-attention-mask --attention-dropout 0 {LONG}"
 EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-aux-loss-coeff 0.01"
 EP = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16"
+PP = "--pipe-parallel-size 2 --num-layers 4"
 CAPACITY = "--moe-expert-capacity-factor 1.5"
 ZERO_3 = {REDUCED_3: 2, NORM_MARK_3: 2, NORM_IS_VALID: 1, GATHERED_3: 1}
 
@@ -55,7 +56,7 @@ RANKS = {
     "ZeRO 0": Rank("--pipe-parallel-size 1", 2, 1, {}),
     "ZeRO 1, fp16, documents": Rank("--zero-stage 1 --fp16 --reset-attention-mask", 2, 1, {}),
     "ZeRO 1, documents by varlen, recomputed": Rank(f"{VARLEN} --checkpoint-activations", 2, 1, {}),
-    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} --pipe-parallel-size 2 --num-layers 4", 4, 1, {DOCUMENTS: 2}),
+    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {DOCUMENTS: 2}),
     "ZeRO 1, documents in blocks": Rank(f"--zero-stage 1 --reset-attention-mask {LONG}", 2, 1, {}),
     "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
     "ZeRO 2, TP 2, sequence parallel, FP8": Rank(
@@ -70,7 +71,7 @@ RANKS = {
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
     "PP 2, TP 2, last stage, sums in fp32": Rank(
-        "--num-layers 4 --grad-accum-dtype fp32 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
+        f"--grad-accum-dtype fp32 {PP} --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),
 }
 
