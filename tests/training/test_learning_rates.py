@@ -144,6 +144,16 @@ def test_every_group_steps_at_the_schedule():
     assert sched.get_last_lr() == [FLOOR, FLOOR]
 
 
+def test_a_group_may_have_a_multiple_of_the_rate():
+    optim = optimizer()
+    optim.param_groups[1]["lr_mult"] = 10
+    sched = scheduler(optim)
+    for _ in range(3):
+        optim.step()
+        sched.step()
+        assert optim.param_groups[1]["lr"] == 10 * optim.param_groups[0]["lr"] == 10 * sched.get_last_lr()[0] > 0
+
+
 def test_the_classic_order_of_arguments():
     optim = optimizer()
     sched = AnnealingLR(optim, PEAK, WARMUP, END, "cosine", 7, FLOOR, False, True)
