@@ -58,11 +58,6 @@ def test_half_precision_at_stage_0_is_stage_1(config_file, precision: str, engin
     assert parse("--zero-stage 0").zero.zero_stage == 0
 
 
-def test_gradients_accumulate_in_the_type_that_is_asked_for() -> None:
-    assert "data_types" not in parse("--bf16").ds_config
-    assert parse("--bf16 --grad-accum-dtype fp32").ds_config["data_types"] == {"grad_accum_dtype": "fp32"}
-
-
 def test_each_kind_of_offload_may_have_its_own_folder(config_file) -> None:
     folders = {"offload_optimizer": "/x", "offload_param": "/y"}
     tree = {name: {"device": "nvme", "nvme_path": folder} for name, folder in folders.items()}

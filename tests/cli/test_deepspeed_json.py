@@ -146,12 +146,6 @@ def test_the_flops_profiler_is_set_in_one_place(config_file_errors) -> None:
     assert printed == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
 
 
-def test_defaults_contradict_nothing(config_file) -> None:
-    words = config_file({"gradient_clipping": 3, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
-    run = parse(words)
-    assert (run.optim.clip_grad, run.zero.zero_stage, run.precision.dtype) == (3.0, 2, "bf16")
-
-
 def test_auto_is_left_to_the_flags(config_file) -> None:
     tree = {
         "train_batch_size": "auto",

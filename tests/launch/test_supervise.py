@@ -71,14 +71,6 @@ def test_a_watch_knows_that_a_signal_was_forwarded() -> None:
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
 
 
-def test_a_signal_is_forwarded_to_the_launcher(tmp_path: Path) -> None:
-    process = supervised("trap 'exit 75' USR1; touch $0; while true; do sleep 0.1; done", str(tmp_path / "ready"))
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None
-    process.send_signal(10)
-    assert process.wait() == 75
-
-
 def test_a_signal_is_forwarded_from_the_first_moment_on() -> None:
     process = supervised("trap 'exit 75' USR1; kill -USR1 $PPID; while true; do sleep 0.1; done")
     assert process.wait() == 75

@@ -134,11 +134,10 @@ def test_lost_hosts_are_no_crash_loop() -> None:
 
 
 def test_no_start_below_the_least_number_of_hosts() -> None:
-    with pytest.raises(
-        LaunchError, match="1 host can take part, fewer than --min-hosts 2: without a .*; without b"
-    ) as e:
+    message = "1 host can take part, fewer than --min-hosts 2: without a .*; without b"
+    with pytest.raises(LaunchError, match=message) as caught:
         elastic([LOST], ["", "5"], limits(2, 3, 9), ["", "ab"])
-    assert e.value.exit_code == 6
+    assert caught.value.exit_code == 6
 
 
 def test_a_host_in_every_failure_is_left_out(capsys) -> None:
@@ -294,14 +293,15 @@ def test_the_hosts_that_pdsh_is_connected_to() -> None:
     assert connections(launcher, ["a", "b"]) == {"b": ssh}
 
 
-def watch_of(folder: Path, **run) -> Watch:
-    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "awaited": set(), "failed_at": None}
-    lock = SimpleNamespace(check=lambda **_: None)
-    return Watch(SimpleNamespace(**parts, lock=lock, **run), Start([A], [], ""), folder)
+def watch_of(folder: Path, *hosts: Host, **run) -> Watch:
+    """The watch over a start on ``hosts``, by default on A, of a run that saves in ``folder``."""
+    parts = {"launch": SimpleNamespace(rejoin=False, ssh_port=None), "progress": lambda: "5", "save": folder}
+    parts |= {"awaited": set(), "failed_at": None, "lock": SimpleNamespace(check=lambda **_: None), "token": "t"}
+    return Watch(SimpleNamespace(**parts | run), Start([*(hosts or [A])], [], ""), folder)
 
 
 def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> None:
-    watch, launcher = watch_of(tmp_path, save=tmp_path, token="t"), SimpleNamespace(children=lambda recursive: [])
+    watch, launcher = watch_of(tmp_path), SimpleNamespace(children=lambda recursive: [])
     watch._came_back = frozenset("ab")
     assert not watch(launcher, True) and not watch.hosts_rejoin
     assert watch(launcher, False) and watch.hosts_rejoin
@@ -309,7 +309,7 @@ def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> N
 
 def test_hosts_that_the_health_check_refuses_rejoin_once(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(elastic_watch, "_REJOIN_SECONDS", 0.0)
-    watch = watch_of(tmp_path, save=tmp_path, token="t", look=list, choose=lambda _: Start([A, B], [], ""))
+    watch = watch_of(tmp_path, look=list, choose=lambda _: Start([A, B], [], ""))
     watch._await_hosts()
     watch._came_back_at = "4"
     assert watch._came_back == frozenset("ab") and watch(None, False)
@@ -409,10 +409,7 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
     clock, lines = [0.0], {"a": Ssh(), "b": Ssh()}
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: lines)
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), failed_at=None)
-    run.save, run.token = tmp_path, "t"
-    run.lock = SimpleNamespace(check=lambda **_: None)
-    watch = Watch(run, Start([A, B], [], ""), tmp_path)
+    watch = watch_of(tmp_path, A, B)
     for rank, code in codes.items():
         (tmp_path / f"rank {rank}").write_text(code)
     ended = []
@@ -427,10 +424,7 @@ def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
-    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), failed_at=None)
-    run.save, run.token = tmp_path, "t"
-    run.lock = SimpleNamespace(check=lambda **_: None)
-    watch = Watch(run, Start([A, B], [], ""), tmp_path)
+    watch = watch_of(tmp_path, A, B)
     ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
     assert ended == [False, False, False, True] and watch.gone == {"b"}
 
@@ -479,7 +473,7 @@ def test_a_rank_0_that_is_stopped_ends_the_start(tmp_path, monkeypatch) -> None:
     """No other rank may be there to find it: it no longer renews its lock. One that is not of this run says nothing."""
     renewals: list[str | None] = [None, "1", *["2"] * 61]
     monkeypatch.setattr(elastic_watch, "last_renewal", lambda folder, run: renewals.pop(0))
-    watch = watch_of(tmp_path, save=tmp_path, token="t")
+    watch = watch_of(tmp_path)
     assert [watch._is_stopped() for _ in range(63)] == [False] * 62 + [True]
 
 

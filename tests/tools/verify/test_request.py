@@ -41,18 +41,15 @@ def test_a_name_is_read(name: str, layout: Layout) -> None:
     [
         ("tp2-pp2", "sizes of TP, PP and DP are needed; write tpA-ppB-dpC"),
         ("tp1-pp0-dp1-ulysses0", "sizes of TP, PP and DP are needed"),
-        ("tp0-pp1-dp1", "sizes of TP, PP and DP are needed"),
         ("tp2-pp2-dp2-zero", "'zero' is not part of a layout's name"),
-        ("tp2-pp2-dp2-tp4", "'tp4' is not part of"),
         ("tp2-pp2-dp2-sp-sp", "'sp' is not part of"),
         ("tp2-pp2-dp2-zbv-interleaved2", "a pipeline has one schedule"),
         ("tp2-pp2-dp2-plain", "DeepSpeedEngine has no stages"),
     ],
 )
 def test_a_malformed_name_is_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         parse_layout(name)
-    assert message in str(caught.value)
 
 
 def request(words: str = "", iterations: int = 5, first: Layout | None = None) -> Request:
