@@ -85,14 +85,6 @@ SCHEDULES = {
         "F1a F2a F1b F2b F3a .   B1b     F4a B2b     F3b B1a     F4b B2a     .   B3b     .   B4b     B3a     B4a",
         ".   F1a F2a F1b B1b     F2b B2b     F3a B1a     F4a B2a     F3b B3b     F4b B4b     B3a     B4a     .",
     ],
-    "zbv": [
-        "F1a F2a F3a F1b I1b W1b F2b I2b W2b F4a I1a W1a F3b I3b W3b I2a W2a F4b I4b W4b I3a W3a I4a W4a .",
-        ".   F1a F1b F2a F2b I1b W1b F3a I1a W1a F3b I2b W2b F4a I2a W2a F4b I3b W3b I3a I4b I4a W3a W4b W4a",
-    ],
-    "dualpipev": [
-        "F1a F2a F3a F1b B1b     F2b F4a B2b     F3b B1a     B3b     F4b .   B2a     B4b     B3a     .   .   B4a",
-        ".   F1a F1b F2a F2b F3a B1b     F3b B1a     F4a B2b     F4b B2a     B3b     B3a     B4b     B4a     .",
-    ],
 }
 """Four micro-batches on two stages. B takes as long as I and W together, and each of the three parts equally long."""
 
