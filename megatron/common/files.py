@@ -53,13 +53,17 @@ def replace_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
     """A file to write, binary or UTF-8 ``text``, that replaces ``path`` when the block ends without an exception.
 
     It is on disk by then, and so is its name. Until then, and after an exception, ``path`` is what it was. If ``path``
-    is a symbolic link, the link is replaced, not its target.
+    is a symbolic link, the link is replaced, not its target. A device, such as /dev/null, is written to.
 
     Raises:
         OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
     kind: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
+    if path.is_char_device() and not path.is_symlink():
+        with open(path, **kind) as file:
+            yield file
+        return
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), **kind) as file:
             yield file

@@ -47,6 +47,16 @@ def test_new_files(tmp_path: Path, monkeypatch, restored_umask: None, umask: int
     assert modes(tmp_path) == {(False, mode), (True, mode | mode >> 2 & 0o111)}
 
 
+def test_a_device_is_written_to_and_not_replaced() -> None:
+    """As ``--json /dev/null`` of root would replace it: a terminal, in whose folder no file can be made."""
+    screen, terminal = os.openpty()
+    with replace_file(Path(os.ttyname(terminal)), text=True) as file:
+        file.write("shown")
+    assert os.read(screen, 100) == b"shown"
+    for end in (screen, terminal):
+        os.close(end)
+
+
 @pytest.mark.parametrize("text", ["000", "020", "722", "8", "rw-r--r--"])
 def test_a_setting_that_opens_files_to_writing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"^{UMASK}={text} must be 027 "):
