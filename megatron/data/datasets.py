@@ -1,6 +1,7 @@
 """The data sets of a run: the samples of each split, from one data set or a blend of several."""
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,12 +178,16 @@ def _blended(
         def fits(arrays: Mapping[str, np.ndarray]) -> bool:
             return np.array_equal(arrays["places"], window.places(arrays["sources"]))
 
-        recipe = Recipe(forms, 6 * window.length, window.build, fits)
+        recipe = Recipe(forms, 6 * window.length, lambda _: window.build(), fits)
         return cached(folder, f"blend_{window.length}ns_{digest((window.shares, sum(window.taken)))}", recipe)
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)
+    # Each process begins somewhere else, so that all of them together build what is not there yet.
+    first = secrets.randbelow(len(sources))
+    numbers = [*range(first, len(sources)), *range(first)]
     # A data set has its share of the samples, plus less than one.
-    parts = [of_source(source, math.ceil(source.share * samples)) for source in sources]
+    opened = {number: of_source(sources[number], math.ceil(sources[number].share * samples)) for number in numbers}
+    parts = [opened[number] for number in range(len(sources))]
     return BlendedDataset(parts, order, samples)
 
 

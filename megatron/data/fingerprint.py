@@ -5,15 +5,19 @@ Hashes do not depend on the paths and dates of files.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.config.data import chat_template_file
 from megatron.config.tokenizer_files import PUBLISHED
+from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached
+from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
 
 BLOCK = 1 << 16
@@ -22,14 +26,27 @@ BLOCKS = 64
 """Blocks read of a large token file."""
 
 
-def data_hash(prefix: str) -> str:
+def data_hash(prefix: str, cache: Path | None = None) -> str:
     """SHA-256 over the size of PREFIX.bin, all of PREFIX.idx, and 64 blocks of 64 KiB of PREFIX.bin.
 
     The blocks are evenly spaced, including the first and the last bytes; up to 4 MiB they are the
-    whole file. In a longer one, tokens changed in place between two blocks are not detected.
+    whole file. In a longer one, tokens changed in place between two blocks are not detected. That of a large index is
+    kept in the folder ``cache``, for files of these sizes and times.
     """
-    digest = hashlib.sha256()
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    if cache is None or index.stat().st_size < CHECKED_ONCE:
+        return _data_hash(tokens, index)
+    stats = [(stat.st_size, stat.st_mtime_ns) for stat in (tokens.stat(), index.stat())]
+    recipe = Recipe(
+        {"hash": Form(np.uint8, (32,), 256)},
+        32,
+        lambda _: {"hash": np.frombuffer(bytes.fromhex(_data_hash(tokens, index)), np.uint8)},
+    )
+    return cached(cache, f"{index.stem}_{hash_of(stats)}", recipe)["hash"].tobytes().hex()
+
+
+def _data_hash(tokens: Path, index: Path) -> str:
+    digest = hashlib.sha256()
     digest.update(f"{tokens.stat().st_size}\n".encode())
     for path, offsets in ((index, range(0, index.stat().st_size, BLOCK)), (tokens, _sampled(tokens))):
         with open(path, "rb", opener=regular) as file:
@@ -39,11 +56,11 @@ def data_hash(prefix: str) -> str:
     return digest.hexdigest()
 
 
-def blend_hash(contents: Sequence[Sequence[str]]) -> str:
+def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path | None] = lambda prefix: None) -> str:
     """A hash of the blends of a run, given the prefixes of each. For a single data set it is ``data_hash``."""
+    hashes = [[data_hash(prefix, cache_of(prefix)) for prefix in prefixes] for prefixes in contents]
     if len(contents) == 1 and len(contents[0]) == 1:
-        return data_hash(contents[0][0])
-    hashes = [[data_hash(prefix) for prefix in prefixes] for prefixes in contents]
+        return hashes[0][0]
     return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 

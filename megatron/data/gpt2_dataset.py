@@ -15,7 +15,7 @@ They are built for an epoch at a time, so that neither memory nor the time to st
 In the maps of an epoch, samples and positions count from its beginning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -25,8 +25,8 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.indexed_dataset import Span, unknown_token
-from megatron.data.map_cache import ROWS, Arrays, Form, Recipe, cache_folder, cached_epoch, digest
+from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token
+from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest
 from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 
@@ -44,13 +44,13 @@ class SampleStream:
     """The endless stream of samples of some documents.
 
     Attributes:
-        lengths: tokens of each document, int64 [documents].
+        lengths: tokens of each document, int64 [documents]; an array, or what computes parts of one.
         seq_length: tokens of a sample, less one.
         seed: seed of both orders.
         salt: distinguishes streams that share a seed.
     """
 
-    lengths: np.ndarray
+    lengths: "np.ndarray | DocumentLengths"
     seq_length: int
     seed: int
     salt: int = 0
@@ -83,54 +83,51 @@ class SampleStream:
 
     def _fits(self, epoch: int, arrays: Arrays) -> bool:
         """Whether each sample starts ``seq_length`` tokens after the one before, within its document."""
-        ends = np.cumsum(self.lengths[arrays["documents"]], dtype=np.int64)
-        begins = ends - self.lengths[arrays["documents"]]
-        samples, offset = arrays["samples"], self.first_sample(epoch) * self.seq_length - epoch * self.tokens
-        for begin in range(0, len(samples), ROWS):
-            positions, offsets = samples[begin : begin + ROWS].T
-            tokens = offset + self.seq_length * np.arange(begin, begin + len(positions), dtype=np.int64)
-            if not np.array_equal(begins[positions] + offsets, tokens) or (tokens >= ends[positions]).any():
-                return False
-        return True
+        samples, starts = arrays["samples"], self._sample_starts(epoch, arrays["documents"])
+        return all(np.array_equal(samples[first : first + len(rows)], rows) for first, rows in starts)
 
-    def build(self, epoch: int) -> Arrays:
-        """Compute the maps of ``epoch``, in which a sample starts."""
-        first, end = self.first_sample(epoch), self.first_sample(epoch + 1)
+    def build(self, epoch: int, make: Make | None = None) -> Arrays:
+        """Compute the maps of ``epoch``, in which a sample starts, in arrays by ``make`` or in memory."""
+        forms = self.recipe(epoch).forms
+        make = make or (lambda key: np.empty(forms[key].shape, forms[key].dtype))
+        arrays = {key: make(key) for key in forms}
         # Up to the last token of the last sample, which is in a later epoch.
-        orders = [self._order(later, 0, len(self.lengths)) for later in range(epoch, self.epoch_of(end) + 1)]
-        documents = np.concatenate(orders)
-        offset = first * self.seq_length - epoch * self.tokens
-        return {
-            "documents": documents.astype(_fitting(len(self.lengths), np.int32)),
-            "samples": sample_starts(self.lengths[documents], end - first, self.seq_length, offset),
-            "shuffle": self._order(epoch, 1, end - first).astype(_fitting(end - first, np.uint32)),
-        }
+        for number, order in enumerate(arrays["documents"].reshape(-1, len(self.lengths))):
+            self._shuffle(epoch + number, 0, order)
+        for first, rows in self._sample_starts(epoch, arrays["documents"]):
+            arrays["samples"][first : first + len(rows)] = rows
+        self._shuffle(epoch, 1, arrays["shuffle"])
+        return arrays
 
-    def _order(self, epoch: int, purpose: int, count: int) -> np.ndarray:
-        """An order of ``count`` things, from a generator of its own for every epoch and purpose.
+    def _shuffle(self, epoch: int, purpose: int, order: np.ndarray) -> None:
+        """Fill ``order`` with its positions, shuffled by a generator of its own for every epoch and purpose.
 
         ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must continue in
         the same order, which the newer ``Generator`` does not promise.
         """
         seed_words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF]
-        return np.random.RandomState([*seed_words, self.salt, epoch, purpose]).permutation(count)
+        for begin in range(0, len(order), ROWS):
+            order[begin : begin + ROWS] = np.arange(begin, min(begin + ROWS, len(order)))
+        np.random.RandomState([*seed_words, self.salt, epoch, purpose]).shuffle(order)  # as its permutation(count)
 
-
-def sample_starts(lengths: np.ndarray, samples: int, seq_length: int, offset: int = 0) -> np.ndarray:
-    """Where samples 0 to ``samples`` start in documents of these ``lengths``: [samples + 1, 2], see ``samples`` above.
-
-    Sample 0 starts at token ``offset``. Rows are int32 if that holds them, else int64.
-    """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    # The document of a sample is the number of documents that end at its start or before. Counting them takes an
-    # eighth of the time of a search for each sample.
-    first_after = np.maximum(-((offset - ends) // seq_length), 0)
-    positions = np.cumsum(np.bincount(first_after, minlength=samples + 1)[: samples + 1])
-    widest = max(len(lengths), int(lengths.max()))
-    table = np.empty((samples + 1, 2), _fitting(widest, np.int32))
-    table[:, 0] = positions
-    table[:, 1] = np.arange(samples + 1, dtype=np.int64) * seq_length + offset - (ends - lengths)[positions]
-    return table
+    def _sample_starts(self, epoch: int, documents: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Where the samples of ``epoch`` start, int64 [n, 2], see ``samples`` above; and the number of the first."""
+        first = self.first_sample(epoch)
+        last = self.first_sample(epoch + 1) - first
+        offset, base, sample = first * self.seq_length - epoch * self.tokens, 0, 0
+        for begin in range(0, len(documents), ROWS):
+            lengths = self.lengths[documents[begin : begin + ROWS]]
+            ends = base + np.cumsum(lengths, dtype=np.int64)
+            base = int(ends[-1])
+            stop = min(max(-((offset - base) // self.seq_length), sample), last + 1)
+            # The document of a sample is the number of documents that end at its start or before. Counting them takes
+            # an eighth of the time of a search for each sample.
+            after = np.clip(-((offset - ends) // self.seq_length), sample, stop) - sample
+            positions = np.cumsum(np.bincount(after, minlength=stop - sample)[: stop - sample])
+            tokens = np.arange(sample, stop, dtype=np.int64) * self.seq_length + offset
+            yield sample, np.stack([begin + positions, tokens - (ends - lengths)[positions]], axis=1)
+            if (sample := stop) > last:
+                return
 
 
 def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:
@@ -150,14 +147,14 @@ class GPT2Dataset(SourceSamples):
         self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
         indexed, documents = source.indexed, source.documents
-        self._starts = indexed.document_starts[documents.start : documents.stop + 1]
-        self.stream = stream = SampleStream(np.diff(self._starts), data.seq_length, seed, SPLITS.index(name))
+        lengths = DocumentLengths(indexed, documents)
+        self.stream = stream = SampleStream(lengths, data.seq_length, seed, SPLITS.index(name))
         super().__init__(source, stream.first_sample(stream.epoch_of(samples - 1) + 1))
         self._vocab_size = vocab_size
         origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length))
         folder, prefix = cache_folder(data, indexed.prefix), Path(indexed.prefix).name
 
-        @lru_cache(maxsize=2)
+        @lru_cache(maxsize=1)  # samples are read in order; each map is one of few that a process may have
         def maps(epoch: int) -> IndexMaps:
             cache_name = f"{prefix}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch{epoch}"
             return IndexMaps(**cached_epoch(folder, cache_name, stream.recipe(epoch), epoch))
@@ -169,8 +166,7 @@ class GPT2Dataset(SourceSamples):
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
         """An error message for a source that does not hold a single sample of the split ``name``, else None."""
         _, indexed, documents = source
-        starts = indexed.document_starts
-        tokens = int(starts[documents.stop] - starts[documents.start])
+        tokens = indexed.document_start(documents.stop) - indexed.document_start(documents.start)
         if tokens > data.seq_length:
             return None
         which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
@@ -181,9 +177,9 @@ class GPT2Dataset(SourceSamples):
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         """Tokens of some samples, int64 [n, seq_length + 1]."""
-        span, begin_of = self.indexed.span, self._starts.item
+        span, begin_of, before = self.indexed.span, self.indexed.document_start, self.documents.start
         parts = [
-            span(begin_of(document) + start, stop - start)
+            span(begin_of(before + document) + start, stop - start)
             for index in indices
             for document, start, stop in self._parts(index)
         ]
@@ -200,13 +196,13 @@ class GPT2Dataset(SourceSamples):
     def _parts(self, index: int) -> list[tuple[int, int, int]]:
         """Document, counted from the first in use, start and stop of each part of the ``index``-th sample."""
         epoch = self.stream.epoch_of(index)
-        maps, begin_of = self.maps(epoch), self._starts.item
+        maps, begin_of, before = self.maps(epoch), self.indexed.document_start, self.documents.start
         sample = maps.shuffle.item(index - self.stream.first_sample(epoch))
         (first, begin), (last, end) = maps.samples[sample : sample + 2].tolist()
         parts = []
         for position in range(first, last):
             document = maps.documents.item(position)
-            parts.append((document, begin, begin_of(document + 1) - begin_of(document)))
+            parts.append((document, begin, begin_of(before + document + 1) - begin_of(before + document)))
             begin = 0
         # The last token of a sample is the first of the next one.
         parts.append((maps.documents.item(last), begin, end + 1))

@@ -22,6 +22,7 @@ import hashlib
 import os
 import shutil
 import struct
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +31,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.reading import regular
+from megatron.data.map_cache import CHECKED_ONCE, ROWS, Form, Make, Recipe, cached, digest
 
 if TYPE_CHECKING:
     from megatron.data.indexed_dataset_builder import SequenceBuilder
@@ -66,7 +68,7 @@ class IndexedDataset:
         DataError: a file is missing, unreadable, of another format, damaged or truncated.
     """
 
-    def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
+    def __init__(self, prefix: str | Path, *, warmup: bool = False, cache: Path | None = None) -> None:
         self.prefix = str(prefix)
         self.bin_path = Path(f"{self.prefix}.bin")
         self.idx_path = Path(f"{self.prefix}.idx")
@@ -78,8 +80,7 @@ class IndexedDataset:
             read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
             index, self.modes = read(self.idx_path, header, self._idx_stat.st_size)
             self.dtype, self.sizes, self.pointers, self.doc_idx = index
-            _check_index(self.idx_path, self.dtype, self.sizes, self.pointers, self.doc_idx)
-            self.num_tokens = int(self.sizes.sum(dtype=np.int64))
+            self.num_tokens, self.longest_document = self._checked(cache)
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
             if warmup:  # the page cache holds what was read once
                 with open(self.bin_path, "rb", buffering=0) as file, open(os.devnull, "wb") as nowhere:
@@ -111,6 +112,38 @@ class IndexedDataset:
     def sequence_start(self, index: int) -> int:
         """Where sequence ``index`` begins in the tokens of the whole data set."""
         return int(self.pointers[index]) // self.dtype.itemsize
+
+    def _checked(self, cache: Path | None) -> tuple[int, int]:
+        """Tokens in all and of the longest document of an index that is right, or was when they were put in a cache."""
+
+        def check(_: Make) -> Mapping[str, np.ndarray]:
+            parts = (self.sizes, self.pointers, self.doc_idx)
+            return {"index": np.array(_check_index(self.idx_path, self.dtype, *parts), np.int64)}
+
+        if cache is None or self._idx_stat.st_size < CHECKED_ONCE:
+            return tuple(check(np.empty)["index"].tolist())
+        name = f"{Path(self.prefix).name}_{digest(self.content_hash())}"
+        found = cached(cache, name, Recipe({"index": Form(np.int64, (2,), 1 << 62)}, 16, check))
+        return tuple(found["index"].tolist())
+
+    def document_start(self, document: int) -> int:
+        """Where a document begins in the tokens of the whole data set; of the number of documents, where all end."""
+        sequence = self.doc_idx.item(document)
+        return self.sequence_start(sequence) if sequence < len(self.sizes) else self.num_tokens
+
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """Tokens of some documents, int64 [n]."""
+        first, end = self.doc_idx[documents], self.doc_idx[documents + 1]
+        if self.num_documents == len(self.sizes) and np.array_equal(end - first, np.ones_like(first)):
+            return self.sizes[first].astype(np.int64)
+        begin, stop = (self._sequence_starts(bounds) for bounds in (first, end))
+        return stop - begin
+
+    def _sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
+        starts = np.full(len(sequences), self.num_tokens, np.int64)
+        inside = sequences < len(self.sizes)
+        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
 
     @cached_property
     def document_starts(self) -> np.ndarray:
@@ -150,6 +183,27 @@ def check_tokens(indexed: IndexedDataset, tokens: np.ndarray, place: str, vocab_
     return tokens
 
 
+class DocumentLengths:
+    """Tokens of each of some documents, int64 [documents], of which parts are computed when they are asked for."""
+
+    def __init__(self, indexed: IndexedDataset, documents: range) -> None:
+        self._indexed, self._documents = indexed, documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
+        return self._indexed.lengths_of(numbers.astype(np.int64) + self._documents.start)
+
+    def sum(self) -> int:
+        start = self._indexed.document_start
+        return start(self._documents.stop) - start(self._documents.start)
+
+    def max(self) -> int:
+        """Tokens of the longest document of the data set, perhaps another one: a bound."""
+        return self._indexed.longest_document
+
+
 class Span(NamedTuple):
     """A part of a document."""
 
@@ -162,7 +216,7 @@ class Span(NamedTuple):
 
     def tokens(self) -> np.ndarray:
         """The tokens as they are stored, without a copy."""
-        begin = int(self.indexed.document_starts[self.document]) + self.start
+        begin = self.indexed.document_start(self.document) + self.start
         return self.indexed.span(begin, self.stop - self.start)
 
     def sequences(self) -> range:
@@ -243,14 +297,34 @@ def _read_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, np.n
     return (DTYPES[code], sizes, pointers, ends), modes
 
 
-def _check_index(path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray) -> None:
-    """DataError if entries of the index contradict one another: sequences are contiguous, and so are documents."""
-    lengths = np.multiply(sizes, dtype.itemsize, dtype=np.int64)
-    has_sequences = not (sizes < 0).any() and np.array_equal(np.diff(pointers), lengths[:-1]) and not pointers[:1].any()
-    has_documents = len(doc_idx) > 0 and doc_idx[0] == 0 and doc_idx[-1] == len(sizes) and (np.diff(doc_idx) >= 0).all()
-    if not (has_sequences and has_documents):
-        what = "documents" if has_sequences else "sequences"
+def _check_index(
+    path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray
+) -> tuple[int, int]:
+    """Tokens in all, and of the longest document, in bounded memory.
+
+    Raises DataError if entries of the index contradict one another: sequences are contiguous, and so are documents.
+    """
+    tokens, longest, what = 0, 0, ""
+    for begin in range(0, len(sizes), ROWS):
+        part = sizes[begin : begin + ROWS]
+        ends = tokens + np.cumsum(part, dtype=np.int64)
+        if (part < 0).any() or not np.array_equal(pointers[begin : begin + ROWS], (ends - part) * dtype.itemsize):
+            what = "sequences"
+            break
+        tokens = int(ends[-1])
+    if not what and not (len(doc_idx) and doc_idx[0] == 0 and doc_idx[-1] == len(sizes)):
+        what = "documents"
+    for begin in range(0, 0 if what else len(doc_idx) - 1, ROWS):
+        bounds = doc_idx[begin : begin + ROWS + 1]
+        if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > len(sizes):
+            what = "documents"
+            break
+        starts = np.full(len(bounds), tokens, np.int64)
+        starts[bounds < len(sizes)] = pointers[bounds[bounds < len(sizes)]] // dtype.itemsize
+        longest = max(longest, int(np.diff(starts).max()))
+    if what:
         raise DataError(f"{path} is damaged: the bounds of its {what} contradict one another; copy it again")
+    return tokens, longest
 
 
 def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> None:

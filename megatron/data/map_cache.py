@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +14,8 @@ import numpy as np
 from filelock import FileLock
 
 from megatron.common.errors import ResourceError
-from megatron.common.files import replace_file
-from megatron.common.reading import check_regular
+from megatron.common.files import UNFINISHED, replace_file, sync
+from megatron.common.reading import check_regular, read_json
 from megatron.config import DataConfig
 
 Arrays = Mapping[str, np.ndarray]
@@ -21,6 +23,10 @@ Arrays = Mapping[str, np.ndarray]
 
 LARGE = 1 << 24
 """Bytes of the arrays of an epoch, from which on they are stored. It takes less than a second to build smaller ones."""
+CHECKED_ONCE = 1 << 20
+"""Bytes of arrays, or of an index, from which on it is recorded that they were checked; others always are."""
+Make = Callable[[str], np.ndarray]
+"""Returns a new array of the ``Form`` of this name, whose content is arbitrary."""
 
 
 class Form(NamedTuple):
@@ -42,7 +48,8 @@ class Recipe(NamedTuple):
     """Of the arrays by name, which ends the names of their files."""
     nbytes: int
     """Their size, at least."""
-    build: Callable[[], Arrays]
+    build: Callable[[Make], Arrays]
+    """Returns the arrays, some of which it may have from ``Make``, which are in files then, not in memory."""
     fits: Callable[[Arrays], bool] = lambda arrays: True
     """Whether stored arrays of these forms fit together."""
 
@@ -65,13 +72,65 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
         with contextlib.suppress(OSError, ValueError):
             return _load(folder, name, recipe)
         _check_disk(folder, recipe.nbytes)
-        arrays = recipe.build()
-        with contextlib.suppress(OSError, ValueError):
-            for key, array in arrays.items():
-                with replace_file(folder / f"{name}_{key}.npy") as file:
-                    np.save(file, array, allow_pickle=False)
-            return _load(folder, name, recipe)
+        with _new_files(folder, name, recipe) as (make, store):
+            arrays = recipe.build(make)
+            with contextlib.suppress(OSError, ValueError):
+                store(arrays)
+                return _load(folder, name, recipe)
     return arrays
+
+
+@contextlib.contextmanager
+def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, Callable[[Arrays], None]]]:
+    """What makes arrays in unfinished files, and what stores them. Without a folder to write they are in memory."""
+    unfinished: dict[str, Path] = {}
+
+    def make(key: str) -> np.ndarray:
+        form, path = recipe.forms[key], folder / f".{name}_{key}.{os.urandom(4).hex()}{UNFINISHED}"
+        with contextlib.suppress(OSError):
+            array = np.lib.format.open_memmap(path, "w+", form.dtype, form.shape)
+            unfinished[key] = path
+            with open(path, "r+b") as file:  # a full disk is an error here, and a signal later
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            return np.asarray(array)
+        return np.empty(form.shape, form.dtype)
+
+    def store(arrays: Arrays) -> None:
+        for key, array in arrays.items():
+            path = folder / f"{name}_{key}.npy"
+            if key in unfinished:
+                sync(unfinished[key])
+                os.replace(unfinished[key], path)
+            else:
+                with replace_file(path) as file:
+                    np.save(file, array, allow_pickle=False)
+        _record(folder, name, recipe)
+
+    try:
+        yield make, store
+    finally:
+        for path in unfinished.values():
+            path.unlink(missing_ok=True)
+
+
+def _identities(folder: Path, name: str, recipe: Recipe) -> dict[str, list[int]]:
+    """Sizes and times of the files of arrays. Raises OSError if one is absent."""
+    stats = {key: (folder / f"{name}_{key}.npy").stat() for key in recipe.forms}
+    return {key: [stat.st_size, stat.st_mtime_ns] for key, stat in stats.items()}
+
+
+def _record(folder: Path, name: str, recipe: Recipe) -> None:
+    """Record that the stored arrays are right, so that not every process has to check them."""
+    identities = _identities(folder, name, recipe)
+    if sum(size for size, _ in identities.values()) >= CHECKED_ONCE:
+        with contextlib.suppress(OSError), replace_file(folder / f"{name}_checked.json", text=True) as file:
+            json.dump(identities, file)
+
+
+def _is_recorded(folder: Path, name: str, recipe: Recipe) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(folder / f"{name}_checked.json") == _identities(folder, name, recipe)
+    return False
 
 
 def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
@@ -85,7 +144,11 @@ def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
     if recipe.nbytes >= LARGE:
         with contextlib.suppress(ResourceError):
             return cached(folder, name, recipe)
-    return recipe.build()
+    return recipe.build(partial(_in_memory, recipe))
+
+
+def _in_memory(recipe: Recipe, key: str) -> np.ndarray:
+    return np.empty(recipe.forms[key].shape, recipe.forms[key].dtype)
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:
@@ -112,7 +175,7 @@ def _check_disk(folder: Path, size: int) -> None:
 
 def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
     """Map the stored arrays into memory. Raises OSError if one is absent, ValueError unless it fits ``recipe``."""
-    arrays = {}
+    arrays, is_recorded = {}, _is_recorded(folder, name, recipe)
     for key, form in recipe.forms.items():
         check_regular(path := folder / f"{name}_{key}.npy")
         # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
@@ -121,25 +184,35 @@ def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
             raise ValueError(f"{path} is not of {form}")
         if any(size != found for size, found in zip(form.shape, array.shape, strict=True) if size != -1):
             raise ValueError(f"{path} is not of {form}")
+        if is_recorded:
+            continue
         if array.size and (array.min() < 0 or (array.max(axis=0) >= form.ends).any()):
             raise ValueError(f"{path} has numbers beyond those of {form}")
         if form.covers and not _covers(array, int(np.max(form.ends))):
             raise ValueError(f"{path} lacks numbers of {form}")
-    if not recipe.fits(arrays):
-        raise ValueError(f"{folder / name}: the arrays do not fit together")
+    if not is_recorded:
+        if not recipe.fits(arrays):
+            raise ValueError(f"{folder / name}: the arrays do not fit together")
+        _record(folder, name, recipe)
     return arrays
 
 
 ROWS = 1 << 22
-"""Rows of an array that are checked at a time, to need little memory."""
+"""Rows of an array that are built or checked at a time, to need little memory."""
+_SEEN = 1 << 28
+"""Numbers that are looked for in one pass over an array."""
 
 
 def _covers(array: np.ndarray, end: int) -> bool:
     """Whether all numbers below ``end`` are in ``array``, [n]."""
-    seen = np.zeros(end, np.bool_)
-    for begin in range(0, len(array), ROWS):
-        seen[array[begin : begin + ROWS]] = True
-    return bool(seen.all())
+    for first in range(0, end, _SEEN):
+        seen = np.zeros(min(_SEEN, end - first), np.bool_)
+        for begin in range(0, len(array), ROWS):
+            found = array[begin : begin + ROWS]
+            seen[found[(found >= first) & (found < first + _SEEN)] - first] = True
+        if not seen.all():
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -114,14 +114,14 @@ class SentenceDataset(SourceSamples):
         folder = cache_folder(data, indexed.prefix)
         least = 24 * int(np.count_nonzero(np.diff(bounds) >= fewest))  # a run for each document that has one
         form = Form(np.int64, (-1, 3), (len(sizes), len(sizes) + 1, max_tokens + 1))
-        recipe = Recipe({"runs": form}, least, lambda: {"runs": stream.runs()}, stream.fits)
+        recipe = Recipe({"runs": form}, least, lambda _: {"runs": stream.runs()}, stream.fits)
         self.runs = runs = cached(folder, cache_name, recipe)["runs"]
         super().__init__(source, -(-samples // len(runs)) * len(runs))
 
         @lru_cache(maxsize=2)
         def order(epoch: int) -> np.ndarray:
             form = Form(np.int64, (len(runs),), len(runs), covers=True)
-            recipe = Recipe({"order": form}, 8 * len(runs), lambda: {"order": stream.order(len(runs), epoch)})
+            recipe = Recipe({"order": form}, 8 * len(runs), lambda _: {"order": stream.order(len(runs), epoch)})
             return cached_epoch(folder, f"{cache_name}_epoch{epoch}", recipe, epoch)["order"]
 
         self.order = order

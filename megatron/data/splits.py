@@ -14,6 +14,7 @@ from megatron.common.errors import ConfigError, DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.map_cache import cache_folder
 
 
 def split_weights(split: str) -> tuple[float, float, float]:
@@ -158,7 +159,7 @@ def find_sources(
 def check_token_type(data: DataConfig, tokens: int) -> None:
     """Raises DataError if a data set stores its tokens in too few bytes for ids below ``tokens``."""
     for prefix in data.prefixes:
-        dtype = IndexedDataset(prefix).dtype
+        dtype = IndexedDataset(prefix, cache=cache_folder(data, prefix)).dtype
         if np.iinfo(dtype).max < tokens - 1:
             raise DataError(
                 f"{prefix}.bin stores tokens as {dtype.name}, which does not hold the {tokens} tokens of "
@@ -185,7 +186,7 @@ def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[So
     errors: list[str] = []
     for prefix in data.prefixes:
         try:
-            opened[prefix] = _of_text(IndexedDataset(prefix, warmup=warmup))
+            opened[prefix] = _of_text(IndexedDataset(prefix, warmup=warmup, cache=cache_folder(data, prefix)))
             total = opened[prefix].num_documents
             parts = split_documents(total, data.split) if data.is_split else [range(total)] * len(SPLITS)
             documents[prefix] = dict(zip(SPLITS, parts, strict=True))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ from megatron.data.fingerprint import (
     tokenizer_hash,
     without_tokenizer,
 )
+from megatron.data.map_cache import cache_folder
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_config
@@ -117,7 +119,10 @@ def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
         model = replace(model, decoder_start_token=span_vocabulary(data).bos)
     if is_sound and (run.checkpoint.save or run.checkpoint.load):
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file, eod=vocabulary.eod)
-        content = MOCK_DATA if data.mock_data else "" if is_provided else data.data_hash or blend_hash(data.contents)
+        caches = partial(cache_folder, data)
+        has_none = data.mock_data or is_provided
+        content = "" if has_none else data.data_hash or blend_hash(data.contents, caches)
+        content = MOCK_DATA if data.mock_data else content
         data = replace(data, data_hash=content, tokenizer_hash=hash_of_tokenizer)
         if data.sft:
             data = replace(data, chat_template=common_chat_template(data.prefixes))

@@ -1,9 +1,13 @@
 """The maps, built without a loop, against a plain walk through the tokens."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
+from megatron.data import gpt2_dataset, indexed_dataset
 from megatron.data.gpt2_dataset import IndexMaps, SampleStream
+from megatron.data.indexed_dataset import DocumentLengths, IndexedDataset
 
 
 def epochs_of(lengths: list[int], seq_length: int, requested: int) -> dict[int, IndexMaps]:
@@ -66,3 +70,24 @@ def test_a_document_longer_than_int32_widens_the_offsets() -> None:
     maps = IndexMaps(**SampleStream(np.array([2**31 + 10]), 2**30, 1234).build(0))
     assert maps.samples.dtype == np.int64
     assert maps.samples[2].tolist() == [0, 2**31]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
+def test_maps_do_not_depend_on_how_much_is_built_at_a_time(
+    monkeypatch, write_dataset: Callable[..., str], rows: int, lengths: list[int], seq_length: int, requested: int
+) -> None:
+    """Nor on whether the lengths are in memory; documents and shuffle are permutations of NumPy's frozen generator."""
+    expected = epochs_of(lengths, seq_length, requested)
+    monkeypatch.setattr(gpt2_dataset, "ROWS", rows)
+    monkeypatch.setattr(indexed_dataset, "ROWS", rows)
+    indexed = IndexedDataset(write_dataset([[7], *([1] * length for length in lengths), [8, 9]]))
+    stream = SampleStream(DocumentLengths(indexed, range(1, len(lengths) + 1)), seq_length, 1234)
+    assert (stream.tokens, indexed.longest_document) == (sum(lengths), max(*lengths, 2))
+    for epoch, maps in expected.items():
+        for name, array in stream.build(epoch).items():
+            np.testing.assert_array_equal(array, getattr(maps, name))
+        orders = maps.documents.reshape(-1, len(lengths))
+        for purpose, order in ((0, orders[0]), (1, maps.shuffle)):
+            random = np.random.RandomState([1234, 0, 0, epoch, purpose])
+            np.testing.assert_array_equal(order, random.permutation(len(order)))

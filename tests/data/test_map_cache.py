@@ -1,6 +1,7 @@
 """The maps on disk: complete or absent, rebuilt if damaged, equal for all processes."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data import fingerprint, indexed_dataset, map_cache
 from megatron.data.gpt2_dataset import IndexMaps, SampleStream
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cached
 
 STREAM = SampleStream(np.arange(1, 50), 8, 1234)
@@ -84,6 +87,48 @@ def test_numbers_that_do_not_fit_are_rebuilt(tmp_path: Path, name: str) -> None:
         np.save(path, change(right))
         assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
         np.testing.assert_array_equal(np.load(path), right)
+
+
+def test_large_arrays_are_checked_once(tmp_path: Path, monkeypatch) -> None:
+    """By the process that builds or first finds them; files of another time are checked again."""
+    monkeypatch.setattr(map_cache, "CHECKED_ONCE", 1)
+    checked = []
+    monkeypatch.setattr(map_cache, "_covers", lambda *_: checked.append(1) or True)
+    cached(tmp_path, "x", RECIPE)
+    assert not checked, "what was built is right"
+    (tmp_path / "x_checked.json").unlink()
+    for _ in range(2):
+        assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+        assert len(checked) == 2
+    os.utime(tmp_path / "x_samples.npy", ns=(1, 1))
+    cached(tmp_path, "x", RECIPE)
+    assert len(checked) == 4
+
+
+@pytest.mark.parametrize("unit", [7, 1 << 28])
+def test_missing_numbers_are_found_part_by_part(monkeypatch, unit: int) -> None:
+    monkeypatch.setattr(map_cache, "_SEEN", unit)
+    array = np.random.RandomState(1).permutation(20)
+    assert map_cache._covers(array, 20)
+    for number in range(20):
+        assert not map_cache._covers(np.where(array == number, (number + 1) % 20, array), 20)
+
+
+def test_a_large_index_is_checked_and_hashed_once(tmp_path: Path, monkeypatch, write_dataset) -> None:
+    prefix, checks = write_dataset([[1, 2], [3], [4, 5, 6]]), []
+    check, hash_of = indexed_dataset._check_index, fingerprint._data_hash
+    monkeypatch.setattr(indexed_dataset, "_check_index", lambda *a: checks.append("index") or check(*a))
+    monkeypatch.setattr(fingerprint, "_data_hash", lambda *a: checks.append("hash") or hash_of(*a))
+    for module in (indexed_dataset, fingerprint):
+        monkeypatch.setattr(module, "CHECKED_ONCE", 1)
+    for _ in range(2):
+        indexed = IndexedDataset(prefix, cache=tmp_path)
+        assert (indexed.num_tokens, indexed.longest_document) == (6, 3)
+        assert fingerprint.data_hash(prefix, tmp_path) == hash_of(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
+        assert checks == ["index", "hash"]
+    os.utime(f"{prefix}.idx", ns=(1, 1))
+    IndexedDataset(prefix, cache=tmp_path)
+    assert checks == ["index", "hash", "index"]
 
 
 def test_without_a_folder_to_write_maps_stay_in_memory(tmp_path: Path) -> None:
