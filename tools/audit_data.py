@@ -126,7 +126,7 @@ def _data_problems(given: Mapping[str, Provided]) -> Iterator[str]:
             yield f"{source} is not about data (see --help)"
         elif name.endswith("data_path"):
             try:
-                read_blend(value)
+                read_blend(tuple(value))
             except ValueError as error:
                 yield f"{source}: {error}"
 

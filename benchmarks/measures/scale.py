@@ -9,11 +9,11 @@ exponent with which it grows from the second size on: 1 is in proportion.
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -36,10 +36,11 @@ from megatron.checkpoint import files, tracker
 from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
-from megatron.config import CheckpointConfig, ParallelConfig
+from megatron.config import CheckpointConfig, DataConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
+from megatron.data.datasets import indexed_datasets
 from megatron.data.gpt2_dataset import SampleStream
-from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from megatron.data.indexed_dataset import HEADER, MAGIC, DocumentLengths, IndexedDataset
 from megatron.data.map_cache import cached_epoch
 from megatron.engines.grid import LayoutGrid
 from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
@@ -74,6 +75,7 @@ def measure(rounds: int) -> list[Quantity]:
         ("ranks", WORLDS, _reshard),
         ("documents", DOCUMENTS, _index_maps),
         ("data sets", BLENDS, _blend),
+        ("data sets", BLENDS, _data_sets),
     ):
         found = [_in_a_folder(step, size) for size in sizes]
         rows += [_row(name, what, sizes, [one[name] for one in found]) for name in found[0]]
@@ -310,31 +312,71 @@ def _bytes_read() -> int:
 
 def _index_maps(documents: int, folder: Path) -> Found:
     """A data set with an index of so many documents of 1,000 to 4,000 tokens, whose tokens are a hole in a file."""
-    sizes = np.random.default_rng(1).integers(1000, 4000, documents, dtype=np.int32)
-    pointers = np.cumsum(sizes, dtype=np.int64) * 4 - sizes.astype(np.int64) * 4
-    with open(folder / "x.idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, 4, documents, documents + 1))
-        for array in (sizes, pointers, np.arange(documents + 1, dtype=np.int64)):
-            array.tofile(file)
-    with open(folder / "x.bin", "wb") as file:
-        file.truncate(int(sizes.sum(dtype=np.int64)) * 4)
+    _write_data_set(folder / "x", documents)
+    memory: list[int] = []
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch_memory, args=(memory, ended))
+    watch.start()
     began = time.perf_counter()
-    indexed = IndexedDataset(folder / "x")
+    indexed = IndexedDataset(folder / "x", cache=folder)
     opened = time.perf_counter() - began
-    stream = SampleStream(np.diff(indexed.document_starts), 4096, 1)
+    stream = SampleStream(DocumentLengths(indexed, range(documents)), 4096, 1)
 
     def read() -> float:
         began = time.perf_counter()
         cached_epoch(folder, "maps", stream.recipe(0), 0)
         return time.perf_counter() - began
 
-    built, again = read(), read()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    built = read()
+    ended.set()
+    watch.join()
+    began = time.perf_counter()
+    IndexedDataset(folder / "x", cache=folder)
     return {
-        "data set: open": (opened, "s", 1.0),
+        "data set: checked and opened": (opened, "s", 60.0),
+        "data set: opened by a later rank": (time.perf_counter() - began, "s", 1.0),
         "index maps of an epoch: build": (built, "s", 60.0),
-        "index maps of an epoch: read by a later rank": (again, "s", 1.0),
-        "index maps: peak memory of the process so far": (peak, "B", 2e9),
+        "index maps of an epoch: read by a later rank": (read(), "s", 1.0),
+        "index maps: memory besides files": (float(max(memory) - memory[0]), "B", 1e9),
+    }
+
+
+def _write_data_set(prefix: Path, documents: int) -> None:
+    sizes = np.random.default_rng(1).integers(1000, 4000, documents, dtype=np.int32)
+    pointers = np.cumsum(sizes, dtype=np.int64) * 4 - sizes.astype(np.int64) * 4
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 4, documents, documents + 1))
+        for array in (sizes, pointers, np.arange(documents + 1, dtype=np.int64)):
+            array.tofile(file)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(int(sizes.sum(dtype=np.int64)) * 4)
+
+
+def _watch_memory(found: list[int], ended: threading.Event) -> None:
+    """Record the bytes of this process that are no pages of files, until ``ended``."""
+    while not found or not ended.wait(0.02):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1]))
+
+
+def _data_sets(parts: int, folder: Path) -> Found:
+    """Opening a blend of data sets of 70,000 documents, links to one, without maps and with them."""
+    _write_data_set(folder / "0", 70_000)
+    for number in range(1, parts):
+        for ending in ("bin", "idx"):
+            os.link(folder / f"0.{ending}", folder / f"{number}.{ending}")
+
+    def start(count: int) -> float:
+        names = [word for number in range(count) for word in (str(number + 1), str(folder / str(number)))]
+        data = DataConfig(data_path=tuple(names), seq_length=4096)
+        began = time.perf_counter()
+        indexed_datasets(data, {"train": 1000, "valid": 0, "test": 0}, vocab_size=1 << 31, seed=1)
+        return time.perf_counter() - began
+
+    first = start(parts)
+    return {
+        "blend: first start, by one process": (first, "s", 3600.0),
+        "blend: start of a later rank": (start(parts), "s", 60.0),
     }
 
 

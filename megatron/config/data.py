@@ -1,10 +1,10 @@
 """Settings of data and tokenizer, and how a blend of data sets is written."""
 
 import os
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from megatron.config.fields import derived, flag
@@ -19,7 +19,8 @@ class Part(NamedTuple):
     prefix: str
 
 
-def read_blend(words: Sequence[str]) -> tuple[Part, ...]:
+@lru_cache(maxsize=8)
+def read_blend(words: tuple[str, ...]) -> tuple[Part, ...]:
     """The parts of ``0.3 PREFIX 0.7 PREFIX``, or of a single ``PREFIX``; weights are relative, and taken exactly.
 
     Raises:
@@ -31,10 +32,11 @@ def read_blend(words: Sequence[str]) -> tuple[Part, ...]:
         raise ValueError(f"{len(words)} words: give one prefix, or WEIGHT PREFIX for each data set")
     weights = [_read_weight(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
     prefixes = words[1::2]
-    places = [os.path.normpath(prefix) for prefix in prefixes]
-    if twice := next((prefix for prefix, place in zip(prefixes, places, strict=True) if places.count(place) > 1), None):
+    counts = Counter(map(os.path.normpath, prefixes))
+    if twice := next((prefix for prefix in prefixes if counts[os.path.normpath(prefix)] > 1), None):
         raise ValueError(f"{twice} is given twice: give it once, with the sum of its weights")
-    return tuple(Part(weight / sum(weights), prefix) for weight, prefix in zip(weights, prefixes, strict=True))
+    total = sum(weights)
+    return tuple(Part(weight / total, prefix) for weight, prefix in zip(weights, prefixes, strict=True))
 
 
 def _read_weight(text: str, prefix: str) -> Fraction:

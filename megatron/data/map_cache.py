@@ -23,7 +23,7 @@ Arrays = Mapping[str, np.ndarray]
 
 LARGE = 1 << 24
 """Bytes of the arrays of an epoch, from which on they are stored. It takes less than a second to build smaller ones."""
-CHECKED_ONCE = 1 << 20
+CHECKED_ONCE = 1 << 16
 """Bytes of arrays, or of an index, from which on it is recorded that they were checked; others always are."""
 Make = Callable[[str], np.ndarray]
 """Returns a new array of the ``Form`` of this name, whose content is arbitrary."""

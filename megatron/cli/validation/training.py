@@ -215,7 +215,7 @@ def blends(run: RunConfig) -> Messages:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
             if words := getattr(run.data, name):
-                read_blend(words)
+                read_blend(tuple(words))
         except ValueError as error:
             yield f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
 
