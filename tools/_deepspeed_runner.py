@@ -19,6 +19,7 @@ import _project_root  # noqa: F401
 import psutil
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE
+from megatron.common.errors import LaunchError, first_line
 from megatron.launch.rank import EXIT_CODE_FOLDER
 from megatron.tools.cluster.remote import ALSO_SENT, device_kind
 from megatron.tools.cluster.supervise import FORWARDED
@@ -89,7 +90,13 @@ def main() -> None:
     runner.EXPORT_ENVS += ALSO_SENT
     if RUN_VARIABLE in os.environ:  # an elastic run: its ranks leave their exit codes in a folder that hosts share
         runner.EXPORT_ENVS += (RUN_VARIABLE, EXIT_CODE_FOLDER)
-    runner.main()
+    try:
+        runner.main()
+    except RuntimeError as error:
+        if "not reachable via ssh" not in str(error):
+            raise
+        print(f"launch.py: error: {first_line(error)} (tools/doctor.py looks for the cause)", file=sys.stderr)
+        sys.exit(LaunchError.exit_code)
     signals = [-child.returncode for child in _Remembered.all if (child.returncode or 0) < 0]
     sys.exit(128 + signals[0] if signals else 0)
 

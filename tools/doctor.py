@@ -33,7 +33,7 @@ from megatron.tools.cluster.hostfile import LOCALHOST, Host, name_problem
 from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, variable_problems
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, check_values, run_tool
 
 
 def main() -> None:
@@ -62,6 +62,7 @@ def _examination(args, words: list[str]) -> Examination:
     """What to check. Raises ConfigError with the problems of the command line or the hostfile."""
     if args.master_addr and (problem := name_problem(args.master_addr)):
         raise ConfigError(f"--master_addr: {problem}")
+    check_values(args, {"time_limit": "(0, 86400]"})
     listed = chosen_hosts(args)
     device = device_kind(os.environ, Path.cwd())
     hosts = listed or [Host(LOCALHOST, tuple(range(args.num_gpus or 1)))]

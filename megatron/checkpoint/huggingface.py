@@ -16,6 +16,7 @@ from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.parameter_state import WEIGHT, State
 from megatron.checkpoint.resharding import load_states
 from megatron.checkpoint.safetensors_files import no_floats
+from megatron.checkpoint.schema import check_numbers
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
@@ -52,9 +53,15 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
                 f"{source}: {name} is another table than {table}, and config.json says that both are one"
             )
     specs = architecture_of(config).named_parameters(config)
+
+    def read(name: str) -> Tensor:
+        weight = joined(name, [tensors[theirs] for theirs in sources[name]], config)
+        check_numbers(source, name, weight)
+        return weight
+
     return LazyTensors(
         {name: torch.empty(specs[name].shape, dtype=outlines[sources[name][0]].dtype, device="meta") for name in specs},
-        lambda name: joined(name, [tensors[theirs] for theirs in sources[name]], config),
+        read,
     )
 
 

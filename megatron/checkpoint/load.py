@@ -158,10 +158,10 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
     """Continue the random streams of ``saved``, or return why they cannot continue."""
     if not has_same_ranks(saved, run):
         return "the ranks differ"
-    states = read_checked_file(rng_file(saved.path, dist.get_rank()))
-    if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
-        return "saved on another kind of device"
-    with form_errors(rng_file(saved.path, dist.get_rank())):
+    states = read_checked_file(file := rng_file(saved.path, dist.get_rank()))
+    with form_errors(file):
+        if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
+            return "saved on another kind of device"
         restore_random_states(states)
     return None
 

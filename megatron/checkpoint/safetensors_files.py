@@ -1,5 +1,6 @@
 """Headers of safetensors files, one or several with an index: names, types and shapes. No torch here."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def shards_of(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")
     files = []
     for name in dict.fromkeys(map(str, names.values())):
-        if Path(name).name != name or not (index.parent / name).is_file():
+        if Path(name).name != name or not os.path.isfile(index.parent / name):
             raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
         files.append(index.parent / name)
     return files

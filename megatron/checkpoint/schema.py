@@ -114,8 +114,8 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
         steps: set[int | None] = set()
         skipped = 0
         for path, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
-            contents[path.name] = found = engine.checkpoint_engine.load(str(path))
             with form_errors(path):
+                contents[path.name] = found = engine.checkpoint_engine.load(str(path))
                 if "module" in found:
                     skipped = _check_counts(path, found, saved)
                 for entry, expected in weights.items():

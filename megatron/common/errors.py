@@ -18,7 +18,9 @@ class UserError(Exception):
     """Whether no other process of this host prints it, although the ranks have not joined yet."""
 
     def __init__(self, messages: str | Iterable[str]):
-        self.messages = [one_line(message) for message in ([messages] if isinstance(messages, str) else messages)]
+        lines = [messages] if isinstance(messages, str) else [*messages]
+        more = [f"and {len(lines) - _MOST:,} more"] if len(lines) > _MOST else []
+        self.messages = [one_line(message) for message in (*lines[:_MOST], *more)]
         super().__init__("\n".join(self.messages))
 
 
@@ -59,6 +61,8 @@ class ResourceError(UserError):
     exit_code = 7
 
 
+_MOST = 100
+"""Messages of an error; a hostile file may be wrong in thousands of places."""
 _LONGEST = 4000
 """Characters of a message, of which names and values of hostile files may be any part."""
 

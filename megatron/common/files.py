@@ -1,5 +1,6 @@
 """Permissions of new files, and atomic replacement of files. No torch here."""
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,8 @@ def replace_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
     Raises:
         OSError: the file cannot be written.
     """
+    if path.exists() and not path.is_file():  # a device, such as /dev/null, would be lost to all programs
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
     kind: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
     if path.is_char_device() and not path.is_symlink():

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.checkpoint.files import MANIFEST
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
@@ -15,6 +16,7 @@ from megatron.checkpoint.snapshot_files import check_memory
 from megatron.checkpoint.tracker import resolve
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
+from megatron.common.reading import regular
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA
 from megatron.config.model import padded_vocabulary
@@ -200,7 +202,7 @@ def _check_outputs(run: RunConfig) -> None:
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
-        problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
+        problems.append(_metrics_problem("--metrics-file", Path(run.logging.metrics_file)))
     trackers = {
         "wandb": ("--wandb-project", run.logging.wandb_project),
         "mlflow": ("--mlflow-experiment", run.logging.mlflow_experiment),
@@ -224,6 +226,10 @@ def _folder_problem(flag: str, folder: Path) -> str | None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         return f"{flag} {folder}: {existing} is not a folder; name another folder, or move it away"
+    if (existing / MANIFEST).exists():
+        return (
+            f"{flag} {folder}: {existing} is a checkpoint, and is refused with other files in it; name another"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{flag} {folder}: no permission to write in {existing}; name another folder, or change its permissions"
     return None
@@ -240,6 +246,18 @@ def _file_problem(flag: str, file: Path) -> str | None:
     if not os.access(file, os.W_OK):
         return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
     return None
+
+
+def _metrics_problem(flag: str, file: Path) -> str | None:
+    """The same where lines are appended: also if the file has other content than metrics."""
+    if (problem := _file_problem(flag, file)) or not file.is_file():
+        return problem
+    with open(file, "rb", opener=regular) as opened:
+        line = opened.readline(_LONGEST_METRICS)
+    return f"{flag} {file} holds something else; name another file" if line and b'"iteration": ' not in line else None
+
+
+_LONGEST_METRICS = 1 << 20
 
 
 def _name_problem(path: Path) -> str | None:

@@ -23,7 +23,7 @@ from megatron.checkpoint.snapshot_files import read_start
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.common import reading
-from megatron.common.errors import UserError
+from megatron.common.errors import CheckpointError, UserError
 from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import config_of
 from megatron.tokenizer.base import read_text
@@ -169,6 +169,12 @@ def test_a_model_of_another_shape_is_refused_in_lines() -> None:
     models = [model for model in accepted if model is not None]
     assert len(models) < len(accepted) // 4
     assert all(model.num_layers <= 20_000 and model.hidden_size <= 1 << 20 for model in models)
+
+
+@pytest.mark.parametrize("key, value", [("rope_parameters", []), ("quantization_config", {"bits": 4})])
+def test_a_setting_that_is_not_taken_over_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        config_of({**LLAMA, key: value}, Path("config.json"))
 
 
 def test_a_run_of_another_shape_is_refused_in_lines() -> None:

@@ -69,6 +69,24 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         2,
         ["--save ck: no permission to write in {place}/ck; name another folder, or change its permissions"],
     ),
+    "a checkpoint to save into": (
+        whole,
+        "--save ck/global_step1",
+        2,
+        ["--save ck/global_step1: {place}/ck/global_step1 is a checkpoint, and is refused with other files in it"],
+    ),
+    "tokens to append metrics to": (
+        whole,
+        f"--metrics-file {BIN}",
+        2,
+        [f"--metrics-file {BIN} holds something else; name another file"],
+    ),
+    "a description to append metrics to": (
+        whole,
+        "--metrics-file ck/global_step1/run.json",
+        2,
+        ["--metrics-file ck/global_step1/run.json holds something else; name another file"],
+    ),
     "a folder for the metrics": (whole, "--metrics-file ck", 2, ["--metrics-file ck is a folder; name a file"]),
     "metrics that may not be written": (
         locked("ck/latest", 0o444),

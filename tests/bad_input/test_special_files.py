@@ -11,6 +11,7 @@ from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.settings_file import read_settings_file
 from megatron.common.environment import world_size
 from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.common.files import replace_file
 from megatron.common.reading import unreadable_words
 from megatron.model.huggingface import read_json
 from megatron.tokenizer.base import read_text, read_vocab_json
@@ -44,6 +45,19 @@ def test_a_fifo_or_a_device_is_refused_by_name(tmp_path: Path, reader: str) -> N
         assert str(path) in line and kind in line
     with pytest.raises(OSError, match="a FIFO, not a file"):
         content_hash([fifo])
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    (link := tmp_path / "link").symlink_to("/dev/null")
+    for path in (fifo, link):
+        with pytest.raises(OSError, match="not a file"), replace_file(path):
+            pass
+    assert fifo.is_fifo() and link.is_symlink()
+
+
+def test_thousands_of_messages_are_a_hundred() -> None:
+    assert ConfigError(map(str, range(1234))).messages[99:] == ["99", "and 1,134 more"]
 
 
 CONFIGS = {

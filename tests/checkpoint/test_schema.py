@@ -36,8 +36,7 @@ def sealed(folder: Path, name: str, change: Change | str) -> Path:
         (folder / "aside").rename(exchanged)
     else:
         content = torch.load(file, weights_only=False)
-        change(content)
-        torch.save(content, file)
+        torch.save(change(content) or content, file)
     (file.parent / "manifest.json").unlink()
     write_manifest(file.parent, {})
     return file
@@ -102,6 +101,10 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("consumed_samples", lambda _: 0), "consumed_samples is 0, and should be 96"),
         (RANK, drop("optimizer"), "lacks a part"),
         (RANK, put("optimizer", lambda _: [1]), "lacks a part"),
+        (RANK, lambda content: [content], "lacks a part"),
+        ("rng_state_00000.pt", drop("cuda_rng_state"), "lacks a part"),
+        ("rng_state_00000.pt", lambda content: [content], "lacks a part"),
+        ("rng_state_00000.pt", put("cuda_rng_state", str), "lacks a part"),
         ("rng_state_00000.pt", put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
     ],
     "tp2 pp2 zero1": [

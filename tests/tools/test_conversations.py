@@ -85,6 +85,7 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
 @pytest.mark.parametrize(
     "messages, message",
     [
+        (said("a", weight=0), "message 1 has a weight other than 1"),
         (said("</s>"), "message 1 contains '</s>', which only the chat template may write"),
         (said("a", name="</s>"), "message 1 contains '</s>'"),
         (said("a\ufdd0b\ufdd1"), r"message 1 contains '\\ufdd0'"),
@@ -101,7 +102,10 @@ def test_content_is_text_and_no_special_token(messages: list[dict], message: str
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "é"}]
     assert template.conversation(said(parts)) == template.conversation(said("a é"))
     calls = said(None, "assistant", tool_calls=[{"function": {"name": "f"}}])
-    assert "None" not in template.conversation(calls).text
+    with pytest.raises(DataError, match="message 1 has tool_calls, which the chat template does not write"):
+        template.conversation(calls)
+    writes = ChatTemplate(f"{CHATML}{{# tool_calls #}}", SPECIAL)
+    assert "None" not in writes.conversation(calls).text
 
 
 def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:

@@ -106,7 +106,8 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
     given = {name: value for name, value in tree.items() if value is not None}
     names = {**form.sizes, **form.numbers}
     values: Fields = {field: given.get(name, default) for field, (name, default) in names.items()}
-    problems = [
+    problems = ["quantization_config: weights must be of floating point"] if given.get("quantization_config") else []
+    problems += [
         f"{name} is {shown(given[name])}, and only {value!r} can be taken over"
         for name, value in form.fixed.items()
         if name in given and given[name] != value

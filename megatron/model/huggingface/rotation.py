@@ -17,9 +17,11 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0
 
 def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields of the rotation: from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
-    given = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        return {}, [f"rope_parameters is {given!r}, and should be an object"]
+    found = {name: tree[name] for name in ("rope_parameters", "rope_scaling") if tree.get(name) is not None}
+    wrong = {name: one for name, one in found.items() if not isinstance(one, Mapping)}
+    if wrong:
+        return {}, [f"{name} is {one!r}, and should be an object" for name, one in wrong.items()]
+    given = next(filter(None, found.values()), {})
     base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     if type(base) not in (int, float) or not base > 0:

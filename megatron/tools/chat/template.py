@@ -88,6 +88,10 @@ class ChatTemplate:
                 known = f"use {', '.join(ROLES)}, or one that the chat template names"
                 advice = did_you_mean(role, ROLES, otherwise=known)
                 raise DataError(f"the role {one_line(role)[:40]!r} of message {number} is unknown: {advice}")
+            if message.get("weight", 1) != 1:
+                raise DataError(f"message {number} has a weight other than 1: remove it, or the message")
+            if message.get("tool_calls") and "tool_calls" not in self.source:
+                raise DataError(f"message {number} has tool_calls, which the chat template does not write: use another")
             checked.append({**message, "content": _content(number, message)})
             self._check_strings(f"message {number}", message)
         self._check_strings("tools", tools)

@@ -16,7 +16,7 @@ from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.cli.validation import value_problems
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, runs_here_alone, select
@@ -202,7 +202,10 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
         return []
-    hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)[: launch.num_nodes]
+    hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)
+    if (launch.num_nodes or 0) > len(hosts):
+        raise ConfigError(f"--num_nodes {launch.num_nodes}: {hostfile} has {counted(len(hosts), 'host')}")
+    hosts = hosts[: launch.num_nodes]
     slots = launch.num_gpus and tuple(range(launch.num_gpus))
     return [host._replace(slots=slots or host.slots) for host in hosts]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import CheckpointError, DataError
+from megatron.common.reading import LARGEST_JSON
 from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import GPT2_BPE, TOKENIZER_FILES, tokenizer_files
 from megatron.model.architectures import BERT
@@ -164,8 +165,11 @@ CARRIED = (
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """The files in ``folder`` that are copied, by name."""
-    return {name: folder / name for name in CARRIED if (folder / name).is_file()}
+    """The files in ``folder`` that are copied, by name. Raises CheckpointError for one that is too large."""
+    found = {name: folder / name for name in CARRIED if (folder / name).is_file()}
+    if large := [file for file in found.values() if file.stat().st_size > LARGEST_JSON]:
+        raise CheckpointError(f"{large[0]}: more than the {LARGEST_JSON:,} bytes that such a file has")
+    return found
 
 
 def files_for_huggingface(folder: Path | None, description: Mapping[str, Any]) -> dict[str, Path]:

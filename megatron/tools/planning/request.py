@@ -199,6 +199,6 @@ _BYTES = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?) *([KMGT]I?B)?", re.IGNORE
 def bytes_of_text(text: str) -> float:
     """A number of bytes with its unit, such as 80GB or 141 GiB."""
     match = _BYTES.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    if match is None or not 0 < float(match[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 80GB or 75GiB")
     return float(match[1]) * _UNITS[(match[2] or "").upper()]

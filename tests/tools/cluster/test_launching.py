@@ -85,6 +85,7 @@ def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
     read = ["--hostfile", str(hostfile)]
     assert chosen_hosts(read_launch([*read, "--num_nodes", "1", "x.py"])) == [Host("host-a", (0,))]
     assert chosen_hosts(read_launch([*read, "--num_gpus", "3", "x.py"]))[1] == Host("host-b", (0, 1, 2))
+    assert "--num_nodes 9" in refusals(hostfile, "--num_nodes", "9")[0]
     assert "--num_nodes and --num_gpus are not supported" in refusals(hostfile, "--num_gpus", "1", "-i", "host-a")[0]
 
 
