@@ -227,9 +227,7 @@ def _folder_problem(flag: str, folder: Path) -> str | None:
     if not existing.is_dir():
         return f"{flag} {folder}: {existing} is not a folder; name another folder, or move it away"
     if (existing / MANIFEST).exists():
-        return (
-            f"{flag} {folder}: {existing} is a checkpoint, and is refused with other files in it; name another"
-        )
+        return f"{flag} {folder}: {existing} is a checkpoint, and is refused with other files in it; name another"
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{flag} {folder}: no permission to write in {existing}; name another folder, or change its permissions"
     return None

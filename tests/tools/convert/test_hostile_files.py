@@ -11,6 +11,7 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of as from_huggingface
 from megatron.model.huggingface import write_config as to_huggingface
+from megatron.tools.convert.huggingface_files import carried_files
 from megatron.tools.convert.load_and_save import read_huggingface
 from megatron.tools.convert.whole_model import read_tensors
 
@@ -38,6 +39,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, case: str):
         ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not in the same folder"),
         ({"a": "model-2.safetensors"}, "names the file 'model-2.safetensors', which is not in the same folder"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "names c, which no file holds"),
+        ({"a": "a" * 300}, "aaa', which is not in the same folder"),
         ([], "has no weight_map"),
     ],
 )
@@ -93,6 +95,20 @@ def test_older_files_hold_masks_and_a_head_too(tmp_path: Path):
     assert len(model.weights) == 16 and model.weights["2.attention.dense.weight"].equal(
         held["h.0.attn.c_proj.weight"].t()
     )
+
+
+def test_weights_that_are_not_finite_are_not_taken_over(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    save_file(weights(ln_f__weight=torch.full((8,), torch.nan)), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is from nan to nan, and should be finite"):
+        list(read_huggingface(tmp_path).weights.values())
+
+
+def test_a_tokenizer_of_gigabytes_is_not_copied(tmp_path: Path):
+    with open(tmp_path / "tokenizer_config.json", "wb") as file:
+        file.truncate(4 << 30)
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: more than the"):
+        carried_files(tmp_path)
 
 
 @pytest.mark.parametrize("size", ["n_layer", "vocab_size"])
