@@ -21,7 +21,7 @@ def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     wrong = {name: one for name, one in found.items() if not isinstance(one, Mapping)}
     if wrong:
         return {}, [f"{name} is {one!r}, and should be an object" for name, one in wrong.items()]
-    given = next(filter(None, found.values()), {})
+    given: Mapping[str, Any] = next(filter(None, found.values()), {})
     base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     if type(base) not in (int, float) or not base > 0:
