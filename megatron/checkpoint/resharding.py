@@ -86,8 +86,10 @@ def load_states(
         states, steps = {}, set[int | None]()
         for name, parameter in parameters:
             with form_errors(source):
-                states[name] = state = read(name, parameter)
-            needed = updates if parameter.requires_grad else _WEIGHTS_ALONE
+                state = read(name, parameter)
+                if not parameter.requires_grad:  # it may have been trained before
+                    state = {WEIGHT: state[WEIGHT]}
+            states[name], needed = state, updates if parameter.requires_grad else _WEIGHTS_ALONE
             outline = {
                 key: value.outline.float() if isinstance(value, Shard) else value for key, value in state.items()
             }

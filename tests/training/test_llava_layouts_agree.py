@@ -97,6 +97,13 @@ def test_the_position_in_the_data_is_kept_on_another_layout(runs: LayoutRuns) ->
     check_resumed(runs, "dp2 zero1", "pp2 zero1", after=1)
 
 
+def test_a_part_may_be_frozen_on_another_layout(runs: LayoutRuns) -> None:
+    """The optimizer's state that the checkpoint has of it is left out."""
+    saved = runs(*layout("dp2 zero1 --exit-interval 1")) / "checkpoint"
+    found = runs(*layout(f"pp2 zero1 --pipeline-partition 3,1 --freeze-vision --load {saved}"))
+    assert [line["iteration"] for line in read_metrics(found / "metrics") if "lm_loss" in line] == [2, 3]
+
+
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_vlm.py"
 
 
