@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.common.errors import ResourceError, first_line
 
 _FILES, _MOST_FILES = 128, 4096
-_ADDRESSES = 1 << 29
+_ADDRESSES, _DATA = 1 << 29, 1 << 28
 _THREADS = 16
 _ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = (
@@ -21,6 +21,7 @@ _TEXTS = (
     "can't start new thread",
     "can't allocate memory",
     "failed to map segment",  # the dynamic loader
+    "No usable temporary directory",
 )
 
 
@@ -42,6 +43,7 @@ def _low_limits() -> Iterator[str]:
     for limit, name, least, flag in (
         (resource.RLIMIT_NOFILE, "open files", _FILES, "-n"),
         (resource.RLIMIT_AS, "bytes of address space", _ADDRESSES, "-v"),
+        (resource.RLIMIT_DATA, "bytes of data", _DATA, "-d"),
         (resource.RLIMIT_FSIZE, "bytes of a file", 1, "-f"),
     ):
         allowed, _ = resource.getrlimit(limit)
@@ -91,6 +93,8 @@ def failure_of_host(error: BaseException) -> str | None:
     """The line for an error about a limit of this host, whatever library raises it; None for any other."""
     text = first_line(error)
     is_limit = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _ERRNOS)
-    if not is_limit and not (isinstance(error, RuntimeError | ImportError) and any(part in text for part in _TEXTS)):
+    if not is_limit and not (
+        isinstance(error, RuntimeError | ImportError | FileNotFoundError) and any(part in text for part in _TEXTS)
+    ):
         return None
     return f"a limit of this host is reached ({text}): see ulimit -a, and the free space of disks and memory"

@@ -32,7 +32,12 @@ def limited(kind: int, value: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("kind", "value", "advice"),
-    [(resource.RLIMIT_NOFILE, 16, "-n"), (resource.RLIMIT_AS, 1 << 28, "-v"), (resource.RLIMIT_FSIZE, 0, "-f")],
+    [
+        (resource.RLIMIT_NOFILE, 16, "-n"),
+        (resource.RLIMIT_AS, 1 << 28, "-v"),
+        (resource.RLIMIT_DATA, 1 << 27, "-d"),
+        (resource.RLIMIT_FSIZE, 0, "-f"),
+    ],
 )
 def test_a_low_limit_is_one_line(kind: int, value: int, advice: str) -> None:
     ended = limited(kind, value)
@@ -72,6 +77,8 @@ def test_what_is_missing_is_named(
         (OSError(errno.EMFILE, "Too many open files"), True),
         (OSError(errno.ENOSPC, "No space left on device"), True),
         (MemoryError(), True),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
         (RuntimeError("[enforce fail at device.cc:186] rv != -1. Too many open files"), True),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (OSError(errno.EACCES, "Permission denied"), False),
