@@ -29,6 +29,8 @@ os.environ["TORCH_EXTENSIONS_DIR"] = (
 )
 # Hundreds of processes import this checkout; none should have to compile it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Programs write as they do by default: with it an error that overtakes what was printed before would not be noticed.
+os.environ.pop("PYTHONUNBUFFERED", None)
 sys.dont_write_bytecode = False
 if hasattr(os, "sched_setscheduler"):
     # A thread that wakes up does not take the core from one that runs. Otherwise gloo's threads often take it from a

@@ -59,14 +59,14 @@ def replace_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
     Raises:
         OSError: the file cannot be written.
     """
-    if path.exists() and not path.is_file():  # a device, such as /dev/null, would be lost to all programs
-        raise OSError(errno.EINVAL, "it is not a file", str(path))
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
     kind: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
     if path.is_char_device() and not path.is_symlink():
         with open(path, **kind) as file:
             yield file
         return
+    if path.exists() and not path.is_file():  # such as a FIFO, or a link to a device
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), **kind) as file:
             yield file

@@ -303,14 +303,17 @@ class _Output:
 
 
 class _Input:
-    """A tensor whose gradient is wanted. The layers get it itself, where DeepSpeed would give them a copy."""
+    """A tensor whose gradient is wanted. The layers get a view of it, where DeepSpeed would give them a copy.
+
+    Not the tensor itself: DeepSpeed's activation checkpointing exchanges the data of what layers get for a part of it.
+    """
 
     def __init__(self, value: Tensor):
         self.tensor = value.detach().requires_grad_(value.is_floating_point())
 
     def clone(self) -> Tensor:
         """No copy."""
-        return self.tensor
+        return self.tensor.view_as(self.tensor)
 
 
 def _inputs(outputs: Any) -> Any:

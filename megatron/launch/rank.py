@@ -147,7 +147,8 @@ def _place() -> tuple[int, bool]:
 
 
 def print_error(message: str) -> None:
-    """Print an error of the program to stderr."""
+    """Print an error of the program to stderr, after what it has printed."""
+    sys.stdout.flush()
     print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
 
 

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -132,7 +133,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         sys.stdout.flush()
     except UserError as error:
         for message in error.messages:
-            print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+            _print_error(message)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -143,9 +144,16 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
     except Exception as error:
         if (limit := failure_of_host(error)) is None:
             raise
-        print(f"{Path(sys.argv[0]).name}: error: {limit}", file=sys.stderr)
+        _print_error(limit)
         sys.exit(ResourceError.exit_code)
     sys.exit(0)
+
+
+def _print_error(message: str) -> None:
+    """Print an error after what stdout has, as far as that can still be written."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
 
 
 def read_architecture(program: Path) -> ArchitectureSpec:

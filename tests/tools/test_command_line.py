@@ -23,9 +23,8 @@ def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a tool whose ``main`` has this body."""
     imports = "from megatron.tools.command_line import run_tool\nfrom megatron.common import errors\n"
     script = f"{imports}def main():\n    {body}\nrun_tool(main)"
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options
-    )
+    options = {"stderr": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, check=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,11 @@ def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
 def test_each_error_has_its_exit_code(body: str, code: int, stderr: str) -> None:
     finished = run(body)
     assert (finished.returncode, finished.stderr) == (code, stderr)
+
+
+def test_an_error_is_the_last_line() -> None:
+    finished = run("print('found'); raise errors.ConfigError('why')", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert finished.stdout == "found\n-c: error: why\n"
 
 
 def test_a_bug_keeps_its_traceback() -> None:

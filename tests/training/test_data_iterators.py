@@ -96,7 +96,7 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     os.environ["LOCAL_RANK"] = str(rank)
     built = []
     build = SampleStream.build
-    SampleStream.build = lambda stream, epoch: built.append(epoch) or build(stream, epoch)
+    SampleStream.build = lambda stream, *made: built.append(made) or build(stream, *made)
     try:
         DataIterators(run, SimpleNamespace(rank=rank, is_first_stage=True, is_last_stage=True))
     finally:

@@ -132,6 +132,8 @@ def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divide
         forward = blocks + has_embedding * micro_batch.front
         if run.parallel.uses_pipeline and run.parallel.device == "cpu":  # gloo keeps what it sends
             forward += (not has_head) * micro_batch.hidden
+        if run.parallel.uses_pipeline and run.activation.partition_activations:  # keeps a part beside what it received
+            forward += (not has_embedding) * micro_batch.hidden
         deferred = deferred_bytes(run, counted) if is_divided else 0
         last_elements = sum(layer.numel for layer in layers[indices[-1] if indices else 0 :])
         found.append(_Chunk(len(indices), last_elements, blocks, forward, deferred, has_head))

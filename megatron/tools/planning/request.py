@@ -192,8 +192,8 @@ def words(given: Mapping[str, Provided]) -> list[str]:
     return [word for value in given.values() for word in value.words]
 
 
-_UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_BYTES = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?) *([KMGT]I?B)?", re.IGNORECASE)
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BYTES = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?) *([KMGT]I?B)", re.IGNORECASE)
 
 
 def bytes_of_text(text: str) -> float:
@@ -201,4 +201,4 @@ def bytes_of_text(text: str) -> float:
     match = _BYTES.fullmatch(text.strip())
     if match is None or not 0 < float(match[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 80GB or 75GiB")
-    return float(match[1]) * _UNITS[(match[2] or "").upper()]
+    return float(match[1]) * _UNITS[match[2].upper()]
