@@ -6,7 +6,8 @@
 #   apt-get update && apt-get install --yes git python3-dev python3-venv && python3 -m venv /venv && . /venv/bin/activate
 #   pip install -r requirements.txt && bash docker/build_apex.sh
 #
-# APEX is the branch, tag or commit to build.
+# APEX is the branch, tag or commit to build. Without a GPU, as in the build of an image, TORCH_CUDA_ARCH_LIST=9.0 names
+# the compute capability to build for, and nothing is compared.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 APEX=${APEX:-master}
@@ -25,6 +26,12 @@ git -C "$folder/apex" checkout --quiet "$APEX"
 python -m pip install setuptools wheel ninja packaging
 APEX_CPP_EXT=1 APEX_CUDA_EXT=1 NVCC_APPEND_FLAGS="--threads 4" \
     python -m pip install --verbose --no-build-isolation --no-cache-dir --no-deps "$folder/apex"
+commit=$(git -C "$folder/apex" rev-parse HEAD)
+python -c 'import torch, amp_C, fused_layer_norm_cuda' || fail "apex was built, and its kernels cannot be loaded"
+if ! python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+    echo "built from commit $commit; its kernels load. There is no GPU here to compare them on"
+    exit
+fi
 
 python - <<'PYTHON'
 import torch
@@ -50,4 +57,4 @@ for kernels in torch apex; do
         --train-iters 20 --lr 0.001 --log-interval 10 --eval-iters 0 --bf16 --mock-data --vocab-size 1000 \
         --attention-dropout 0 --hidden-dropout 0 --fused-kernels "$kernels"
 done
-echo "built from commit $(git -C "$folder/apex" rev-parse HEAD): the losses of both runs must agree within rounding"
+echo "built from commit $commit: the losses of both runs must agree within rounding"
