@@ -1,5 +1,7 @@
 """Runs that are asked to exit: the iteration is finished, saved and resumed from."""
 
+import re
+
 import pytest
 from support.programs import TINY_MODEL, read_metrics
 
@@ -61,7 +63,8 @@ def test_ctrl_c_under_deepspeed(programs, tmp_path) -> None:
     fault = {"FAULT": "terminal 1 2 SIGINT"}
     left = programs.run(*launcher, str(free_port()), "tests/support/faulty_pretrain.py", *words, **fault)
     assert left.returncode != 0 and "Traceback" not in left.output
-    assert "received SIGINT" in left.output
+    # A rank names the first that it received, and the launcher may be faster than the terminal.
+    assert re.search("received SIG(INT|TERM)", left.output)
     (tag,) = (tmp_path / "ck").glob("global_step*")
     assert (tag / "manifest.json").exists() and (tmp_path / "ck" / "latest").read_text() == tag.name
 
