@@ -93,7 +93,7 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
             with open(path, "r+b") as file:  # a full disk is an error here, and a signal later
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
             return np.asarray(array)
-        return np.empty(form.shape, form.dtype)
+        return _in_memory(recipe, key)
 
     def store(arrays: Arrays) -> None:
         for key, array in arrays.items():
