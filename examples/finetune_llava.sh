@@ -27,9 +27,8 @@ SAVE=${SAVE:-checkpoints/llava}
 SAVE_INTERVAL=${SAVE_INTERVAL:-500}
 EXPORT=${EXPORT:-}
 
-# Training. Batch sizes are in samples of SEQ_LENGTH tokens, each with room for IMAGES_PER_SAMPLE images.
+# Training. Batch sizes are in samples of SEQ_LENGTH tokens, into each of which conversations are packed.
 SEQ_LENGTH=${SEQ_LENGTH:-2048}
-IMAGES_PER_SAMPLE=${IMAGES_PER_SAMPLE:-3}
 MICRO_BATCH=${MICRO_BATCH:-2}
 GLOBAL_BATCH=${GLOBAL_BATCH:-64}
 EPOCHS=${EPOCHS:-1}
@@ -67,7 +66,7 @@ train() { # conversations, further flags of a stage
     fi
     run deepspeed --log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT" "$HERE/pretrain_vlm.py" \
         "${TOKENIZER[@]}" --vocab-size "$VOCAB_SIZE" --freeze-vision --model-parallel-size "$TP" --zero-stage "$ZERO_STAGE" \
-        --seq-length "$SEQ_LENGTH" --images-per-sample "$IMAGES_PER_SAMPLE" --batch-size "$MICRO_BATCH" \
+        --seq-length "$SEQ_LENGTH" --batch-size "$MICRO_BATCH" \
         --global-batch-size "$GLOBAL_BATCH" --epochs "$EPOCHS" --lr-decay-style cosine --warmup 0.03 --weight-decay 0 \
         --clip-grad 1.0 "${SWITCHES[@]}" --data-path "${prefix}_images_document" --split "$SPLIT" \
         --eval-interval "$SAVE_INTERVAL" --eval-iters 10 --save-interval "$SAVE_INTERVAL" --auto-resume "${@:2}"

@@ -47,24 +47,24 @@ done
 
 LAYOUT=(--model-parallel-size "$TP" --pipe-parallel-size "$PP")
 if ((PP == 2)); then LAYOUT+=(--pipeline-partition "3,2"); fi # the encoder and a layer of the language model come first
-train() { # name, iterations, image slots of a sample, further flags of a stage
+train() { # name, iterations, further flags of a stage
     deepspeed --log_level critical --num_gpus "$PROCESSES" --master_port "$MASTER_PORT" pretrain_vlm.py "${LAYOUT[@]}" \
         --vision-encoder siglip --vision-num-layers 2 --vision-hidden-size 96 --vision-ffn-hidden-size 256 \
         --vision-num-attention-heads 4 --vision-image-size 32 --vision-patch-size 16 --vision-feature-layer -1 \
-        --vision-feature-select-strategy full --image-token-id "$PLACEHOLDER" --images-per-sample "$3" \
+        --vision-feature-select-strategy full --image-token-id "$PLACEHOLDER" \
         --num-layers 3 --hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 4 --swiglu --normalization RMSNorm \
         --position-embedding-type rope --disable-bias-linear --init-method-std 0.1 --seq-length 256 \
         --attention-dropout 0 --hidden-dropout 0 --batch-size 8 --train-iters "$2" --lr 3e-3 --min-lr 1e-4 \
         --lr-decay-style cosine --warmup 0.05 --weight-decay 0.1 --adam-beta2 0.95 \
         --data-path "$OUT/${1}_images_document" --split 98,2,0 --num-workers 0 "${TOKENIZER[@]}" --log-interval 50 \
-        --eval-interval 100 --eval-iters 5 --run-dir "$OUT/$1-run" --save "$OUT/$1-run/checkpoints" "${@:4}"
+        --eval-interval 100 --eval-iters 5 --run-dir "$OUT/$1-run" --save "$OUT/$1-run/checkpoints" "${@:3}"
 }
 
 step "stage 1: captions"
-train captions "$CAPTIONS" 8
+train captions "$CAPTIONS"
 
 step "stage 2: questions, with the encoder frozen"
-train questions "$QUESTIONS" 4 --load "$OUT/captions-run/checkpoints" --finetune --freeze-vision
+train questions "$QUESTIONS" --load "$OUT/captions-run/checkpoints" --finetune --freeze-vision
 
 for name in test shuffled; do
     step "answers to $name.jsonl"

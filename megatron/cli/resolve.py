@@ -47,7 +47,7 @@ def resolve_run(
     run = replace(run, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
     if architecture.reads_images:
-        run = replace(run, data=replace(run.data, image_slots=tuple(run.model.image_slots)))
+        run = replace(run, data=replace(run.data, image_format=tuple(run.model.image_format)))
     observe = replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace)
     if observe.run_dir is not None and run.logging.metrics_file is None:
         run = replace(run, logging=replace(run.logging, metrics_file=str(Path(observe.run_dir) / METRICS)))
@@ -63,6 +63,7 @@ def resolve_run(
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
         try:
             run = replace(run, train=_train(run, provided))
+            run = run.with_image_slots(run.train.micro_batch_size)  # the data may need more
         except ConfigError as error:
             problems += error.messages
     return run, problems
@@ -216,7 +217,7 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
     if train.epochs is not None and run.data.sft:
         samples = 1.0
         with suppress(DataError):  # which the check of the data raises again
-            from megatron.data.sft_dataset import samples_per_epoch  # NumPy, which a mistake need not wait for
+            from megatron.data.datasets import samples_per_epoch  # NumPy, which a mistake need not wait for
 
             samples = train.epochs * samples_per_epoch(run.data)
         train = replace(train, train_iters=math.ceil(samples / batch.global_size))

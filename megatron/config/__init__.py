@@ -64,6 +64,13 @@ class RunConfig:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The value of each flag that was given, by its name: a settings file with them repeats the run."""
 
+    def with_image_slots(self, slots: int) -> "RunConfig":
+        """The run with ``--images-per-micro-batch`` image slots, by default ``slots``, if its model reads images."""
+        if not self.model.vision_num_layers:
+            return self
+        slots, samples = self.model.images_per_micro_batch or slots, self.train.micro_batch_size
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, image_slots=slots, text_samples=samples))
+
     @property
     def log_interval(self) -> int:
         """``--log-interval``; by default the largest of 1, 2, 5, 10, 20, 50 and 100 that logs 30 iterations or more."""

@@ -195,8 +195,8 @@ class DataConfig:
     short_seq_prob: float = flag(
         0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", masked_lm=True
     )
-    image_slots: tuple[int, ...] = derived(())
-    """``ImageSlots`` of a model that reads images."""
+    image_format: tuple[int, ...] = derived(())
+    """``ImageFormat`` of a model that reads images."""
     data_hash: str = derived("")
     """Hash of the content of the data, or ``MOCK_DATA``; empty if no checkpoint is saved or loaded."""
     tokenizer_hash: str = derived("")

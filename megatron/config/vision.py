@@ -12,10 +12,9 @@ PARTS = ("vision", "projector", "language")
 """Parts of a vision-language model; any other model is a language model."""
 
 
-class ImageSlots(NamedTuple):
-    """The images of a sample, of which some may be empty."""
+class ImageFormat(NamedTuple):
+    """What an image is, in pixels and in a text."""
 
-    slots: int
     size: int
     """Height and width in pixels."""
     token: int
@@ -64,13 +63,17 @@ class VisionConfig:
         choices=("default", "full"),
     )
     image_token_id: int = _vision_flag(
-        -1, "The placeholder token, of which there is one for each patch of an image.", within="[0, inf)", required=True
+        -1,
+        "The placeholder token, of which there is one for each patch of an image; not 0, which fills up samples.",
+        within="[1, inf)",
+        required=True,
     )
-    images_per_sample: int = _vision_flag(
-        1,
-        "Images that a sample has room for. Empty slots are computed as well, so that all ranks do the same work "
-        "whatever the data; a micro-batch has --batch-size times as many.",
-        within="[1, 65536]",
+    images_per_micro_batch: int | None = _vision_flag(
+        None,
+        "Images that a micro-batch has room for, which its samples share (default: as many as the data need; where "
+        "they are not known, one for each sample). Empty slots are computed as well, so that all ranks do the same "
+        "work whatever the data.",
+        within="[1, 1048576]",
     )
     freeze_vision: bool = _vision_flag(False, "Do not train the encoder of images.", aliases=("freeze-vit",))
     freeze_projector: bool = _vision_flag(False, "Do not train the projector.")
@@ -81,6 +84,9 @@ class VisionConfig:
     projector_lr_mult: float = _vision_flag(1.0, "Learning rate of the projector, times --lr.", within="(0, inf)")
     text_seq_length: int = derived(0)
     """Tokens of a sample, placeholders included."""
+    text_samples: int = derived(1)
+    """Samples of a micro-batch, which share its image slots."""
+    image_slots: int = derived(1)
 
     @property
     def vision_layers(self) -> int:
@@ -104,9 +110,9 @@ class VisionConfig:
         return self.encoder_tokens - (self.vision_feature_select_strategy == "default")
 
     @property
-    def image_slots(self) -> ImageSlots:
-        """The images of a sample."""
-        return ImageSlots(self.images_per_sample, self.vision_image_size, self.image_token_id, self.image_tokens)
+    def image_format(self) -> ImageFormat:
+        """What an image is in the data."""
+        return ImageFormat(self.vision_image_size, self.image_token_id, self.image_tokens)
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:

@@ -2,14 +2,15 @@
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from megatron.config import DataConfig
+from megatron.common.errors import ConfigError
+from megatron.config import DataConfig, TrainConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset
 from megatron.data.blend_order import BlendOrder, BlendWindow
@@ -33,7 +34,7 @@ def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
         return PairDataset if data.sft else T5Dataset
     if masked_lm:
         return BertDataset
-    if data.image_slots:
+    if data.image_format:
         return ImageDataset
     return SFTDataset if data.sft else GPT2Dataset
 
@@ -59,13 +60,25 @@ class BlendedDataset(OrderedSamples):
         super().__init__(samples)
         self.parts, self.order = parts, order
 
+    def count_images(self, indices: Sequence[int]) -> np.ndarray:
+        """How many images some samples have, int64 [n]."""
+        return np.array(self._of_parts(indices, lambda part, places: part.count_images(places)), np.int64)
+
+    def images(self, indices: Sequence[int]) -> list[np.ndarray]:
+        """The images of each of some samples, uint8 [n, height, width, 3]."""
+        return self._of_parts(indices, lambda part, places: part.images(places))
+
     def _read(self, indices: Sequence[int]) -> np.ndarray:
+        return np.stack(self._of_parts(indices, lambda part, places: part.take(places)))
+
+    def _of_parts(self, indices: Sequence[int], read: Callable[[Any, list[int]], Iterable[Any]]) -> list[Any]:
+        """What ``read`` returns of each sample, from the part that it belongs to and its place there."""
         located = [self.order[index] for index in indices]
         rows = {
-            source: iter(self.parts[source].take([place for of, place in located if of == source]))
+            source: iter(read(self.parts[source], [place for of, place in located if of == source]))
             for source in {source for source, _ in located}
         }
-        return np.stack([next(rows[source]) for source, _ in located])
+        return [next(rows[source]) for source, _ in located]
 
     def spans(self, index: int) -> list[Span]:
         """The parts of documents that make up the ``index``-th sample of pretraining."""
@@ -83,6 +96,16 @@ class Samples(Protocol):
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
         """Some samples, int64 [n, ...]. Raises DataError if they cannot be read."""
+
+
+class ImageSamples(Samples, Protocol):
+    """Samples with images."""
+
+    def count_images(self, indices: Sequence[int]) -> np.ndarray:
+        """How many images some samples have, int64 [n]."""
+
+    def images(self, indices: Sequence[int]) -> list[np.ndarray]:
+        """The images of each of some samples, uint8 [n, height, width, 3]."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +127,26 @@ def split_samples(
         "valid": evaluations * eval_iters * global_batch_size,
         "test": eval_iters * global_batch_size,
     }
+
+
+def sizes_of(train: TrainConfig, skipped: Sequence[range] = ()) -> dict[str, int]:
+    """How much a run reads at most, as ``split_samples`` and ``build_datasets`` take it."""
+    return {
+        "global_batch_size": train.global_batch_size,
+        "train_iters": train.train_iters,
+        "train_samples": train.consumed_samples(train.train_iters) + sum(map(len, skipped)),
+        "eval_interval": train.eval_interval,
+        "eval_iters": train.eval_iters,
+    }
+
+
+def samples_per_epoch(data: DataConfig) -> int:
+    """Samples of an epoch of the training data set. Raises as ``find_sources``, and ConfigError for a blend."""
+    kind = ImageDataset if data.image_format else SFTDataset
+    sources = find_sources(data, check=kind.problem, train_iters=1, eval_iters=0)["train"]
+    if len(sources) > 1:
+        raise ConfigError("--epochs is for one data set, and --data-path names a blend: give --train-iters")
+    return kind(data, "train", sources[0], 1, vocab_size=0, seed=0).samples_per_epoch
 
 
 def build_datasets(

@@ -11,37 +11,31 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.splits import Source, SourceSamples, advice, find_sources, words_of
+from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 """Rows of a sample."""
 
 
-def pack(
-    sizes: np.ndarray, capacity: int, images: np.ndarray | None = None, slots: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: each size, largest first, is put where it leaves the least space, or into a new bin.
 
     Args:
         sizes: from 1 to ``capacity``, in descending order, [n].
-        images: from 0 to ``slots``, of which a bin has so many, [n].
 
     Returns:
         ``members``, the indices of ``sizes`` bin by bin, int64 [n], and ``starts``, where each bin begins in them and
         their number, int64 [bins + 1].
     """
     bins: list[list[int]] = []
-    with_space: dict[tuple[int, int], list[int]] = {}
-    spaces: list[tuple[int, int]] = []
-    counts = [0] * len(sizes) if images is None else images.tolist()
-    for index, (size, count) in enumerate(zip(sizes.tolist(), counts, strict=True)):
-        at = bisect_left(spaces, (size, count))
-        while at < len(spaces) and spaces[at][1] < count:
-            at += 1
+    with_space: dict[int, list[int]] = {}
+    spaces: list[int] = []
+    for index, size in enumerate(sizes.tolist()):
+        at = bisect_left(spaces, size)
         if at < len(spaces):
             space = spaces[at]
             chosen = with_space[space].pop()
@@ -49,10 +43,9 @@ def pack(
                 del with_space[space], spaces[at]
             bins[chosen].append(index)
         else:
-            space, chosen = (capacity, slots), len(bins)
+            space, chosen = capacity, len(bins)
             bins.append([index])
-        left = space[0] - size, space[1] - count
-        if left[0]:
+        if left := space - size:
             if left not in with_space:
                 insort(spaces, left)
             with_space.setdefault(left, []).append(chosen)
@@ -82,8 +75,7 @@ class SFTDataset(SourceSamples):
         self._sizes = sizes[self._documents]
         self.cut_documents = int(np.count_nonzero(positions > sizes.clip(min=0)))
         order = np.lexsort((self._images[self._documents], -self._sizes))
-        images, slots = self._images[self._documents[order]], data.image_slots[0] if data.image_slots else 0
-        self._members, self._bins = pack(self._sizes[order], data.seq_length, images, slots)
+        self._members, self._bins = pack(self._sizes[order], data.seq_length)
         self.samples_per_epoch = len(self._bins) - 1
         super().__init__(source, -(-samples // self.samples_per_epoch) * self.samples_per_epoch)
         self._loss_mask = _loss_mask_of(indexed)
@@ -165,14 +157,6 @@ class SFTDataset(SourceSamples):
         images = self._images[self._documents[shuffled]]
         by_size = shuffled[np.lexsort((images, -self._sizes[shuffled]))]
         return by_size, random.permutation(self.samples_per_epoch)
-
-
-def samples_per_epoch(data: DataConfig) -> int:
-    """Samples of an epoch of the training data set. Raises as ``find_sources``, and ConfigError for a blend."""
-    sources = find_sources(data, check=SFTDataset.problem, train_iters=1, eval_iters=0)["train"]
-    if len(sources) > 1:
-        raise ConfigError("--epochs is for one data set, and --data-path names a blend: give --train-iters")
-    return SFTDataset(data, "train", sources[0], 1, vocab_size=0, seed=0).samples_per_epoch
 
 
 def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:

@@ -1,9 +1,10 @@
 """The layers of LLaVA before those of its language model (arXiv 2304.08485).
 
-Up to the projector and between layers of the encoder travel (image hidden [i, p, h], tokens, int32 [b, 2, s]): image
-slot n of sample m is image m k + n. The encoder is not divided along the sequence, whose length need not be divisible.
+Up to the projector and between layers of the encoder travel (image hidden [i, p, h], tokens, int32 [b, 2, s]): the
+images of all samples, in order, and empty slots after them. The encoder is not divided along the sequence, whose length
+need not be divisible.
 
-b batch, s sequence, k image slots of a sample, i = b k, p tokens of an image, h hidden
+b batch, s sequence, i image slots of a micro-batch, p tokens of an image, h hidden
 """
 
 from dataclasses import replace
@@ -136,7 +137,7 @@ class Projector(nn.Module):
 class ImageEmbedding(WordEmbedding):
     """Projected images [i, p, h] and tokens -> hidden [b, s, h], in which images take the places of placeholders.
 
-    The n-th placeholder of a sample is the n-th token of its images.
+    The n-th placeholder of all samples is the n-th token of all images.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -154,9 +155,8 @@ class ImageEmbedding(WordEmbedding):
 
     def _merged(self, hidden: Tensor, images: Tensor, tokens: Tensor) -> Tensor:
         is_image = tokens == self.image_token
-        rows = images.numel() // images.size(-1) // len(tokens)  # tokens of all image slots of a sample
-        samples = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        places = (is_image.cumsum(1) - 1).clamp(0, rows - 1) + rows * samples
+        last = images.numel() // images.size(-1) - 1
+        places = (is_image.flatten().cumsum(0).view_as(is_image) - 1).clamp(0, last)
         places = places.masked_fill(~is_image, -1).movedim(1, self.sequence_dim)
         places = sequence_shard(places, self.layout, self.sequence_dim, of_tensor_group=True).unsqueeze(-1)
         if self.layout.sequence_parallel:  # each rank merges its shard, and their gradients are added up

@@ -74,6 +74,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.checkpoint.snapshots import requested_snapshots
     from megatron.cli.settings_file import settings_text
+    from megatron.data.image_slots import with_image_slots
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
     from megatron.training.measurements import requested_measurements
@@ -87,7 +88,8 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         lock_folder(run) as lock,
     ):
         saved = select_newest(run, lock)
-        run = at_saved_sample(saved, run) if saved else run
+        skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
+        run = with_image_slots(at_saved_sample(saved, run), skipped) if saved else run
         if saved and not run.train.skip_train and is_finished(saved, run):
             return 0
         log = MetricsLogger(run, is_main_rank=layout.rank == 0, callbacks=callbacks)
@@ -99,7 +101,6 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         engine, checkpointer, loaded = start_engine(
             run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
         )
-        skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
         observed = run, layout, engine.module
         trainer = Trainer(
             run=run,

@@ -20,9 +20,11 @@ from megatron.data.datasets import (
     Samples,
     build_datasets,
     sample_at,
+    sizes_of,
     split_samples,
     with_skipped,
 )
+from megatron.data.image_dataset import ImageDataset
 from megatron.data.loader import (
     Batch,
     MicroBatches,
@@ -98,14 +100,20 @@ class DataIterators:
 
     def describe(self) -> list[str]:
         """How the documents of each data set of instruction tuning are packed, and how often they are repeated."""
-        train, blend, lines = self._datasets and self._datasets.train, self._run.data.blends["train"], []
+        run, lines, images = self._run, list[str](), 0.0
+        train, blend = self._datasets and self._datasets.train, run.data.blends["train"]
         parts = train.parts if isinstance(train, BlendedDataset) else [train]
+        samples = sizes_of(run.train, self.skipped_samples)["train_samples"]
         for part, (share, _) in zip(parts, blend, strict=False):
             if isinstance(part, SFTDataset):
-                epochs = float(share * self._sizes()["train_samples"] / part.samples_per_epoch)
+                epochs = float(share * samples / part.samples_per_epoch)
                 lines.append(f"> sft       {part.describe()}; {epochs:.3g} epochs")
                 if epochs >= MANY_EPOCHS:
                     lines.append(f"> warning: {epochs:.3g} epochs of {part.indexed.prefix} are many: see --epochs")
+            if isinstance(part, ImageDataset):
+                images += float(share) * part.images_per_sample * run.train.micro_batch_size
+        if run.data.image_format and lines:
+            lines.append(f"> images    {1 - images / run.model.image_slots:.1%} of the image slots are empty")
         return lines
 
     def training(self, finished: int) -> Iterator[Batch] | None:
@@ -144,24 +152,13 @@ class DataIterators:
             return None
         return built[0] if built else self._open()
 
-    def _sizes(self) -> dict[str, int]:
-        """How much the run reads at most, as ``split_samples`` and ``build_datasets`` take it."""
-        train = self._run.train
-        return {
-            "global_batch_size": train.global_batch_size,
-            "train_iters": train.train_iters,
-            "train_samples": train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples)),
-            "eval_interval": train.eval_interval,
-            "eval_iters": train.eval_iters,
-        }
-
     def _open(self) -> Datasets:
         run = self._run
         return build_datasets(
             run.data,
             masked_lm=bool(architecture_of(run.model).masked_lm),
             vocab_size=run.model.vocab_size,
-            **self._sizes(),
+            **sizes_of(run.train, self.skipped_samples),
             seed=run.train.seed,
         )
 
@@ -193,17 +190,18 @@ class DataIterators:
             data_rank=group.rank(),
             data_size=group.size(),
             skipped=skipped,
+            image_slots=self._run.model.image_slots if self._run.data.image_format else 0,
         )
         return batches(numbered, num_workers=self._run.data.num_workers, to_batch=self._to_batch)
 
-    def _to_batch(self, rows: Tensor) -> Batch:
+    def _to_batch(self, rows: Any) -> Batch:
         run = self._run
         if architecture_of(run.model).is_encoder_decoder:
             return span_batch(rows, decoder_seq_length=run.data.decoder_seq_length)
         if architecture_of(run.model).masked_lm:
             return masked_lm_batch(rows)
-        if run.data.image_slots:
-            return image_batch(rows, seq_length=run.data.seq_length, image_size=run.model.vision_image_size)
+        if run.data.image_format:
+            return image_batch(rows, slots=run.model.image_slots)
         if run.data.sft:
             return sft_batch(rows)
         return next_token_batch(rows, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
@@ -223,7 +221,8 @@ class ProvidedDataIterators(DataIterators):
 
     def _open(self) -> Datasets:
         provider = architecture_of(self._run.model).provider
-        return Datasets(*provider.open(self._run, list(split_samples(**self._sizes()).values())))
+        samples = split_samples(**sizes_of(self._run.train, self.skipped_samples))
+        return Datasets(*provider.open(self._run, list(samples.values())))
 
     def _batches(
         self, split: str, sizes: BatchSchedule, finished: int, skipped: Sequence[range] = ()

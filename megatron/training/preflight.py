@@ -29,6 +29,7 @@ from megatron.data.fingerprint import (
     tokenizer_hash,
     without_tokenizer,
 )
+from megatron.data.image_slots import with_image_slots
 from megatron.data.map_cache import cache_folder
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
@@ -58,10 +59,11 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
         _attempt(errors, CheckpointError, lambda: check_unlocked(folder))
     if whole is not None and not errors:
         _attempt(errors, ResourceError, lambda: _check_sizes(whole))
-    if errors or whole is None:
+    sized = _attempt(errors, DataError, lambda: with_image_slots(whole)) if whole is not None and not errors else None
+    if errors or sized is None:
         first = min(errors, key=lambda error: error.exit_code)
         raise type(first)([message for error in errors for message in error.messages])
-    return whole, saved
+    return sized, saved
 
 
 def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], T]) -> T | None:

@@ -128,7 +128,7 @@ def _images(model: ModelConfig) -> dict[str, str]:
     frozen = f"; not trained: {', '.join(model.frozen_parts)}" if model.frozen_parts else ""
     return {
         "images": f"{model.vision_image_size} pixels, {side} x {side} patches, {parts} of the text each; "
-        f"{counted(model.images_per_sample, 'slot')} in a sample{frozen}"
+        f"{counted(model.image_slots, 'slot')} in a micro-batch{frozen}"
     }
 
 

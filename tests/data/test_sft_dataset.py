@@ -10,8 +10,8 @@ from megatron.cli import parse_run
 from megatron.common.errors import DataError, UserError
 from megatron.config import DataConfig
 from megatron.config.data import loss_mask_prefix
-from megatron.data.datasets import build_datasets, check_data
-from megatron.data.sft_dataset import SFTDataset, pack, samples_per_epoch
+from megatron.data.datasets import build_datasets, check_data, samples_per_epoch
+from megatron.data.sft_dataset import SFTDataset, pack
 
 LENGTHS = [1 + 7 * n % 23 for n in range(60)]
 DOCUMENTS = [[100 * n + k for k in range(length)] for n, length in enumerate(LENGTHS)]

@@ -32,7 +32,7 @@ WEIGHTS = torch.full((2, 14), 1 / 28)
 @pytest.mark.parametrize("kind", ["clip", "siglip", "mistral"])
 @pytest.mark.ranks(1)
 def test_logits_gradients_and_weights_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    """Two images in the first text, one in the second, whose second slot is empty."""
+    """Two images in the first text, one in the second, and an empty slot."""
     theirs = transformers_model(kind)
     theirs.save_pretrained(tmp_path / "theirs")
     model = read_huggingface(tmp_path / "theirs")

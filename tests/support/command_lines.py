@@ -23,7 +23,7 @@ SMALL_T5 = f"{SMALL_BERT} --decoder-num-layers 3 --decoder-seq-length 16"
 """That of pretrain_t5.py."""
 SMALL_LLAVA = (
     f"{SMALL} --vision-num-layers 3 --vision-hidden-size 16 --vision-ffn-hidden-size 48 --vision-num-attention-heads 4"
-    " --vision-image-size 28 --image-token-id 60 --images-per-sample 3"
+    " --vision-image-size 28 --image-token-id 60 --images-per-micro-batch 6"
 )
 """That of pretrain_vlm.py: 5 tokens of the encoder for each image, and 4 of the language model."""
 _BY_WORD = {

@@ -22,7 +22,7 @@ ITERATIONS, IMAGE, EOD, SIZE = 3, 60, 63, 28
 SETTINGS = (
     f"--num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope --train-iters {ITERATIONS}"
     " --vision-num-layers 3 --vision-hidden-size 32 --vision-ffn-hidden-size 64 --vision-num-attention-heads 4"
-    f" --vision-image-size {SIZE} --image-token-id {IMAGE} --images-per-sample 2 --batch-size 2 --global-batch-size 8"
+    f" --vision-image-size {SIZE} --image-token-id {IMAGE} --batch-size 2 --global-batch-size 8"
     " --attention-dropout 0 --hidden-dropout 0 --clip-grad 0.4 --eval-iters 1 --eval-interval 3"
 ).split()
 """Two layers of the encoder are computed, then two of the language model."""
@@ -45,7 +45,7 @@ PARTS = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Conversations of which many have no image, and one has more than a sample."""
+    """Conversations of which many have no image, and some have several."""
     return write_data(tmp_path_factory.mktemp("data"), has_images=True)
 
 
@@ -119,7 +119,8 @@ def test_ranks_without_any_image_communicate_as_those_with_images(data: list[str
     """Two stages, of which the first ends in the encoder, of two tensor-parallel ranks."""
     sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3"
     ranks, flags_of_layout = layout("tp2 pp2 zero1 bf16 --pipeline-partition 1,3")
-    words = [*SETTINGS, *sizes.split(), *flags_of_layout.split(), "--num-workers", "0"]
+    slots = ["--images-per-micro-batch", "8", "--num-workers", "0"]
+    words = [*SETTINGS, *sizes.split(), *flags_of_layout.split(), *slots]
     found = []
     for name, flags in (("some", data), ("none", write_data(tmp_path, has_images=False))):
         (tmp_path / name).mkdir()

@@ -42,7 +42,7 @@ def _llava(config: ModelConfig) -> list[LayerSpec]:
 
 def _per_token(layer: LayerSpec, config: ModelConfig, *, has_backward: bool) -> LayerSpec:
     """``layer``, whose costs are per token of the encoder, with costs per token of the text."""
-    tokens = Fraction(config.images_per_sample * config.encoder_tokens, config.text_seq_length or 1)
+    tokens = Fraction(config.image_slots * config.encoder_tokens, config.text_samples * config.text_seq_length or 1)
     scaled = replace(
         layer,
         matmul_flops=round(layer.matmul_flops * tokens),

@@ -47,7 +47,7 @@ class ForwardModel:
         """Logits [1, k, v/t] of the next tokens at those positions of tokens [b, s] where ``predicted`` [b, s] is true.
 
         ``texts`` [b, s of the encoder], with -1 for padding, are what an encoder reads, and so are ``images``, uint8
-        [b slots, size, size, 3]. All ranks that share the model
+        [i, size, size, 3]. All ranks that share the model
         call it together. Returns None on stages before the last.
         """
         if texts is not None:
@@ -112,7 +112,7 @@ class Padded(NamedTuple):
     texts: Tensor | None = None
     """What an encoder reads: int64 [b, s of the longest text], -1 for padding"""
     images: Tensor | None = None
-    """uint8 [b slots, size, size, 3], black where a sample has fewer"""
+    """Of all samples in order, uint8 [i, size, size, 3]; one that is black if they have none"""
 
 
 @torch.no_grad()
@@ -163,18 +163,16 @@ def pad(samples: Sequence[Sample], device: str) -> Padded:
         tokens[:, 1:].contiguous(),
         torch.from_numpy(predicted).to(device),
         torch.tensor(texts, device=device) if longest else None,
-        _pad_images([sample.images for sample in samples if sample.images is not None], device),
+        _images_of([sample.images for sample in samples if sample.images is not None], device),
     )
 
 
-def _pad_images(images: Sequence[np.ndarray], device: str) -> Tensor | None:
-    """The images of all samples, of a model that reads them, at least one of each."""
-    if not images:
+def _images_of(samples: Sequence[np.ndarray], device: str) -> Tensor | None:
+    """The images of all samples, of a model that reads them, and at least one."""
+    if not samples:
         return None
-    slots = np.zeros((len(images), max(1, *map(len, images), 1), *images[0].shape[1:]), np.uint8)
-    for row, of_sample in zip(slots, images, strict=True):
-        row[: len(of_sample)] = of_sample
-    return torch.from_numpy(slots).flatten(0, 1).to(device)
+    images = np.concatenate(samples)
+    return torch.from_numpy(images if len(images) else np.zeros((1, *images.shape[1:]), np.uint8)).to(device)
 
 
 def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:

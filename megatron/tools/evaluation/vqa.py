@@ -14,7 +14,7 @@ from megatron.common.reading import parse_json, read_bytes
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.prompts import ChatPrompts
 from megatron.tools.evaluation.tasks import Sample
-from megatron.tools.inference.images import ImagePrompt, ImageReader
+from megatron.tools.inference.images import ImagePrompt, ImageReader, check_placeholders
 from megatron.tools.inference.prompts import StoppingCriteria, checked_length, numbered
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def _question(record: Any, chat: ChatPrompts, images: ImageReader, limits: Stopp
     messages = [{"role": "user", "content": images.marked(record["question"], record)}]
     prompt = images.tokens(chat.text(messages), record, chat.tokenize)
     of_choices = tuple(tuple(chat.tokenize(chat.answer(messages, choice))) for choice in choices)
+    for choice in of_choices:
+        check_placeholders(choice, 0, images.model)
     longest = max(map(len, of_choices), default=0)
     checked_length(prompt, replace(limits, new_tokens=longest) if longest else limits)
     return Question(record, prompt, answers, of_choices)

@@ -27,7 +27,7 @@ from megatron.checkpoint.snapshots import requested_snapshots
 from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
 from megatron.config import RunConfig
-from megatron.data.datasets import Datasets
+from megatron.data.datasets import Datasets, sizes_of
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine, eval_batch
 from megatron.model.loss import correct_answers
@@ -165,7 +165,7 @@ class RowIterators(DataIterators):
                 self._training,
                 range(len(self._training)),
                 per_epoch=self._task.iterations_per_epoch * size,
-                samples=self._sizes()["train_samples"] + size,
+                samples=sizes_of(train)["train_samples"] + size,
                 seed=train.seed,
             )
         if self._validation is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.engines.containers import run_in_order
@@ -73,19 +73,29 @@ class DecodingBatch:
     @torch.inference_mode()
     def _next_logits(self, new: Sequence[Sequence[int]], *, is_first: bool = False) -> Tensor:
         """Logits [b, v] after the ``new`` tokens of each sequence."""
-        images = self._merged_images() if is_first or self._cache is None else None
         if self._cache is None:
             new = [sequence[-self._context :] for sequence in self.sequences]
-        counts = [len(tokens) for tokens in new]
-        return self._model.gathered(self._model.next_logits(self._padded(new), self._cache, counts, images))
+        counts, padded = [len(tokens) for tokens in new], self._padded(new)
+        images = self._merged_images(padded) if is_first or self._cache is None else None
+        return self._model.gathered(self._model.next_logits(padded, self._cache, counts, images))
 
-    def _merged_images(self) -> Tensor | None:
-        """The images of all sequences [b, p, h], with zeros after those of sequences that have fewer; None if none."""
+    def _merged_images(self, tokens: Tensor) -> Tensor | None:
+        """A row for each placeholder in ``tokens`` [b, q], of its sequence's images, [1, p, h]; None without images.
+
+        Placeholders that stand for no image, such as in a completion, have zeros.
+        """
         images = [one for one in self._images if one is not None]
         if not images:
             return None
-        rows = [images[0][:0] if one is None else one for one in self._images]
-        return pad_sequence(rows, batch_first=True)
+        placeholder = self._model.config.image_token_id
+        rows = []
+        for one, sequence, seen in zip(self._images, self.sequences, tokens, strict=True):
+            before = sequence[: -self._context].count(placeholder)
+            own = images[0][:0] if one is None else one[before:]
+            placeholders = int((seen == placeholder).sum())
+            rows.append(F.pad(own[:placeholders], (0, 0, 0, max(placeholders - len(own), 0))))
+        merged = torch.cat(rows).unsqueeze(0)
+        return merged if merged.size(1) else None
 
     def _padded(self, sequences: Sequence[Sequence[int]], padding: int = 0) -> Tensor:
         """[b, q] with ``padding`` after the shorter ones."""

@@ -45,7 +45,7 @@ def with_images(
 ) -> ImagePrompt:
     """``text`` as tokens, in which ``model``'s placeholders take the place of each mark.
 
-    Raises DataError if there are not as many marks as images.
+    Raises DataError if there are not as many marks as images, or if the text itself has placeholders.
     """
     first, *others = text.split(MARK)
     if len(others) != len(images):
@@ -53,7 +53,14 @@ def with_images(
     tokens = [*tokenize(first)] if first else []
     for part in others:
         tokens += [model.image_token_id] * model.image_tokens + ([*tokenize(part)] if part else [])
+    check_placeholders(tokens, len(images), model)
     return ImagePrompt(tokens, np.stack(images) if images else None)
+
+
+def check_placeholders(tokens: Sequence[int], images: int, model: ModelConfig) -> None:
+    """Raise DataError if ``tokens`` have other placeholders than those of so many images."""
+    if tokens.count(model.image_token_id) != images * model.image_tokens:
+        raise DataError(f"the text has token {model.image_token_id}, which only images may have: remove it")
 
 
 @dataclass(frozen=True)

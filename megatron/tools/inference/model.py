@@ -53,8 +53,8 @@ class LanguageModel:
     ) -> Tensor:
         """Logits [b, v/t] of what follows the last of ``tokens`` [b, q], which follow those in ``cache``.
 
-        Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding. ``images`` [b k, p, h]
-        take the places of placeholders.
+        Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding. ``images`` [i, p, h]
+        have a row for each placeholder.
         """
         words, positions, *layers, last_norm, head = self.language_layers
         b, q = tokens.shape

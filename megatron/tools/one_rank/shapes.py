@@ -30,7 +30,7 @@ def _states(run: RunConfig, chunk: int) -> Any:
             return hidden, _whole_numbers(b, s), _whole_numbers(b, r)
         return _hidden(run, b, r, h), hidden, _whole_numbers(b, s)
     if run.model.vision_num_layers and not _is_after(run, chunk, "ImageEmbedding"):
-        images = _hidden(run, b * run.model.images_per_sample, run.model.encoder_tokens, run.model.vision_hidden_size)
+        images = _hidden(run, run.model.image_slots, run.model.encoder_tokens, run.model.vision_hidden_size)
         return images, _whole_numbers(b, 2, run.data.seq_length)
     shards = run.parallel.model_parallel_size if run.parallel.sequence_parallel else 1
     sizes = (b, s // shards) if run.model.sequence_dim == 1 else (s // shards, b)

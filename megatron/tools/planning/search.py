@@ -274,17 +274,17 @@ def _with_micro_batches(
     padded = padded_vocabulary(
         request.vocab_size, run.parallel.model_parallel_size, run.model.make_vocab_size_divisible_by
     )
-    model = replace(run.model, vocab_size=request.vocab_size, padded_vocab_size=padded)
     samples = run.train.micro_batch_size * run.train.gradient_accumulation_steps
     for size in [run.train.micro_batch_size] if is_given else _divisors(samples):
         train = replace(run.train, micro_batch_size=size, gradient_accumulation_steps=samples // size)
-        sized = replace(run, train=train)
+        sized = replace(run, train=train).with_image_slots(size)
         if broken := broken_rule(sized):
             reject(*broken)
             if size == 1:  # which breaks the fewest rules
                 return
         else:
             given = {**flags, "micro_batch_size": as_flag("micro_batch_size", size)}
+            model = replace(sized.model, vocab_size=request.vocab_size, padded_vocab_size=padded)
             yield Candidate(request, replace(sized, model=model), given)
 
 

@@ -24,7 +24,7 @@ def image_settings(args: argparse.Namespace) -> ImageSettings | None:
     if args.format != IMAGES:
         return None
     check_values(
-        args, {"vision_image_size": "[1, 65536]", "image_tokens": "[1, inf)", "image_token_id": "[0, 2147483647]"}
+        args, {"vision_image_size": "[1, 65536]", "image_tokens": "[1, inf)", "image_token_id": "[1, 2147483647]"}
     )
     size = args.vision_image_size or 336
     return ImageSettings(args.image_folder or Path(), size, args.image_tokens, args.image_token_id)

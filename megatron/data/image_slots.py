@@ -1,0 +1,97 @@
+"""Image slots of micro-batches: how the samples of a global batch share them, and how many a run needs.
+
+Each micro-batch has the same number of slots, whatever its samples have. Which samples form a micro-batch depends on
+the images in their global batch and on the number of micro-batches, not on which rank computes which of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron.common.errors import ConfigError, counted
+from megatron.config import RunConfig
+from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.data import SPLITS
+from megatron.data.datasets import ImageSamples, indexed_datasets, sample_at, sizes_of, split_samples
+
+_TOGETHER = 1 << 16
+"""Samples whose images are counted at once."""
+
+
+def divided(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide each global batch into micro-batches of equally many samples, and about equally many images.
+
+    The samples with most images are dealt out first, in rounds of one for each micro-batch: the one with most images to
+    the micro-batch that has fewest.
+
+    Args:
+        images: of each sample, int64 [n, samples of a global batch].
+
+    Returns:
+        The samples of each micro-batch, in order, int64 [n, micro_batches, b], and their images, [n, micro_batches].
+    """
+    loads = np.zeros((len(images), micro_batches), np.int64)
+    rounds = np.argsort(-images, axis=1, kind="stable").reshape(len(images), -1, micro_batches)
+    members = np.empty_like(rounds)
+    for number in range(rounds.shape[1]):
+        fewest = np.argsort(loads, axis=1, kind="stable")
+        np.put_along_axis(members[:, number], fewest, rounds[:, number], axis=1)
+        loads += np.take_along_axis(images, members[:, number], axis=1)
+    return np.sort(members.transpose(0, 2, 1), axis=2), loads
+
+
+def refusal(needed: int, slots: int, where: str) -> ConfigError:
+    """The error of a global batch that does not fit."""
+    return ConfigError(
+        f"{where} has a micro-batch of {counted(needed, 'image')}, and there are {counted(slots, 'slot')}: give "
+        f"--images-per-micro-batch {needed} or more, or leave it out and start again"
+    )
+
+
+def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig:
+    """``run`` with as many image slots as its data need, or ``--images-per-micro-batch``, if it reads images.
+
+    Args:
+        skipped: ranges of samples that are not trained on.
+
+    Raises:
+        ConfigError: the flag gives fewer than some global batch needs.
+        DataError: as ``indexed_datasets``.
+    """
+    if not run.data.image_format:
+        return run
+    samples = split_samples(**sizes_of(run.train, skipped))
+    datasets = indexed_datasets(replace(run.data, mmap_warmup=False), samples, vocab_size=0, seed=run.train.seed)
+    most = 1
+    for name in SPLITS:
+        dataset: ImageSamples | None = getattr(datasets, name)
+        if dataset is not None:
+            is_train = name == "train"
+            sizes = run.train.batches if is_train else run.train.evaluation_batches
+            last = run.train.train_iters if is_train else samples[name] // run.train.global_batch_size
+            needed, batch = _most(dataset, sizes, last, run.train.micro_batch_size, skipped if is_train else ())
+            given = run.model.images_per_micro_batch
+            if given is not None and needed > given:
+                raise refusal(needed, given, f"global batch {batch} of {name}")
+            most = max(most, needed)
+    return run.with_image_slots(most)
+
+
+def _most(
+    dataset: ImageSamples, sizes: BatchSchedule, last: int, micro_batch_size: int, skipped: Sequence[range]
+) -> tuple[int, int]:
+    """The most images of a micro-batch in the global batches up to ``last``, and in which batch it is."""
+    found, phases = (0, 0), [*sizes.phases(sizes.start_iteration, last)]
+    for phase, end in zip(phases, [*(phase.finished for phase in phases[1:]), last], strict=True):
+        step = max(_TOGETHER // phase.size, 1)
+        for finished in range(phase.finished, end, step):
+            first = phase.first_sample + (finished - phase.finished) * phase.size
+            numbers = range(first, first + min(step, end - finished) * phase.size)
+            images = dataset.count_images([sample_at(number, skipped) for number in numbers])
+            _, loads = divided(images.reshape(-1, phase.size), phase.size // micro_batch_size)
+            of_batches = loads.max(axis=1)
+            row = int(of_batches.argmax())
+            if of_batches[row] > found[0]:
+                found = int(of_batches[row]), finished + row + 1
+    return found
