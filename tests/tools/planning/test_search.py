@@ -217,7 +217,7 @@ def test_an_encoder_of_images_takes_time_and_memory():
     """A trained one three passes and its activations, a frozen one only the forward pass."""
     lines = {}
     for flag in ([], ["--freeze-vision"]):
-        words = ["--images-per-micro-batch", "2", "--batch-size", "1", *flag]
+        words = ["--images-per-micro-batch", "4", "--batch-size", "1", *flag]
         [one, *_] = search(
             request_of(*words, model="llava-1.5-7b", vocab_size=32064, architecture=LLAVA, device="h100")
         ).fitting
