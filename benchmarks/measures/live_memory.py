@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
@@ -24,6 +23,7 @@ from megatron.tools.rehearsal.memory import (
     highest_level,
     is_between_micro_batches,
     live_tensors,
+    memory_profile,
     storages,
 )
 from megatron.training.learning_rates import annealing_lr
@@ -70,7 +70,7 @@ def _peak_of_a_step(engine: DeepSpeedEngine, batches: Iterator[Batch], others: l
     before = sum(size for address, size in storages(live_tensors()).items() if address not in known)
     peaks = []
     for _ in range(steps):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with memory_profile() as profiler:
             train_batch(engine, batches)
         peaks.append(highest_level(profiler))
     return before + min(peaks)

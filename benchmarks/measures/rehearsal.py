@@ -92,7 +92,9 @@ def _real(words: list[str]) -> list[dict[str, Any]]:
 def _communication(words: list[str], rehearsed: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """What the rehearsed ranks send, with the seconds that two ranks take for it."""
     with tempfile.NamedTemporaryFile("w") as file:
-        json.dump([rank["communication"] for rank in rehearsed], file)
+        issued = [rank["communication"] for rank in rehearsed]
+        between = rehearsed[0]["seconds"]["wall"] / sum(one["times"] for one in issued[0])
+        json.dump([issued, between], file)
         file.flush()
         return measured_by_ranks(2, "rehearsal_ranks", file.name, "0", *words)
 

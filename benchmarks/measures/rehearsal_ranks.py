@@ -33,9 +33,10 @@ def main() -> None:
             report(True)
         return
     with distributed(parse_run(words, os.environ).parallel):
-        issued = json.loads(Path(place).read_text())
+        issued, between = json.loads(Path(place).read_text())
         group = new_group(timeout=timedelta(minutes=5))  # as the groups of a layout
-        of_ranks = [[{**one, "seconds": _seconds(one, group)} for one in rank] for rank in issued]
+        compute = _computation(between)
+        of_ranks = [[{**one, "seconds": _seconds(one, group, compute)} for one in rank] for rank in issued]
         if dist.get_rank() == 0:
             report(of_ranks)
 
@@ -57,17 +58,49 @@ def _of_program(words: list[str], steps: int) -> dict[str, Any]:
     return described(observer)
 
 
-def _seconds(one: Mapping[str, Any], group: Any) -> dict[str, float]:
-    """Of an operation over ``group``, on this rank: the median of some."""
+def _seconds(one: Mapping[str, Any], group: Any, compute: Callable[[], Any]) -> dict[str, float]:
+    """Of an operation over ``group``, on this rank: what it adds to the computation before each, by medians.
+
+    So it is as in a step, where the other rank comes sooner or later, threads have slept, and caches hold other data.
+    """
+    operation = _operation(one["kind"], one["size"], group)
+
+    def both() -> None:
+        compute()
+        operation()
+
+    alone, together = _median(compute), _median(both)
+    return {clock: max(getattr(together, clock) - getattr(alone, clock), 0.0) for clock in together._fields}
+
+
+def _median(work: Callable[[], Any]) -> Any:
     from megatron.tools.rehearsal.observer import Clocks
 
-    operation = _operation(one["kind"], one["size"], group)
     times = []
     for _ in range(REPEATED + 1):
         begin = Clocks.now()
-        operation()
+        work()
         times.append(Clocks.now() - begin)
-    return {clock: statistics.median(getattr(spent, clock) for spent in times[1:]) for clock in Clocks._fields}
+    return Clocks(*(statistics.median(values) for values in zip(*times[1:], strict=True)))
+
+
+def _computation(seconds: float) -> Callable[[], Any]:
+    """Matrix products of about so many seconds."""
+    import time
+
+    import torch
+
+    x, weights = torch.randn(512, 256), torch.randn(16, 256, 1024)
+
+    def multiply(times: int) -> None:
+        for number in range(times):
+            x @ weights[number % len(weights)]
+
+    multiply(50)
+    begin = time.perf_counter()
+    multiply(50)
+    times = round(seconds / ((time.perf_counter() - begin) / 50))
+    return lambda: multiply(times)
 
 
 def _operation(kind: str, size: int, group: Any) -> Callable[[], Any]:

@@ -1,15 +1,18 @@
 """Rehearsals of single ranks: what a rank takes, and what follows for the run."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
+import torch
 from support.programs import Programs
 
 from megatron.cli import parse_run
 from megatron.config import RunConfig
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.rehearsal.estimate import Expected
+from megatron.tools.rehearsal.memory import highest_level, memory_profile
 from megatron.tools.rehearsal.request import representative_ranks
 
 MODEL = (
@@ -49,6 +52,18 @@ def test_a_rank_takes_what_is_planned_and_issues_each_collective_of_its_layers(r
     assert in_forward >= 4 * 2 * 2, "four micro-batches, two layers, after attention and MLP"
     assert sum(one["times"] for one in real["communication"] if one["kind"] == "recv") == 4
     assert {one["instruction"] for one in real["passes"]} >= {"ForwardPass", "BackwardPass", "OptimizerStep"}
+
+
+def test_what_another_thread_frees_is_not_live() -> None:
+    """As the buffers of collectives are freed."""
+    buffers: list[torch.Tensor] = []
+    with memory_profile() as profiler:
+        for _ in range(50):
+            buffers.append(torch.empty(10_000))
+            freeing = threading.Thread(target=buffers.clear)
+            freeing.start()
+            freeing.join()
+    assert highest_level(profiler) < 10 * 40_000
 
 
 def test_a_fake_rank_takes_as_much_as_a_real_one(rehearsed: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def measured_peak() -> Iterator[list[int]]:
         found.append(accelerator.max_memory_allocated())
         return
     before = sum(storages(live_tensors()).values())
-    with _memory_profile() as profiler:
+    with memory_profile() as profiler:
         yield found
     found.append(before + highest_level(profiler))
 
@@ -73,29 +73,41 @@ def measured_peak() -> Iterator[list[int]]:
 @contextmanager
 def before_measured_peak() -> Iterator[None]:
     """What is allocated while inside may be freed during ``measured_peak``: the profiler sees no other tensor go."""
-    with _memory_profile() if get_accelerator().device_name() == "cpu" else nullcontext():
+    with memory_profile() if get_accelerator().device_name() == "cpu" else nullcontext():
         yield
 
 
-def _memory_profile() -> profile:
+def memory_profile() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def highest_level(profiler: profile) -> int:
     """By how many bytes the memory of a profile goes above where it began."""
     level = highest = 0
-    for _, change in sorted(_allocations(profiler)):
+    sizes: dict[int, int] = {}
+    for _, address, change in sorted(_allocations(profiler)):
+        if change > 0:  # the thread of a collective, which no profile sees, has freed what was there
+            level -= sizes.pop(address, 0)
+            sizes[address] = change
+        else:
+            sizes.pop(address, None)
         level += change
         highest = max(highest, level)
     return highest
 
 
-def _allocations(profiler: profile) -> Iterator[tuple[int, int]]:
-    """Time and bytes of each; what is freed is negative."""
+def _allocations(profiler: profile) -> Iterator[tuple[int, int, int]]:
+    """Time, address and bytes of each; what is freed is negative."""
     results: Any = profiler.profiler
-    for event in results.kineto_results.events():
-        if event.name() == "[memory]":
-            yield event.start_ns(), event.nbytes()
+    for event in results.kineto_results.experimental_event_tree():
+        yield from _of_event(event)
+
+
+def _of_event(event: Any) -> Iterator[tuple[int, int, int]]:
+    if event.tag.name == "Allocation":
+        yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
+    for child in event.children:
+        yield from _of_event(child)
 
 
 def live_tensors() -> list[Tensor]:
