@@ -7,8 +7,8 @@
 Each rank runs alone, the unmodified program with all of its settings, on a device without memory: it has the shapes of
 all tensors, and computes nothing. What it sends, receives, reduces and waits for is recorded, with the line of code: in
 a fresh start with training, an evaluation and checkpoints, and in one that resumes, saves in the background and in
-memory, and ends by a signal. Of more than 8 ranks, those are run that stand for all others of their stage, and
---sample others, which are compared with them. With --all, every layout that breaks no rule is run, and loads the
+memory, and ends by a signal. Of more than 4 ranks, those are run that stand for all others of their stage, and
+--sample others, which are compared with them (with --all, one). With --all, every layout that breaks no rule is run, and loads the
 checkpoint of another one.
 
 Then all ranks are checked together by NCCL's rules: all ranks of a group call the same operations in the same order,
@@ -30,17 +30,19 @@ from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.tools.command_line import ToolParser, check_values, run_tool
-from megatron.tools.communication.request import EVERY_RANK, ITERATIONS, make_starts
+from megatron.tools.communication.request import ITERATIONS, make_starts
 from megatron.tools.verify.request import make_request, supported_layouts
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt2.py"
+MOST = 8
+"""Ranks of which every layout can be run."""
 
 
 def main() -> None:
     """Check the arguments before torch is imported; then extract, check, report."""
     args, words = _parser().parse_known_args()
     check_values(
-        args, {"world_size": "[1, 1e6]", "all": f"[1, {EVERY_RANK}]", "sample": "[0, 1e6]", "processes": "[1, 1024]"}
+        args, {"world_size": "[1, 1e6]", "all": f"[1, {MOST}]", "sample": "[0, 1e6]", "processes": "[1, 1024]"}
     )
     if (args.world_size is None) == (args.all is None):
         raise ConfigError("give --world-size, or --all for every layout of a number of ranks (see --help)")
@@ -102,7 +104,7 @@ def _parser() -> ToolParser:
     parser.usage = "%(prog)s (--world-size N | --all N) [flags] ARGUMENTS OF THE PROGRAM"
     add = parser.add_argument
     add("--world-size", type=int, metavar="N", help="ranks of the run")
-    add("--all", type=int, metavar="N", help=f"one rank, then every layout of N ranks, at most {EVERY_RANK}")
+    add("--all", type=int, metavar="N", help=f"one rank, then every layout of N ranks, at most {MOST}")
     add("--program", type=Path, default=PROGRAM, metavar="FILE", help="entry script that trains the model")
     ranks = "ranks that are run besides those that stand for all (default: 2); with --all: layouts (default: all)"
     add("--sample", type=int, metavar="M", help=ranks)

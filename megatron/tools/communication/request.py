@@ -100,5 +100,5 @@ def representatives(run: RunConfig) -> list[int]:
     return found
 
 
-EVERY_RANK = 8
+EVERY_RANK = 4
 """Runs of up to that many ranks are run rank by rank."""

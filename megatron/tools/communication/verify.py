@@ -89,7 +89,7 @@ def verify_layouts(
         starts = [*own, replace(loading, name=f"from {before}", loads=before)] if before else own
         findings: list[Finding] = []
         try:
-            findings.extend(verify(run, starts, request.program, folder, processes=processes))
+            findings.extend(verify(run, starts, request.program, folder, processes=processes, sample=1))
         except LaunchError as error:  # a rank does not run
             shutil.rmtree(folder / str(len(findings)))
             findings.append(Finding(starts[len(findings)].name, problems=error.messages))

@@ -106,7 +106,7 @@ def test_all_layouts_take_the_global_batch_of_the_first() -> None:
         ("--model-parallel-size 2", "--model-parallel-size 2 belongs to the layouts: choose it by their names"),
         ("--save out", "--save out belongs to the comparison: remove it"),
         ("--hiden-size 4", "unknown flag --hiden-size: did you mean --hidden-size?"),
-        ("--train-iters 4", "--iterations 5 is more than the 4 of the run: lower it"),
+        ("--train-iters 4", "--train-iters 4 is less than the 5 iterations that are compared"),
     ],
 )
 def test_flags_that_the_tool_sets_are_refused(words: str, message: str) -> None:
