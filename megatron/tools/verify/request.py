@@ -218,7 +218,9 @@ def make_request(
         first = ONE_PROCESS if is_supported(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
     run = request.run(first)
     if run.train.train_iters < iterations:
-        raise ConfigError(f"--train-iters {run.train.train_iters} is less than the {iterations} iterations that are compared")
+        raise ConfigError(
+            f"--train-iters {run.train.train_iters} is less than the {iterations} iterations that are compared"
+        )
     if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
         # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
         words = without(words, values["gradient_accumulation_steps"].words)
