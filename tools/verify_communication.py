@@ -8,8 +8,8 @@ Each rank runs alone, the unmodified program with all of its settings, on a devi
 all tensors, and computes nothing. What it sends, receives, reduces and waits for is recorded, with the line of code: in
 a fresh start with training, an evaluation and checkpoints, and in one that resumes, saves in the background and in
 memory, and ends by a signal. Of more than 4 ranks, those are run that stand for all others of their stage, and
---sample others, which are compared with them (with --all, one). With --all, every layout that breaks no rule is run, and loads the
-checkpoint of another one.
+--sample others, which are compared with them. With --all, every layout that breaks no rule is run, each with one other
+rank, and loads the checkpoint of another layout.
 
 Then all ranks are checked together by NCCL's rules: all ranks of a group call the same operations in the same order,
 sends and receives meet, no ranks wait for one another in a circle, no two ranks use two groups in opposite orders, and
