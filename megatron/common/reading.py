@@ -24,8 +24,8 @@ def regular(path: str, flags: int) -> int:
     return descriptor  # ``open`` refuses folders itself
 
 
-PATIENCE = 60.0
-"""Seconds to wait for the first byte of a pipe."""
+PATIENCE, PATIENCE_FOR_WRITER = 60.0, 5.0
+"""Seconds to wait for the first byte of a pipe, and of one that no process has opened to write."""
 
 
 def regular_or_pipe(path: str, flags: int) -> int:
@@ -36,9 +36,15 @@ def regular_or_pipe(path: str, flags: int) -> int:
         return regular(path, flags)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    if not poll.poll(PATIENCE * 1000):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, f"a FIFO into which nothing was written in {PATIENCE:g} s", path)
+    if not poll.poll(PATIENCE_FOR_WRITER * 1000):
+        waited = PATIENCE_FOR_WRITER
+        try:
+            os.read(descriptor, 1)
+        except BlockingIOError:  # there is a writer
+            waited = PATIENCE
+        if waited == PATIENCE_FOR_WRITER or not poll.poll((PATIENCE - PATIENCE_FOR_WRITER) * 1000):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, f"a FIFO into which nothing was written in {waited:g} s", path)
     os.set_blocking(descriptor, True)
     return descriptor
 

@@ -1,6 +1,7 @@
 """Writes indexed data sets, in the format of ``indexed_dataset.py``, byte for byte, in little memory."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,9 @@ class IndexedDatasetBuilder:
         self.keeps = self._resume_from is not None
         tokens, sequences, documents = self._written
         sizes = (tokens * self.dtype.itemsize, HEADER.size + 4 * sequences, 8 * documents)
+        for path in self._paths[:2]:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "there is a folder of this name", str(path))
         try:
             for path, size in zip(self._paths, sizes, strict=True):
                 self._files.append(_open_partial(path, size if self._resume_from else None))

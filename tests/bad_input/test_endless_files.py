@@ -34,7 +34,7 @@ from megatron.tools.preprocess.corpus import read_chunks
 
 @pytest.fixture(autouse=True)
 def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(reading, "PATIENCE", 0.01)
+    monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.01)
     signal.alarm(60)  # a process that opens a FIFO would wait for ever
     yield
     signal.alarm(0)
@@ -75,6 +75,19 @@ def test_a_snapshot_of_a_fifo_is_none(tmp_path: Path) -> None:
     assert read_start(tmp_path) == ""
 
 
+@pytest.mark.parametrize(("has_writer", "seconds"), [(False, "0.02"), (True, "0.1")])
+def test_a_fifo_without_a_writer_is_not_waited_for_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_writer: bool, seconds: str
+) -> None:
+    monkeypatch.setattr(reading, "PATIENCE", 0.1)
+    monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.02)
+    os.mkfifo(fifo := tmp_path / "corpus.jsonl")
+    writer = os.open(fifo, os.O_RDWR) if has_writer else os.open(os.devnull, os.O_RDONLY)
+    with pytest.raises(UserError, match=f"nothing was written in {seconds} s"):
+        chunks(fifo)
+    os.close(writer)
+
+
 def test_a_pipe_with_a_writer_is_read() -> None:
     reader, writer = os.pipe()
     os.write(writer, b'{"text": "a"}\n')
@@ -104,6 +117,10 @@ def gzip_bomb(path: Path) -> None:
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100_000))
 
 
+def empty_lines(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"\r\n" * 20 + b"a\n" + b"\n" * 200))
+
+
 def parquet_bomb(path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -123,6 +140,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] =
     ),
     "corpus.jsonl": (sparse, chunks, "a line of more than 65,536 bytes"),
     "corpus.jsonl.gz": (gzip_bomb, chunks, "expands to more than 100 times its size"),
+    "empty.jsonl.gz": (empty_lines, chunks, "more than 100 empty lines in a row"),
     "corpus.parquet": (parquet_bomb, lambda path: chunks(path, "parquet"), "a row of more than 65,536 bytes"),
 }
 
@@ -135,6 +153,7 @@ def test_what_expands_without_end_is_refused(tmp_path: Path, name: str, monkeypa
     for module in (columns, file_lines):
         monkeypatch.setattr(module, "LARGEST", 1 << 16)
         monkeypatch.setattr(module, "MOST_EXPANDED", 100)
+    monkeypatch.setattr(file_lines, "MOST_EMPTY", 100)
     make, read, message = BOMBS[name]
     make(tmp_path / name)
     with pytest.raises(UserError, match=message):

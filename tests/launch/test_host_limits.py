@@ -17,12 +17,14 @@ from megatron.launch.host_limits import check_host, failure_of_host
 
 RANK = "import sys; sys.argv=['train']; from megatron.launch.rank import run_rank; run_rank(lambda: 0)"
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def limited(kind: int, value: int) -> subprocess.CompletedProcess[str]:
     """The end of a rank that does nothing, under a limit."""
     return subprocess.run(
         [sys.executable, "-B", "-c", RANK],  # or truncated bytecode would stay
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
         stderr=subprocess.PIPE,
         text=True,
@@ -43,6 +45,14 @@ def test_a_low_limit_is_one_line(kind: int, value: int, advice: str) -> None:
     ended = limited(kind, value)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 7 and line.startswith("train: error: ") and line.endswith(f"raise ulimit {advice}")
+
+
+def test_a_tool_with_too_little_data_is_one_line() -> None:
+    """The libraries that it imports would hang or abort."""
+    tool = ["bash", "-c", f"ulimit -d 32768; {sys.executable} -B tools/preprocess_data.py --help"]
+    ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 7 and line.startswith("preprocess_data.py: error: ") and line.endswith("ulimit -d")
 
 
 def raised(error: Exception):

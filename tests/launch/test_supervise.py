@@ -200,12 +200,12 @@ def test_the_ranks_of_a_single_host_save_after_a_signal_to_their_launcher(tmp_pa
 def test_restarts(codes, checkpoints, most, result, starts) -> None:
     """Codes in the order of starts; checkpoints as they are before the first and after each."""
     left, seen = iter(codes), iter(checkpoints)
-    assert run_with_restarts(lambda: LauncherExit(next(left), by_signal=False), lambda: next(seen), most) == result
+    assert run_with_restarts(lambda: LauncherExit(next(left), signals=0), lambda: next(seen), most) == result
     assert len(list(left)) == len(codes) - starts
 
 
 def test_a_run_ended_by_a_signal_is_not_restarted() -> None:
-    ends: Iterator[LauncherExit] = iter([LauncherExit(1, by_signal=True)])
+    ends: Iterator[LauncherExit] = iter([LauncherExit(1, signals=1)])
     assert run_with_restarts(lambda: next(ends), lambda: None, 9) == 1
 
 

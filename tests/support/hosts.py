@@ -5,6 +5,7 @@ but for temporary ones: Open MPI names them by host and process, whose numbers a
 Nothing of it has a name outside, and all of it goes with its first process, so nothing is left behind.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -153,9 +154,15 @@ class Hosts:
         self._processes[name].kill()
         self._processes[name].wait()
 
-    def cut(self, name: str) -> None:
-        """Take its link away."""
-        self._on_switch("ip", "link", "set", f"port-{name}", "down")
+    def start_again(self, name: str) -> None:
+        """Start a host that was killed; Linux may not have removed its network yet."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._on_switch("ip", "link", "delete", f"port-{name}")
+        self._start_host(name)
+
+    def cut(self, name: str, state: str = "down") -> None:
+        """Take its link away, or, with ``up``, give it back."""
+        self._on_switch("ip", "link", "set", f"port-{name}", state)
 
     def _start_host(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)

@@ -192,6 +192,16 @@ def test_bad_flags(tmp_path: Path, command: Callable, run: Callable, flags: list
     assert outputs(tmp_path) == set()
 
 
+@pytest.mark.parametrize("ending", ["bin", "idx", "tokenizer.json"])
+def test_a_folder_in_place_of_an_output_leaves_no_files(
+    tmp_path: Path, command: Callable, run: Callable, ending: str
+) -> None:
+    (tmp_path / f"out_text_document.{ending}").mkdir()
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
+    assert "out_text_document." in one_error(run(command([corpus])), 7)
+    assert outputs(tmp_path) == {f"out_text_document.{ending}"}
+
+
 def test_full_disk_leaves_no_files(tmp_path: Path, command: Callable) -> None:
     """In a process of its own, which may write little; away from the project, where the tool finds its package."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * 1000}] * 100)

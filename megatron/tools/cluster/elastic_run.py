@@ -17,7 +17,7 @@ from megatron.checkpoint.snapshot_files import brought_folder, snapshot_folder
 from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
-from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.errors import ConfigError, LaunchError, ResourceError
 from megatron.config import RunConfig
 from megatron.tools.cluster.doctor import HostState, host_states
 from megatron.tools.cluster.elastic import (
@@ -181,11 +181,14 @@ class ElasticRun:
         finally:
             watch.is_over.set()
         code = ended.code
-        if ended.by_signal and self.program is not None:  # others may leave no exit codes
+        if ended.signals and self.program is not None:  # others may leave no exit codes
+            code = code if ended.signals > 1 else LaunchError.exit_code  # if not all ranks saved: some were lost
             may_save = launch.force_multi and not ended.was_stopped  # which has waited as long already
             code = code_after_signal(exit_codes, code, END_SECONDS if may_save else 0.0)
         codes = read_exit_codes(exit_codes)
-        return Ended(code, ended.by_signal), with_ended(codes, watch.start, watch.gone) if ended.was_stopped else codes
+        if ended.was_stopped:
+            codes = with_ended(codes, watch.start, watch.gone)
+        return Ended(code, ended.signals > 0), codes
 
     def _record(self, start: Start, ended: Ended, began: float) -> None:
         """Add the start to the log of the run."""

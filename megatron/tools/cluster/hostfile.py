@@ -71,7 +71,9 @@ def runs_here_alone(hosts: Sequence[Host]) -> bool:
 
 
 _LARGEST = 1 << 24
-"""Bytes of a hostfile: a hundred thousand hosts and more."""
+"""Bytes of a hostfile."""
+_MOST_HOSTS = 1 << 14
+"""Of more the health check, which connects to some at a time, would take hours."""
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -102,6 +104,8 @@ def read_hostfile(path: Path) -> list[Host]:
             hosts[host.name], line_of[host.name] = host, number
     if problems:
         raise ConfigError(problems)
+    if len(hosts) > _MOST_HOSTS:
+        raise ConfigError(f"{path} names {len(hosts):,} hosts, more than the {_MOST_HOSTS:,} that a run may have")
     if all(host.spare for host in hosts.values()):
         raise ConfigError(f"{path} names no host{' that is not spare' if hosts else ''}: {_FORM}")
     return list(hosts.values())
@@ -182,6 +186,9 @@ def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, froz
             problems.append(f"{flag} {text}: {wrong[0]!r} is not a slot of {name}; write {name}:0,1")
             continue
         slots = frozenset(map(int, words))
+        if len(slots) < len(words) or slots & named.get(name, frozenset()):
+            problems.append(f"{flag} {text}: a slot of {name} is named twice: a slot has one process; remove one")
+            continue
         if missing := sorted(slots - set(hosts[name].slots)):
             count = len(hosts[name].slots)
             problems.append(f"{flag} {text}: {name} has no slot {missing[0]}; it has 0 to {count - 1} in the hostfile")

@@ -48,8 +48,8 @@ class LauncherExit(NamedTuple):
     """How a launcher ended."""
 
     code: int
-    by_signal: bool
-    """Whether a signal to this process was forwarded to it."""
+    signals: int
+    """How many signals to this process were forwarded to it."""
     was_stopped: bool = False
     """Whether it was killed because ``watch`` asked for it."""
 
@@ -107,7 +107,7 @@ def supervise(
         print_error(f"rank {next(iter(codes))} was killed{by}")
         code = LaunchError.exit_code
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
-    return LauncherExit(code, bool(forwarded), was_stopped)
+    return LauncherExit(code, len(forwarded), was_stopped)
 
 
 def read_exit_codes(folder: Path) -> dict[int, str]:
@@ -210,8 +210,8 @@ def run_with_restarts(start: Callable[[], LauncherExit], progress: Callable[[], 
     """
     failures, reached = 0, progress()
     for number in range(most + 1):
-        code, by_signal, _ = start()
-        if by_signal or code in FINAL:
+        code, signals, _ = start()
+        if signals or code in FINAL:
             return code
         before, reached = reached, progress()
         failures = failures + 1 if reached == before else 0

@@ -22,6 +22,8 @@ _BLOCK = 1 << 12
 """Compressed bytes taken at a time: what they hold may be very much more."""
 MOST_EXPANDED = 500
 """Times that a compressed file of text may expand; further lines of one that is larger than this are not read."""
+MOST_EMPTY = 1 << 20
+"""Empty lines in a row, of which a small compressed file may hold very many."""
 _LARGEST_WINDOW = 1 << 31
 """As ``zstd --long=31`` writes it."""
 
@@ -74,15 +76,18 @@ _OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
 
 
 def file_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, decompressed. Raises ValueError, EOFError or OSError if it is damaged or truncated."""
+    """The lines of a file, decompressed. Raises ValueError, EOFError or OSError if it is damaged, cut or empty."""
     file = open(path, "rb", opener=regular_or_pipe)
     start = file.peek(10)
     opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
     is_counted = opener is not None and path.is_file()
-    total, most = 0, max(LARGEST, MOST_EXPANDED * os.fstat(file.fileno()).st_size)
+    total, empty, most = 0, 0, max(LARGEST, MOST_EXPANDED * os.fstat(file.fileno()).st_size)
     with opener(file) if opener else file as lines:
         for line in read_lines(lines):
             total += len(line)
+            empty = 0 if len(line) > 2 else empty + (not line.strip())
+            if empty > MOST_EMPTY:
+                raise ValueError(f"more than {MOST_EMPTY:,} empty lines in a row")
             if is_counted and total > most:
                 raise ValueError(f"it expands to more than {MOST_EXPANDED} times its size")
             yield line

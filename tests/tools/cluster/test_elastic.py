@@ -508,3 +508,23 @@ def test_the_code_of_a_run_that_saves_after_a_signal(
     leave(codes)
     assert code_after_signal(tmp_path, 1, patience) == code
     assert clock[0] <= seconds + 1 and bool(clock[0]) is bool(seconds)
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "code"),
+    [
+        ({0: "75", 1: "75"}, 1, 75),
+        ({0: "6", 1: ""}, 1, 6),  # a rank had been killed before
+        ({0: "6", 1: ""}, 2, 143),
+        ({0: "6", 1: ""}, 0, 143),
+    ],
+)
+def test_the_exit_code_of_a_run_that_is_preempted_while_it_fails(tmp_path, monkeypatch, codes, signals, code) -> None:
+    """DeepSpeed's runner ends by the signal."""
+    for rank, text in codes.items():
+        (tmp_path / f"rank {rank}").write_text(text)
+    monkeypatch.setattr(elastic_run, "launcher_arguments", lambda *_: [])
+    monkeypatch.setattr(elastic_run, "supervise", lambda *_: supervision.LauncherExit(143, signals))
+    run = SimpleNamespace(runner=[], environ={}, token="", program="gpt2")
+    ended, _ = ElasticRun._supervise(run, SimpleNamespace(force_multi=False), watch_of(tmp_path, A, B), tmp_path)
+    assert (ended.code, ended.by_signal) == (code, signals > 0)

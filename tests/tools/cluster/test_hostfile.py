@@ -57,6 +57,11 @@ def test_every_malformed_line_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_more_hosts_than_can_be_checked(tmp_path: Path) -> None:
+    (message,) = complaints(tmp_path, "".join(f"worker-{n} slots=8\n" for n in range(200_000)))
+    assert "200,000 hosts" in message
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not UTF-8" in complaints(tmp_path, b"a slots=1\n\xff slots=1")[0]
     with pytest.raises(ConfigError, match="No such file"):
@@ -69,7 +74,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ("include", "exclude", "left"),
     [
         ("", "", {"a": (0, 1, 2, 3), "b": (0, 1), "c": (0,)}),
-        ("c@a:3,1,1", "", {"a": (1, 3), "c": (0,)}),
+        ("c@a:3,1", "", {"a": (1, 3), "c": (0,)}),
         ("a:0@a:1", "", {"a": (0, 1)}),
         ("", "b", {"a": (0, 1, 2, 3), "c": (0,)}),
         ("", "a:0,2@c:0", {"a": (1, 3), "b": (0, 1)}),
@@ -92,6 +97,8 @@ def test_filters_leave_the_same_as_deepspeeds(include: str, exclude: str, left: 
         ("a:", "", ["'' is not a slot of a"]),
         ("a:x", "", ["'x' is not a slot of a"]),
         ("a:0;touch marker", "", ["is not a slot of a"]),
+        ("a:0,0", "", ["a slot of a is named twice"]),
+        ("", "a:0@a", ["a slot of a is named twice"]),
         ("a@", "", ["has no ''"]),
         ("", "a@b@c", ["excludes every host"]),
     ],
