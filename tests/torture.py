@@ -4,10 +4,10 @@
 
 The hosts are network namespaces (as root, see ``support/hosts.py``): a pipeline of three stages and a spare host; the
 elastic agent is on a fifth one. Faults come in bursts, at random times, while the ranks train, save or start again;
-after each burst two iterations must be trained. If the agent has ended, it is started again, as by a scheduler. In the end it
-is preempted. Then each exit code must have been one that is documented for the fault, no process may be left on any
-host, the newest checkpoint must be complete to the last bit, each loss must be the loss of an undisturbed run (bit by
-bit, if the layout was never changed), and each sample must have been used once. Equal seeds choose the same faults.
+after each burst two iterations must be trained. If the agent has ended, it is started again, as by a scheduler. In the
+end it is preempted. Then each exit code must have been one that is documented for the fault, no process may be left on
+any host, the newest checkpoint must be complete to the last bit, each loss must be the loss of an undisturbed run (bit
+by bit, if the layout was never changed), and each sample must have been used once. Equal seeds choose the same faults.
 """
 
 import hashlib
