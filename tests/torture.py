@@ -157,8 +157,8 @@ class ElasticRun:
         command = [*self.hosts.on(host), "sh", "-c", f"grep -ls {RUN_VARIABLE}={token} /proc/[0-9]*/environ"]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
 
-    def check(self) -> tuple[int, float]:
-        """The number of iterations, and the largest difference of a loss from the undisturbed run's."""
+    def check(self) -> tuple[int, dict[int, float]]:
+        """The number of iterations, and by how much losses differ from the undisturbed run's, where they do."""
         saved = newest(self.save, strict=True)
         for name, record in read_manifest(saved.path).items():
             check_content(saved.path / name, record)
@@ -168,7 +168,7 @@ class ElasticRun:
         self.programs.warm(1, "tools/audit_data.py", *words).ok()
         expected = self.undisturbed(max(iteration for iteration, _ in found))
         assert {iteration for iteration, _ in found} == set(expected)
-        return len(expected), max(abs(loss - expected[iteration]) for iteration, loss in found)
+        return len(expected), {step: abs(loss - expected[step]) for step, loss in found if loss != expected[step]}
 
     def undisturbed(self, iterations: int) -> dict[int, float]:
         """The losses without faults."""
@@ -289,7 +289,7 @@ def main() -> None:
                     for _ in range(min(chance.randint(1, 5), arguments.faults - kinds.total())):
                         kinds[strike(run, kinds.total() + 1)] += 1
                 run.end()
-                iterations, difference = run.check()
+                iterations, differences = run.check()
         finally:
             if arguments.log and run.log.exists():
                 shutil.copy(run.log, arguments.log)
@@ -298,10 +298,14 @@ def main() -> None:
     print(
         f"seed {arguments.seed}: {kinds.total()} faults in {time.monotonic() - start:.0f} s, {dict(kinds)}; "
         f"{len(starts)} starts, {other} on other layouts; agents ended with {dict(run.codes)}; "
-        f"{iterations} iterations, largest difference of a loss {difference:.1e}"
+        f"{iterations} iterations, {len(differences)} losses differ{_described(differences)}"
     )
-    if difference > (1e-4 if other else 0):
+    if max(differences.values(), default=0) > (1e-4 if other else 0):
         sys.exit("losses differ")
+
+
+def _described(differences: dict[int, float]) -> str:
+    return f", from iteration {min(differences)} on, by {max(differences.values()):.1e} at most" if differences else ""
 
 
 def _parser() -> ToolParser:
