@@ -29,6 +29,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.launcher.multinode_runner import PDSHRunner
+from deepspeed.launcher.runner import encode_world_info, parse_args
 
 from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import ROOT
@@ -36,6 +38,7 @@ from megatron.checkpoint import files, tracker
 from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
+from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.config import CheckpointConfig, DataConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import indexed_datasets
@@ -108,7 +111,7 @@ def _start(world: int, _: Path) -> Found:
             counted["operations"] += name in ("set", "get", "add", "wait", "check")
             return super().__getattribute__(name)
 
-    def begin() -> tuple[float, int]:
+    def begin() -> tuple[float, int, int]:
         nobody = patch("megatron.launch.distributed.listen", lambda _: socket())  # connects
         with nobody, patch.object(run, "OneRankStore", Counting), run.one_rank(world, 0):
             counted.clear()
@@ -117,9 +120,10 @@ def _start(world: int, _: Path) -> Found:
             with distributed(_parallel(world)) as layout:
                 LayoutGrid(layout, layout.pipeline_topology)
                 layout.group_of_stages(sorted({0, layout.pipe_group.size() - 1}))
-                return time.perf_counter() - began, len(dist.distributed_c10d._world.pg_map)
+                others = sum(group.size() - 1 for group in layout.axis_groups)
+                return time.perf_counter() - began, len(dist.distributed_c10d._world.pg_map), others
 
-    seconds, groups = begin()
+    seconds, groups, others = begin()
     tracemalloc.start()
     begin()
     peak = tracemalloc.get_traced_memory()[1]
@@ -127,6 +131,7 @@ def _start(world: int, _: Path) -> Found:
     return {
         "start of a rank: layout and groups": (seconds, "s", 5.0),
         "start of a rank: groups made": (groups, "groups", 20.0),
+        "save: ranks that send to rank 0": (others, "ranks", 1000.0),
         # A communicator that is not split from the world's sets or gets a key, and may do both.
         "start of a rank: store operations": (counted["operations"] + 2 * groups, "operations", 100.0),
         "start of a rank: peak memory of Python": (peak, "B", 64e6),
@@ -202,9 +207,36 @@ def _hosts(world: int, folder: Path) -> Found:
     elastic = time.perf_counter() - began
     return {
         "hostfile and launcher's checks": (launcher, "s", 5.0),
+        **(_start_by_pdsh(file, hosts, folder) if shutil.which("pdsh") else {}),
         "tools/doctor.py, hosts that answer at once": (doctor, "s", 60.0),
         "tools/doctor.py, lines": (float(len(lines)), "lines", 100.0),
         "elastic agent: choice of hosts": (elastic, "s", 1.0),
+    }
+
+
+def _start_by_pdsh(file: Path, hosts: int, folder: Path) -> Found:
+    """DeepSpeed's command with a program in place of ssh, which cannot reach host 1."""
+    words = launcher_arguments(read_launch(["--hostfile", str(file), "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    names = {f"host-{number}": list(range(HOST)) for number in range(hosts)}
+    deepspeed = PDSHRunner(parse_args(words), encode_world_info(names))
+    command, _, environ = deepspeed.get_cmd(dict(os.environ), names)
+    (folder / "ssh").write_text(
+        '#!/bin/sh\nfor word; do case "$word" in host-*) host=$word;; esac; done\n'
+        "[ $host = host-1 ] && exit 255\nsleep 5\necho started\n"
+    )
+    (folder / "ssh").chmod(0o755)
+    environ["PATH"] = f"{folder}:{environ['PATH']}"
+    began = time.perf_counter()
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    assert "host-1: ssh exited with exit code 255" in ended.stderr, ended.stderr[-1000:]
+    return {
+        "pdsh: all hosts start, at once, and end after 5 s": (seconds, "s", 300.0),
+        "pdsh: hosts that do not answer because of another": (
+            hosts - 1.0 - ended.stdout.count("started"),
+            "hosts",
+            1.0,
+        ),
     }
 
 
@@ -233,9 +265,14 @@ def _checkpoint(world: int, folder: Path) -> Found:
               for number in range(world // 8)]  # fmt: skip
     path = tracker.begin_tag(folder, tracker.tag_name(1))
     (path / RUN_FILE).write_text(json.dumps(described))
+    records = {RUN_FILE: files.record_of(path / RUN_FILE)}
+    folders: Counter[Path] = Counter()
     for name in names:
-        (path / name).write_bytes(name.encode())
-    records = {name: files.record_of(path / name) for name in [*names, RUN_FILE]}
+        file = placed(path / name, world)
+        make_subfolder(file, path)
+        file.write_bytes(name.encode())
+        records[file.relative_to(path).as_posix()] = files.record_of(file)
+        folders[file.parent] += 1
     began = time.perf_counter()
     tracker.commit_tag(folder, 1, records, CheckpointConfig())
     commit = time.perf_counter() - began
@@ -249,7 +286,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
     began = time.perf_counter()
     shutil.rmtree(saved.path)
     return {
-        "checkpoint: files in its folder": (len(names) + 2.0, "files", 4000.0),
+        "checkpoint: files in its largest folder": (float(max(folders.values())), "files", 4000.0),
         "checkpoint: manifest": (float(size), "B", 20e6),
         "checkpoint: rank 0 commits": (commit, "s", 10.0),
         "checkpoint: a rank reads manifest and sizes": (resume, "s", 10.0),

@@ -1,9 +1,11 @@
 """Steps whose errors are raised on all ranks: a UserError on one rank becomes the same UserError on every rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
 from megatron.common.errors import UserError
@@ -12,21 +14,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def on_all_ranks(step: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
-    """Run ``step()`` on every rank; its results in the order of ranks. Raises a UserError of any rank on all."""
-    outcomes: list[tuple] = [()] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _outcome(step), group=group)
-    return [_result(outcome) for outcome in outcomes]
+def on_all_ranks(step: Callable[[], T]) -> T:
+    """Run ``step()`` on every rank; its result on this one. Raises a UserError of any rank on all: of the first one."""
+    outcome, size = _outcome(step), dist.get_world_size()
+    failed = torch.tensor(
+        [size if outcome[1] is None else dist.get_rank()], device=get_accelerator().current_device_name()
+    )
+    dist.all_reduce(failed, dist.ReduceOp.MIN)
+    if (first := int(failed)) < size:
+        dist.broadcast_object_list(outcomes := [outcome], src=first)
+        (outcome,) = outcomes
+    return _result(outcome)
 
 
-def gathered_on_rank_0(step: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+def gathered_on_rank_0(step: Callable[[], T], then: Callable[[list[T]], R], groups: Sequence[ProcessGroup]) -> R:
     """Run ``step()`` on every rank, and ``then`` with its results on rank 0; the result of ``then``, on every rank.
 
-    Other ranks receive neither results nor more than a message of their number. Raises a UserError of any on all ranks.
+    Results go along one axis after the other, by ``ParallelLayout.axis_groups``, so that no rank receives from more
+    others than an axis has. Raises a UserError of any on all ranks.
     """
-    outcomes: list[tuple] | None = [()] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(_outcome(step), outcomes, dst=0)
-    return on_rank_0(lambda: then([_result(outcome) for outcome in outcomes or ()]))
+    outcomes = [_outcome(step)]
+    for group in groups:
+        parts: list[list[tuple]] | None = [[]] * group.size() if dist.get_rank(group) == 0 else None
+        dist.gather_object(outcomes, parts, dst=dist.get_global_rank(group, 0), group=group)
+        outcomes = [outcome for part in parts or () for outcome in part]
+    return on_rank_0(lambda: then([_result(outcome) for outcome in outcomes]))
 
 
 def on_rank_0(step: Callable[[], T]) -> T:

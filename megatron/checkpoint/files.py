@@ -32,6 +32,8 @@ SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name
 _BLOCK = 1 << 20
 _READERS = min(4, len(os.sched_getaffinity(0)))
 """Threads that verify a file."""
+_ASKED_AT_ONCE = 16
+"""Files whose sizes are asked for at a time: a disk in the network takes a while for each answer."""
 Content = bytes | bytearray | memoryview
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -232,8 +234,9 @@ def read_manifest(tag_folder: Path) -> Manifest:
 
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointError if a file is missing or has another size, or if there is a ``.pt`` file too many."""
-    for name, record in manifest.items():
-        _check_size(tag_folder / name, record)
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, "size") as threads:
+        for _ in threads.map(lambda name: _check_size(tag_folder / name, manifest[name]), manifest):
+            pass
     for name in _names(tag_folder):
         # DeepSpeed looks for its files by pattern, and would take this for one of them.
         if name.endswith(".pt") and name not in manifest:
@@ -281,7 +284,7 @@ def _render(records: Manifest) -> str:
 
 
 def _names(tag_folder: Path) -> Iterator[str]:
-    for path in sorted(tag_folder.rglob("*")):
-        name = path.relative_to(tag_folder).as_posix()
-        if name != MANIFEST and not path.is_dir():
-            yield name
+    for folder, _, files in os.walk(tag_folder):
+        for name in files:
+            if (path := os.path.relpath(os.path.join(folder, name), tag_folder)) != MANIFEST:
+                yield path

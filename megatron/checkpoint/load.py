@@ -19,6 +19,7 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import form_errors, read_rank_files
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.checkpoint.tracker import resolve
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name
@@ -40,30 +41,26 @@ def select_checkpoint(run: RunConfig) -> SavedRun | None:
         return None if saved is None else (saved, read_manifest(saved.path))  # read once, for all ranks
 
     while (found := on_rank_0(resolved)) is not None:
-        problem = next((text for text in on_all_ranks(partial(_problem, *found)) if text), None)
-        saved, _ = found
-        if problem is None:
-            return saved
-        broken[saved.tag] = problem
+        try:
+            on_all_ranks(partial(_check_share, *found))
+            return found[0]
+        except CheckpointError as error:
+            broken[found[0].tag] = str(error)
     return None
 
 
-def _problem(saved: SavedRun, manifest: Manifest) -> str | None:
-    """What is wrong with this rank's share of the files: every n-th, in the order of size."""
-    try:
-        names = sorted(manifest, key=lambda name: (-manifest[name].size, name))
-        for name in names[dist.get_rank() :: dist.get_world_size()]:
-            check_content(saved.path / name, manifest[name])
-            if name.endswith(".pt"):
-                check_identity(saved.path / name, saved.iteration)
-    except CheckpointError as error:
-        return str(error)
-    return None
+def _check_share(saved: SavedRun, manifest: Manifest) -> None:
+    """Raises CheckpointError if this rank's share of the files is damaged: every n-th, in the order of size."""
+    names = sorted(manifest, key=lambda name: (-manifest[name].size, name))
+    for name in names[dist.get_rank() :: dist.get_world_size()]:
+        check_content(saved.path / name, manifest[name])
+        if name.endswith(".pt"):
+            check_identity(saved.path / name, saved.iteration)
 
 
 def rng_file(tag_folder: Path, rank: int) -> Path:
     """The file with the random number states of global rank ``rank``."""
-    return tag_folder / f"rng_state_{rank:05d}.pt"
+    return located(tag_folder / f"rng_state_{rank:05d}.pt")
 
 
 def random_states() -> dict[str, Any]:

@@ -22,7 +22,7 @@ as parts of their own.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import parameter_states
@@ -55,15 +57,16 @@ Shapes = Mapping[str, torch.Size]
 class SavedStates:
     """The states of the parameters in the files of ``saved``, of which nothing is read but what is asked for.
 
-    Files that are not ``verified`` are compared with the manifest when they are opened. Its methods raise
-    CheckpointError if a file is missing or damaged, and as ``form_errors`` converts for one of another form.
+    Files that are not ``verified`` are compared with the manifest when they are opened. It raises CheckpointError if a
+    file is missing or damaged, and its methods as ``form_errors`` converts for one of another form.
     """
 
     def __init__(self, saved: SavedRun, *, verified: bool = False) -> None:
         self.saved, self.layout = saved, saved.layout
         self._config = saved.whole_model_config()
         self.specs = architecture_of(self._config).named_parameters(self._config)
-        self._opened = cache(partial(StoredFile, verified=verified))
+        manifest = {} if verified else read_manifest(saved.path)  # once for all files
+        self._opened = cache(lambda file: StoredFile(file, manifest.get(file.relative_to(saved.path).as_posix())))
         self.state = cache(self._state)
         self.groups = cache(self._groups)
 
@@ -265,13 +268,13 @@ def model_file(folder: Path, layout: SavedLayout, mp_rank: int, zero_rank: int =
     At ZeRO 3 each data-parallel rank has one.
     """
     prefix = f"zero_pp_rank_{zero_rank}_" if layout.zero_stage == 3 else ""
-    return folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt"
+    return located(folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt")
 
 
 def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: int) -> Path:
     """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
     prefix = "bf16_" if layout.precision == "bf16" else ""
-    return folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+    return located(folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
 
 
 def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
@@ -297,7 +300,7 @@ def is_flat(value: Any) -> bool:
 
 def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
     """The file of one rank of an expert group."""
-    return folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt"
+    return located(folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt")
 
 
 def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[Path, dict[str, State]] | None:

@@ -30,6 +30,7 @@ from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, with_identity, write_file
+from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name, save_state
@@ -160,12 +161,15 @@ class Checkpointer:
 
         on_rank_0(begin)
         files = self.collect(iteration, skipped_samples, path, self._files)
+        files = [(placed(file, dist.get_world_size()), content) for file, content in files]
 
         def checked(sizes: list[int]) -> int:
             check_disk_space(folder, f"--save {folder}: {what}", sum(sizes))
             return sum(sizes)
 
-        size = gathered_on_rank_0(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files), checked)
+        size = gathered_on_rank_0(
+            lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files), checked, self.engine.layout.axis_groups
+        )
         stop = Event()
 
         def write() -> dict[str, Record]:
@@ -233,7 +237,7 @@ class Checkpointer:
             records = {name: record for manifest in manifests for name, record in manifest.items()}
             tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
-        gathered_on_rank_0(written, commit)
+        gathered_on_rank_0(written, commit, self.engine.layout.axis_groups)
         self._failure = None
         self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 
@@ -271,6 +275,7 @@ def write_files(
     def write(path: Path, state: Any) -> Record | None:
         if stop is not None and stop.is_set():
             return None
+        make_subfolder(path, folder)
         return write_text(path, state) if isinstance(state, str) else write_file(path, state)
 
     use_crc32 = partial(set_crc32_options, crc32)  # of the thread that calls it

@@ -14,9 +14,10 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from megatron.checkpoint.collective_errors import on_all_ranks
+from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.checkpoint.parameter_state import WEIGHT, State, numbered_state
 from megatron.checkpoint.run_file import SavedRun
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError, first_line
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
 
@@ -113,8 +114,8 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
     def read() -> set[int | None]:
         steps: set[int | None] = set()
         skipped = 0
-        for path, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
-            with form_errors(path):
+        for file, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
+            with form_errors(path := located(file)):
                 contents[path.name] = found = engine.checkpoint_engine.load(str(path))
                 if "module" in found:
                     skipped = _check_counts(path, found, saved)
@@ -125,10 +126,12 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
                     steps |= _check_optimizer(path, found[entry], expected, base_tensors(engine), updates)
         return steps
 
+    def check(found: list[set[int | None]]) -> None:
+        if has_spec:
+            check_steps(saved.path, set().union(*found))
+
     with optimizer_notified(engine):
-        steps = set().union(*on_all_ranks(read))
-    if has_spec:
-        check_steps(saved.path, steps)
+        gathered_on_rank_0(read, check, engine.layout.axis_groups)
     return contents
 
 

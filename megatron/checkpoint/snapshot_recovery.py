@@ -1,12 +1,14 @@
 """Resume from the newest snapshot in the memory of the hosts, if it is newer than the checkpoints on disk."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
 from megatron.checkpoint.files import Record, check_disk_space, copy_file, disk_errors
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import select_checkpoint
@@ -22,11 +24,18 @@ from megatron.checkpoint.snapshot_files import (
     snapshot_folder,
     this_host,
 )
+from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
+from megatron.parallel.layout import ParallelLayout
+
+Work = Mapping[int, Sequence[tuple[int, Shard]]]
+"""By rank: the shards that it writes, each with the first rank of the host that has it."""
+Save = Callable[[Work, int], dict[Place, str]]
+"""Saves the snapshot of an iteration; returns which shards are damaged, and how."""
 
 
-def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
+def select_newest(run: RunConfig, lock: FolderLock | None, layout: ParallelLayout) -> SavedRun | None:
     """As ``select_checkpoint``; with ``--snapshot-interval``, a newer snapshot in memory is saved to disk before.
 
     Every rank must call it; ``lock`` is that of the folder, on the rank that holds it. Raises ResourceError if the disk
@@ -34,25 +43,30 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
     """
     if run.checkpoint.snapshot_interval is None:
         return select_checkpoint(run)
-    hosts = on_all_ranks(this_host)
-    shards = _find_shards(run, hosts)
+    groups = layout.axis_groups
+    hosts = gathered_on_rank_0(this_host, list, groups)
+    shards = _find_shards(run, hosts, groups)
     on_disk = on_rank_0(lambda: _newest_on_disk(run))
-    recovered = _recover(run, lock, hosts, shards, after=on_disk)
+    recover = partial(_recover, partial(_save, run, lock, groups), hosts, shards)
+    recovered = recover(on_disk)
     saved = select_checkpoint(run)
     # Verification has found that the newest checkpoint is damaged: the snapshot may be the newest one now.
     if not recovered and on_disk and (saved is None or saved.iteration < on_disk):
-        if _recover(run, lock, hosts, shards, after=saved.iteration if saved else 0):
+        if recover(saved.iteration if saved else 0):
             saved = select_checkpoint(run)
     return saved
 
 
-def _find_shards(run: RunConfig, hosts: Sequence[str]) -> dict[int, list[Shard]]:
+def _find_shards(run: RunConfig, hosts: Sequence[str], groups: Sequence[ProcessGroup]) -> dict[int, list[Shard]]:
     """The shards in the memory of each host, by its first rank; what idle hosts brought to the disk is rank 0's."""
     save, rank = Path(run.checkpoint.save or ""), dist.get_rank()
     start = on_rank_0(lambda: read_start(save))
     folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
     folders += brought_folders(save) if rank == 0 else []
-    return dict(enumerate(on_all_ranks(lambda: [shard for folder in folders for shard in read_shards(folder, start)])))
+    found = gathered_on_rank_0(
+        lambda: [shard for folder in folders for shard in read_shards(folder, start)], list, groups
+    )
+    return dict(enumerate(found))
 
 
 def _newest_on_disk(run: RunConfig) -> int:
@@ -63,16 +77,14 @@ def _newest_on_disk(run: RunConfig) -> int:
         return 0
 
 
-def _recover(
-    run: RunConfig, lock: FolderLock | None, hosts: Sequence[str], found: Mapping[int, Sequence[Shard]], after: int
-) -> bool:
-    """Save the newest complete snapshot, if it is of an iteration after ``after``. Returns whether there was one."""
+def _recover(save: Save, hosts: Sequence[str], found: Mapping[int, Sequence[Shard]], after: int) -> bool:
+    """``save`` the newest complete snapshot, if it is of an iteration after ``after``; whether there was one."""
     broken: dict[Place, str] = {}
     while (snapshot := newest_complete(found, after, broken)) is not None:
         work = divide(snapshot, hosts)
         iteration = next(iter(snapshot.values()))[0][1].iteration
         what = f"the snapshot of iteration {iteration}"
-        damaged = _save(run, lock, work, iteration)
+        damaged = save(work, iteration)
         if not damaged:
             names = sorted({hosts[first].split()[0] for shards in work.values() for first, _ in shards})
             _print(f"> {what}: saved as {tracker.tag_name(iteration)}, from the memory of {' '.join(names)}")
@@ -87,12 +99,9 @@ def _recover(
 
 
 def _save(
-    run: RunConfig, lock: FolderLock | None, work: Mapping[int, Sequence[tuple[int, Shard]]], iteration: int
+    run: RunConfig, lock: FolderLock | None, groups: Sequence[ProcessGroup], work: Work, iteration: int
 ) -> dict[Place, str]:
-    """Save the snapshot of ``iteration`` as a checkpoint, unless shards of it are damaged, which are returned.
-
-    ``work`` has the shards that each rank writes, with the first rank of the host that has them.
-    """
+    """Save the snapshot of ``iteration`` as a checkpoint, unless shards of it are damaged, which are returned."""
     save, what = Path(run.checkpoint.save or ""), f"the snapshot of iteration {iteration}"
     size = sum(shard.size for shards in work.values() for _, shard in shards)
 
@@ -104,19 +113,18 @@ def _save(
 
     path = on_rank_0(begin)
     own = work.get(dist.get_rank(), ())
-    written = on_all_ranks(disk_errors(save, what, size)(lambda: _write(own, path)))
-    damaged = {place: text for _, broken in written for place, text in broken.items()}
 
     @disk_errors(save, what, size)
-    def commit() -> None:
-        if lock is not None:
-            lock.check()
-        records = {name: record for copied, _ in written for name, record in copied.items()}
-        tracker.commit_tag(save, iteration, records, run.checkpoint)
+    def commit(written: list[tuple[dict[str, Record], dict[Place, str]]]) -> dict[Place, str]:
+        damaged = {place: text for _, broken in written for place, text in broken.items()}
+        if not damaged:
+            if lock is not None:
+                lock.check()
+            records = {name: record for copied, _ in written for name, record in copied.items()}
+            tracker.commit_tag(save, iteration, records, run.checkpoint)
+        return damaged
 
-    if not damaged:
-        on_rank_0(commit)
-    return damaged
+    return gathered_on_rank_0(disk_errors(save, what, size)(lambda: _write(own, path)), commit, groups)
 
 
 def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> tuple[dict[str, Record], dict[Place, str]]:
@@ -125,8 +133,10 @@ def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> tuple[dict[str, R
     broken: dict[Place, str] = {}
     for first, shard in shards:
         for name, (_, digest) in shard.files.items():
-            records[name] = copy_file(Path(shard.folder) / name, path / name)
-            if records[name].xxh128 != digest:
+            file = placed(path / name, shard.ranks)
+            make_subfolder(file, path)
+            record = records[file.relative_to(path).as_posix()] = copy_file(Path(shard.folder) / name, file)
+            if record.xxh128 != digest:
                 problem = "is damaged: its hash differs from that of the snapshot"
                 broken[first, shard.folder, shard.rank] = f"{Path(shard.folder) / name} {problem}"
     return records, broken

@@ -1,6 +1,7 @@
 """Take snapshots of a run in the memory of its hosts: see ``snapshot_files``."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -10,13 +11,14 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks, on_rank_0
 from megatron.checkpoint.files import disk_errors, replace_text
 from megatron.checkpoint.host_copies import pinned_copies
 from megatron.checkpoint.save import Checkpointer, write_files
@@ -54,7 +56,8 @@ class Snapshots:
         """Remove what earlier starts left in memory. Raises CheckpointError if the folder cannot be used."""
         self._checkpointer, self._log = checkpointer, log
         self._save = Path(run.checkpoint.save or "")
-        self._rank, self._hosts = dist.get_rank(), on_all_ranks(this_host)
+        groups = checkpointer.engine.layout.axis_groups
+        self._rank, self._hosts = dist.get_rank(), gathered_on_rank_0(this_host, list, groups)
         self._root = snapshot_folder(run.checkpoint)
         start = on_rank_0(self._begin)
         self._folder = self._root / start
@@ -63,7 +66,8 @@ class Snapshots:
         self._receiver = copies.get(self._rank)
         self._senders = [rank for rank, holder in copies.items() if holder == self._rank]
         timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        with patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):  # a rank has two neighbors, and connects to no others
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._background = ThreadPoolExecutor(1, SNAPSHOT_THREAD)
         self._files = EngineFiles(pinned_copies(checkpointer.engine))
         self._in_flight: tuple[Path, Future[None]] | None = None
@@ -159,37 +163,56 @@ class Snapshots:
         hashes = {name: (record.size, str(record.xxh128)) for name, record in records.items()}
         return Shard(int(folder.name), self._rank, len(self._hosts), hashes, str(folder))
 
-    def _map(self, shards: Sequence[Shard], folder: Path) -> dict[int, list[Tensor]]:
-        """By rank: the shards that this rank sends or receives, mapped into memory; makes the files it receives."""
-        with _memory_errors(folder):
-            for sender in self._senders:
-                for name, (size, _) in shards[sender].files.items():
-                    file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-                    try:
-                        if size:
-                            os.posix_fallocate(file, 0, size)
-                    finally:
-                        os.close(file)
-            return {rank: _messages(folder, shards[rank]) for rank in (self._rank, *self._senders)}
-
     def _complete(self, folder: Path, written: Future[Shard]) -> None:
-        """Send this rank's shard, receive those of others, and mark all as complete. Runs in the background."""
-        shards = on_all_ranks(written.result, self._group)
-        copies: dict[int, list[Tensor]] = {}
-        on_all_ranks(lambda: copies.update(self._map(shards, folder)), self._group)
-        sent, received = copies[self._rank], {rank: copies[rank] for rank in self._senders}
-        for out, *into in zip_longest(sent if self._receiver is not None else (), *received.values()):
-            works: list[Any] = [] if out is None else [dist.isend(out, self._receiver, group=self._group)]
-            works += [
-                dist.irecv(tensor, sender, group=self._group)
-                for sender, tensor in zip(received, into, strict=True)
-                if tensor is not None
-            ]
+        """Send this rank's shard, receive those of others, and mark all as complete. Runs in the background.
+
+        A rank that cannot do its part tells its neighbors, and raises; of the other ranks only ``finish`` does.
+        """
+        receivers = [] if self._receiver is None else [self._receiver]
+        errors: list[Exception] = []
+        sent, received = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+
+        def own() -> Shard:
+            sent.update({rank: _messages(folder, written.result()) for rank in receivers})
+            return written.result()
+
+        def made() -> bool:
+            received.update({rank: _make_files(folder, shard) for rank, shard in shards.items() if shard is not None})
+            return True
+
+        with _memory_errors(folder):
+            shards = self._told(own, receivers, self._senders, errors)
+            takes = self._told(made, self._senders, receivers, errors)
+            self._exchange({rank: sent[rank] for rank in sent if takes[rank]}, {} if errors else received)
+            if errors:
+                raise errors[0]
+            for shard in (written.result(), *filter(None, shards.values())):
+                write_marker(shard, folder)
+
+    def _told(
+        self, step: Callable[[], object], to: Sequence[int], of: Sequence[int], errors: list[Exception]
+    ) -> dict[int, Any]:
+        """Send the result of ``step()`` to some ranks, None if it fails; what others send, by rank."""
+        result = None
+        try:
+            result = step() if not errors else None
+        except Exception as error:
+            errors.append(error)
+        data = torch.frombuffer(bytearray(pickle.dumps(result)), dtype=torch.uint8)
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in of}
+        self._exchange(dict.fromkeys(to, [torch.tensor([len(data)])]), {rank: [size] for rank, size in sizes.items()})
+        found = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        self._exchange(dict.fromkeys(to, [data]), {rank: [content] for rank, content in found.items()})
+        return {rank: pickle.loads(content.numpy().tobytes()) for rank, content in found.items()}
+
+    def _exchange(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send tensors to some ranks, and receive others from some, by rank."""
+        calls = [(dist.isend, rank) for rank in sent] + [(dist.irecv, rank) for rank in received]
+        for tensors in zip_longest(*sent.values(), *received.values()):
+            ready = [(*one, tensor) for one, tensor in zip(calls, tensors, strict=True) if tensor is not None]
+            works: list[Any] = [call(tensor, rank, group=self._group) for call, rank, tensor in ready]
             for work in works:
                 work.wait()
-        with _memory_errors(folder):
-            for rank in copies:
-                write_marker(shards[rank], folder)
 
 
 def _where(copies: Mapping[int, int]) -> str:
@@ -208,6 +231,18 @@ def _messages(folder: Path, shard: Shard) -> list[Tensor]:
     sizes = {name: size for name, (size, _) in shard.files.items() if size}
     files = [torch.from_numpy(np.memmap(folder / name, mode="r+", shape=size)) for name, size in sizes.items()]
     return [message for file in files for message in file.split(_MESSAGE)]
+
+
+def _make_files(folder: Path, shard: Shard) -> list[Tensor]:
+    """The same for a shard of another rank, whose files are made with memory for their content."""
+    for name, (size, _) in shard.files.items():
+        file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            if size:
+                os.posix_fallocate(file, 0, size)
+        finally:
+            os.close(file)
+    return _messages(folder, shard)
 
 
 @contextmanager

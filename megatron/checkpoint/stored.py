@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.tensor_files import read_checked_file, read_file
+from megatron.checkpoint.files import Record, check_content
+from megatron.checkpoint.tensor_files import read_checked_file
 from megatron.common.reading import read_into, regular
 from megatron.model.spec import ParameterSpec
 
@@ -19,16 +20,18 @@ from megatron.model.spec import ParameterSpec
 class StoredFile:
     """A file by ``torch.save``. Its structure is read once; tensors are outlines in it, on the meta device.
 
-    One that is not ``verified`` is compared with the manifest then, as by ``read_file``, which see for errors.
+    It is compared with ``record`` then, if there is one. Raises as ``read_file``.
     """
 
-    def __init__(self, path: Path, *, verified: bool = False) -> None:
-        self.path, self._read = path, read_checked_file if verified else read_file
+    def __init__(self, path: Path, record: Record | None = None) -> None:
+        self.path, self._record = path, record
 
     @cached_property
     def content(self) -> Any:
         """What was saved, with outlines in place of tensors."""
-        return self._read(self.path, outlines=True)
+        if self._record is not None:
+            check_content(self.path, self._record)
+        return read_checked_file(self.path, outlines=True)
 
     def find(self, keys: Sequence[Any]) -> Any:
         """What is at a path of keys. Raises KeyError, IndexError or TypeError if there is nothing."""

@@ -41,23 +41,20 @@ def write_file(path: Path, content: Any) -> Record:
     return file.close()
 
 
-def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
-    """The content of ``path``, on the CPU. A file that is in a manifest is compared with it first.
-
-    The tensors of a ``mapped`` file are in memory only while they are used. With ``outlines`` none is read; they are on
-    the meta device.
-
-    Raises CheckpointError if the file is missing, changed or damaged, or asks for code.
-    """
-    if (path.parent / MANIFEST).exists():
-        manifest = read_manifest(path.parent)
-        if path.name in manifest:
-            check_content(path, manifest[path.name])
-    return read_checked_file(path, mapped=mapped, outlines=outlines)
+def read_file(path: Path, *, mapped: bool = False) -> Any:
+    """As ``read_checked_file``; one that is in a manifest is compared with it first. Raises the same if it differs."""
+    for folder in list(path.parents)[:2]:
+        if (folder / MANIFEST).exists() and (record := read_manifest(folder).get(path.relative_to(folder).as_posix())):
+            check_content(path, record)
+    return read_checked_file(path, mapped=mapped)
 
 
 def read_checked_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
-    """The same for a file whose hash was compared before."""
+    """The content of ``path``, on the CPU, of which no hash is compared.
+
+    The tensors of a ``mapped`` file are in memory only while they are used. With ``outlines`` none is read; they are on
+    the meta device. Raises CheckpointError if the file is missing or damaged, or asks for code.
+    """
     try:
         check_archive(path)
         with torch.serialization.safe_globals(ALLOWED):
@@ -164,13 +161,13 @@ class EngineFiles(CheckpointEngine):
         return kept
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of ``path``, on the CPU, after a comparison with the manifest.
+        """The content of ``path``, on the CPU, which was compared with the manifest before.
 
         Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
         """
         if Path(path).name in self._held:
-            return self._held.pop(Path(path).name)
-        content = read_file(Path(path), mapped=True)
+            return self._held[Path(path).name]
+        content = read_checked_file(Path(path), mapped=True)
         if Path(path).name.startswith("layer_"):
             return content
         return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}

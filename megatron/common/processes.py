@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import re
 import resource
@@ -11,13 +12,14 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.common.errors import LaunchError, first_line
+from megatron.common.errors import LaunchError, ResourceError, first_line
 
 if TYPE_CHECKING:
     import psutil
@@ -210,6 +212,34 @@ def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_
         os.write(writer, first_line(error).encode(errors="replace")[:_LONGEST_FAILURE])
     finally:
         os._exit(code)
+
+
+def at_once(steps: Sequence[Callable[[], object]], what: str) -> None:
+    """Call all ``steps``, each in a process of its own, which sees the memory of this one as it is now.
+
+    What they write into mapped files is there afterwards, and nothing else. Raises ResourceError if one fails.
+    """
+    parent, fork = os.getpid(), multiprocessing.get_context("fork")
+
+    def run(step: Callable[[], object]) -> None:
+        exit_with_parent(parent)
+        step()
+
+    processes = [fork.Process(target=run, args=(step,)) for step in steps]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads, which the processes do not have
+            for process in processes:
+                process.start()
+        while running := [process.sentinel for process in processes if process.exitcode is None]:
+            connection.wait(running)
+            if failed := [process.exitcode for process in processes if process.exitcode]:
+                raise ResourceError(f"{what}: a process has ended with {failed[0]}; perhaps it lacked memory")
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def pid_namespace() -> str:

@@ -15,6 +15,9 @@ They are built for an epoch at a time, so that neither memory nor the time to st
 In the maps of an epoch, samples and positions count from its beginning.
 """
 
+import mmap
+import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -23,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.common.errors import DataError
+from megatron.common.processes import at_once
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token
@@ -87,16 +91,30 @@ class SampleStream:
         return all(np.array_equal(samples[first : first + len(rows)], rows) for first, rows in starts)
 
     def build(self, epoch: int, make: Make | None = None) -> Arrays:
-        """Compute the maps of ``epoch``, in which a sample starts, in arrays by ``make`` or in memory."""
+        """Compute the maps of ``epoch``, in which a sample starts, in arrays by ``make`` or in memory.
+
+        Large arrays by ``make``, which several processes can write, are computed by as many as there are cores.
+        """
         forms = self.recipe(epoch).forms
-        make = make or (lambda key: np.empty(forms[key].shape, forms[key].dtype))
-        arrays = {key: make(key) for key in forms}
+        arrays = {key: make(key) if make else np.empty(form.shape, form.dtype) for key, form in forms.items()}
+        documents, samples = arrays["documents"], arrays["samples"]
         # Up to the last token of the last sample, which is in a later epoch.
-        for number, order in enumerate(arrays["documents"].reshape(-1, len(self.lengths))):
-            self._shuffle(epoch + number, 0, order)
-        for first, rows in self._sample_starts(epoch, arrays["documents"]):
-            arrays["samples"][first : first + len(rows)] = rows
-        self._shuffle(epoch, 1, arrays["shuffle"])
+        orders = enumerate(documents.reshape(-1, len(self.lengths)))
+        shuffles = [partial(self._shuffle, epoch + number, 0, order) for number, order in orders]
+        shuffles.append(partial(self._shuffle, epoch, 1, arrays["shuffle"]))
+        count = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if make and len(documents) > ROWS else 1
+        sums = np.frombuffer(mmap.mmap(-1, 8 * (len(documents) // max(ROWS // count, 1) + 1)), np.int64)
+
+        def write(number: int) -> None:
+            for first, rows in self._sample_starts(epoch, documents, number, count, sums):
+                samples[first : first + len(rows)] = rows
+
+        for steps in (shuffles, [partial(write, number) for number in range(count)]):
+            if count > 1:
+                at_once(steps, "the index maps")
+            else:
+                for step in steps:
+                    step()
         return arrays
 
     def _shuffle(self, epoch: int, purpose: int, order: np.ndarray) -> None:
@@ -110,24 +128,43 @@ class SampleStream:
             order[begin : begin + ROWS] = np.arange(begin, min(begin + ROWS, len(order)))
         np.random.RandomState([*seed_words, self.salt, epoch, purpose]).shuffle(order)  # as its permutation(count)
 
-    def _sample_starts(self, epoch: int, documents: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Where the samples of ``epoch`` start, int64 [n, 2], see ``samples`` above; and the number of the first."""
+    def _sample_starts(
+        self, epoch: int, documents: np.ndarray, number: int = 0, count: int = 1, sums: np.ndarray | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Where the samples of ``epoch`` start, int64 [n, 2], see ``samples`` above; and the number of the first.
+
+        Process ``number`` of ``count`` has every ``count``-th block of documents. In ``sums``, memory of all of them
+        that begins as zeros, is one more than the tokens of each block, once they are known.
+        """
         first = self.first_sample(epoch)
         last = self.first_sample(epoch + 1) - first
-        offset, base, sample = first * self.seq_length - epoch * self.tokens, 0, 0
-        for begin in range(0, len(documents), ROWS):
-            lengths = self.lengths[documents[begin : begin + ROWS]]
-            ends = base + np.cumsum(lengths, dtype=np.int64)
-            base = int(ends[-1])
-            stop = min(max(-((offset - base) // self.seq_length), sample), last + 1)
+        offset, rows = first * self.seq_length - epoch * self.tokens, max(ROWS // count, 1)
+        begins = range(0, len(documents), rows)
+        sums = np.zeros(len(begins), np.int64) if sums is None else sums
+        for block in range(number, len(begins), count):
+            begin = begins[block]
+            lengths = self.lengths[documents[begin : begin + rows]]
+            ends = np.cumsum(lengths, dtype=np.int64)
+            sums[block] = ends[-1] + 1
+            while not sums[:block].all():
+                time.sleep(_WAIT_SECONDS)
+            ends += (base := int(sums[:block].sum()) - block)
+            starts = (-((offset - end) // self.seq_length) for end in (base, int(ends[-1])))
+            sample, stop = (min(max(start, 0), last + 1) for start in starts)
             # The document of a sample is the number of documents that end at its start or before. Counting them takes
             # an eighth of the time of a search for each sample.
             after = np.clip(-((offset - ends) // self.seq_length), sample, stop) - sample
             positions = np.cumsum(np.bincount(after, minlength=stop - sample)[: stop - sample])
             tokens = np.arange(sample, stop, dtype=np.int64) * self.seq_length + offset
             yield sample, np.stack([begin + positions, tokens - (ends - lengths)[positions]], axis=1)
-            if (sample := stop) > last:
+            if stop > last:
+                sums[block + count :: count] = 1  # nobody waits for these
                 return
+
+
+MOST_PROCESSES = 8
+"""That build the maps of an epoch."""
+_WAIT_SECONDS = 0.001
 
 
 def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:

@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import json
+import math
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +95,7 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
             with open(path, "r+b") as file:  # a full disk is an error here, and a signal later
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
             return np.asarray(array)
-        return _in_memory(recipe, key)
+        return in_memory(recipe, key)
 
     def store(arrays: Arrays) -> None:
         for key, array in arrays.items():
@@ -144,11 +146,14 @@ def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
     if recipe.nbytes >= LARGE:
         with contextlib.suppress(ResourceError):
             return cached(folder, name, recipe)
-    return recipe.build(partial(_in_memory, recipe))
+    return recipe.build(partial(in_memory, recipe))
 
 
-def _in_memory(recipe: Recipe, key: str) -> np.ndarray:
-    return np.empty(recipe.forms[key].shape, recipe.forms[key].dtype)
+def in_memory(recipe: Recipe, key: str) -> np.ndarray:
+    """A new array of the ``Form`` of this name, which processes that are forked from this one can write."""
+    form = recipe.forms[key]
+    size = math.prod(form.shape) * np.dtype(form.dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), form.dtype, math.prod(form.shape)).reshape(form.shape)
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -18,6 +19,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megatron.common.checkpoint_folders import located
 from megatron.config import RunConfig
 from megatron.config.training import LR_MULTIPLIER
 from megatron.data.loader import Batch
@@ -233,6 +235,14 @@ class Engine(DeepSpeedEngine):
         if self.train_batch_size() != train_batch_size:
             super().set_train_batch_size(train_batch_size)
             self.micro_steps = 0
+
+    @overrides(DeepSpeedEngine, "(self, checkpoints_path, tag)")
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        """This rank's file in place of each: DeepSpeed reads the first one on every rank, to compare their number.
+
+        Test: tests/checkpoint/test_folders.py.
+        """
+        return [str(located(Path(self._get_ckpt_name(checkpoints_path, tag))))] * self.mp_world_size
 
     @overrides(DeepSpeedEngine, "(self, save_path)")
     def _copy_recovery_script(self, save_path: str) -> None:

@@ -147,7 +147,11 @@ class DataIterators:
             built.append(self._open())
             return [split for split in SPLITS if getattr(built[0], split) is not None]
 
-        self._splits = set(on_all_ranks(build)[0] if self._run.data.no_shared_disk else on_rank_0(build))
+        if self._run.data.no_shared_disk:
+            splits = on_all_ranks(build)
+            self._splits = set(on_rank_0(lambda: splits))
+        else:
+            self._splits = set(on_rank_0(build))
         if not self._reads:
             return None
         return built[0] if built else self._open()

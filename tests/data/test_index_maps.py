@@ -1,6 +1,8 @@
 """The maps, built without a loop, against a plain walk through the tokens."""
 
+import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from megatron.data import gpt2_dataset, indexed_dataset
 from megatron.data.gpt2_dataset import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import DocumentLengths, IndexedDataset
+from megatron.data.map_cache import in_memory
 
 
 def epochs_of(lengths: list[int], seq_length: int, requested: int) -> dict[int, IndexMaps]:
@@ -77,7 +80,8 @@ def test_a_document_longer_than_int32_widens_the_offsets() -> None:
 def test_maps_do_not_depend_on_how_much_is_built_at_a_time(
     monkeypatch, write_dataset: Callable[..., str], rows: int, lengths: list[int], seq_length: int, requested: int
 ) -> None:
-    """Nor on whether the lengths are in memory; documents and shuffle are permutations of NumPy's frozen generator."""
+    """Nor on whether the lengths are in memory, nor on how many processes build. Documents and shuffle are permutations
+    of NumPy's frozen generator."""
     expected = epochs_of(lengths, seq_length, requested)
     monkeypatch.setattr(gpt2_dataset, "ROWS", rows)
     monkeypatch.setattr(indexed_dataset, "ROWS", rows)
@@ -87,6 +91,10 @@ def test_maps_do_not_depend_on_how_much_is_built_at_a_time(
     for epoch, maps in expected.items():
         for name, array in stream.build(epoch).items():
             np.testing.assert_array_equal(array, getattr(maps, name))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda _: range(3))  # so that three processes build
+            for name, array in stream.build(epoch, partial(in_memory, stream.recipe(epoch))).items():
+                np.testing.assert_array_equal(array, getattr(maps, name))
         orders = maps.documents.reshape(-1, len(lengths))
         for purpose, order in ((0, orders[0]), (1, maps.shuffle)):
             random = np.random.RandomState([1234, 0, 0, epoch, purpose])

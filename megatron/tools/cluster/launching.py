@@ -4,6 +4,7 @@ DeepSpeed's launcher puts hosts, folders and arguments into a command line for r
 is quoted here; what cannot be quoted is an error.
 """
 
+import json
 import re
 import shlex
 import sys
@@ -39,7 +40,9 @@ _ELASTIC = (
 _OWN = ("script", "arguments", "max_restarts", *_ELASTIC)
 """What is not passed on as a flag."""
 PDSH_FAN_OUT = 1024
-"""Hosts to which DeepSpeed has pdsh connect at a time."""
+"""Hosts to which DeepSpeed has pdsh connect at a time, unless a later -f says otherwise."""
+_LONGEST_WORD = 1 << 17
+"""Bytes of an argument of a program on Linux, such as the command line for another host that ssh takes."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
@@ -144,11 +147,10 @@ def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[st
         raise ConfigError(f"{spare[0]} is a spare host in {launch.hostfile}: add --elastic, or exclude it by -e")
     problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
-    if several and launch.launcher == "pdsh" and len(hosts) > PDSH_FAN_OUT:
-        problems.append(
-            f"{len(hosts)} hosts: DeepSpeed has pdsh start {PDSH_FAN_OUT} at a time, and the ranks would wait for "
-            "the others: start them with --launcher openmpi or slurm, or torchrun on each host"
-        )
+    if several and launch.launcher == "pdsh":
+        problems += _length_problems(launch, hosts)
+        if len(hosts) > PDSH_FAN_OUT:  # all ranks wait for one another
+            launch = Namespace(**{**vars(launch), "launcher_args": f"{launch.launcher_args} -f {len(hosts)}".strip()})
     if several:
         problems += _path_problems(Path.cwd())
         problems += variable_problems(environ, device_kind(environ, Path.cwd()), Path.cwd())
@@ -279,6 +281,21 @@ def _path_problems(folder: Path) -> list[str]:
         for name, path in paths.items()
         if not is_plain(path)
     ]
+
+
+def _length_problems(launch: Namespace, hosts: Sequence[Host]) -> list[str]:
+    """DeepSpeed sends the list of all hosts to each one, in base64."""
+    listed = 4 * len(json.dumps({host.name: host.slots for host in hosts})) // 3
+    if listed + len(" ".join(launch.arguments)) < _LONGEST_WORD - _OTHER_WORDS:
+        return []
+    return [
+        f"{len(hosts)} hosts: the names and slots of all are {listed:,} bytes of the command line that pdsh gives to "
+        f"ssh, which takes {_LONGEST_WORD:,}: use --launcher slurm or openmpi, or torchrun on each host"
+    ]
+
+
+_OTHER_WORDS = 1 << 13
+"""Bytes for the rest of that command line: folder, variables and DeepSpeed's own flags."""
 
 
 def _flags(launch: Namespace) -> list[str]:

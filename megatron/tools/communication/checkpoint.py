@@ -1,6 +1,5 @@
 """The checkpoint of a start of which some ranks were run: what the ranks of the next start load."""
 
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,25 +18,13 @@ from megatron.checkpoint.parameter_state import (
     optimizer_file,
 )
 from megatron.checkpoint.tensor_files import read_file
-from megatron.config import RunConfig
 from megatron.tools.one_rank.accelerator import DEVICE
 
 
-def gather(checkpoints: Sequence[Path], folder: Path, run: RunConfig, world_size: int) -> None:
-    """The ``checkpoints`` of the ranks that were run, of ``world_size``, as one in ``folder``.
-
-    DeepSpeed counts the files of weights: in place of those of ranks that were not run there are links to others, which
-    no rank that is run reads.
-    """
+def gather(checkpoints: Sequence[Path], folder: Path) -> None:
+    """The ``checkpoints`` of the ranks that were run as one in ``folder``."""
     for checkpoint in checkpoints:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
-    if len(checkpoints) < world_size:
-        for file in sorted(folder.glob("*/*00[_-]model_states.pt")):
-            tensor, stages = run.parallel.model_parallel_size, max(run.parallel.pipe_parallel_size, 1)
-            for number in range(tensor * (stages if file.name.startswith("mp_rank") else 1)):
-                other = file.with_name(re.sub("00(.model_states)", rf"{number:02}\1", file.name))
-                if not other.exists():
-                    other.hardlink_to(file)
     for manifest in folder.glob(f"*/{MANIFEST}"):
         manifest.unlink()
         write_manifest(manifest.parent, {})

@@ -73,7 +73,7 @@ def verify(
         expected = expected or traces
         if start.name in loaded:
             saved = [job.folder_of(rank) / "checkpoint" for rank in stands_for]
-            gather(saved, folder / start.name, run, start.world_size)
+            gather(saved, folder / start.name)
         shutil.rmtree(job.folder)
 
 

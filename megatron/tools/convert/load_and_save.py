@@ -17,7 +17,7 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
-from megatron.checkpoint.parameter_state import SavedStates
+from megatron.checkpoint.parameter_state import SavedStates, model_file
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.schema import form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
@@ -86,10 +86,7 @@ def read_versions(found: Found) -> dict[str, Any] | None:
     """The version of DeepSpeed that wrote it, and Megatron's checkpoint version."""
     if found.saved is None or found.kind == "universal":
         return None
-    file = next(found.saved.path.glob("*mp_rank_00_model_states.pt"), None)
-    if file is None:
-        raise CheckpointError(f"{found.saved.path} has no mp_rank_00_model_states.pt; it is incomplete")
-    state = read_file(file)
+    state = read_file(model_file(found.saved.path, found.saved.layout, 0))
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 

@@ -182,7 +182,7 @@ class _AsRank0:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return (lambda: 0) if name == "get_rank" else getattr(self._module, name)
+        return (lambda *_: 0) if name == "get_rank" else getattr(self._module, name)
 
 
 class _Shapes:

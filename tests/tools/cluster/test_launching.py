@@ -18,6 +18,7 @@ from support.refusals import ROOT, launched, refusal
 
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
+from megatron.tools.cluster import launching
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.launching import (
     PDSH_FAN_OUT,
@@ -195,13 +196,44 @@ def test_the_exit_code_is_the_ranks(programs: Programs, tmp_path: Path) -> None:
     assert "ended" in log.read_text()
 
 
-def test_pdsh_does_not_start_a_part_of_the_hosts(hostfile: Path) -> None:
-    """Ranks wait for all others, and pdsh for the end of the first ones."""
-    from deepspeed.launcher.constants import PDSH_MAX_FAN_OUT
+WAITING_SSH = """#!/bin/sh
+for word; do case "$word" in host-*) host=$word;; esac; done
+[ $host = host-1 ] && { echo "no route to host" >&2; exit 255; }
+touch {folder}/$host
+until [ -e {folder}/host-0 ] && [ -e {folder}/host-2 ]; do sleep 0.1; done
+echo "started by $host"
+"""
 
-    hostfile.write_text("".join(f"host-{number} slots=8\n" for number in range(2048)))
-    (refusal,) = refusals(hostfile)
-    assert "2048 hosts" in refusal and PDSH_FAN_OUT == PDSH_MAX_FAN_OUT
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (apt-get install pdsh)")
+def test_pdsh_starts_all_hosts_at_once(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for all others. A host that cannot be reached is named, and the others go on."""
+    from deepspeed.launcher import multinode_runner, runner
+
+    assert PDSH_FAN_OUT == multinode_runner.PDSH_MAX_FAN_OUT
+    monkeypatch.setattr(launching, "PDSH_FAN_OUT", 1)
+    monkeypatch.setattr(multinode_runner, "PDSH_MAX_FAN_OUT", 1)
+    (tmp_path / "ssh").write_text(WAITING_SSH.replace("{folder}", str(tmp_path)))
+    (tmp_path / "ssh").chmod(0o755)
+    hostfile.write_text("".join(f"host-{number} slots=8\n" for number in range(3)))
+    words = launcher_arguments(read_launch(["--hostfile", str(hostfile), "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    pdsh = multinode_runner.PDSHRunner(runner.parse_args(words), "")
+    command, _, environ = pdsh.get_cmd(dict(os.environ), {f"host-{number}": [0] for number in range(3)})
+    environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 255 and "host-1: ssh exited with exit code 255" in ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [f"host-{number}: started by host-{number}" for number in (0, 2)]
+
+
+def test_a_list_of_hosts_that_is_too_long_for_ssh(hostfile: Path) -> None:
+    for length, fits in ((4, True), (40, False)):
+        hostfile.write_text("".join(f"host-{number:0{length}} slots=8\n" for number in range(2048)))
+        read = ["--hostfile", str(hostfile), "--launcher_args", "-u 9", "x.py"]
+        if fits:
+            words = launcher_arguments(read_launch(read), {"DS_ACCELERATOR": "cpu"})
+            assert "--launcher_args=-u 9 -f 2048" in words
+        else:
+            assert "2048 hosts" in refusals(hostfile)[0]
     read = ["--hostfile", str(hostfile), "--launcher", "openmpi", "x.py"]
     assert launcher_arguments(read_launch(read), {"DS_ACCELERATOR": "cpu"})
 
