@@ -39,8 +39,7 @@ train() {
         ;;
     srun) # each task is a rank; the variables are from recipes/slurm.sbatch
         # shellcheck disable=SC2086
-        run srun --kill-on-bad-exit=1 $SRUN_FLAGS $SRUN_PREFIX bash -c "$TASK" task "$HERE/pretrain_gpt2.py" \
-            "${arguments[@]}"
+        run srun --kill-on-bad-exit=1 $SRUN_FLAGS $SRUN_PREFIX "$PYTHON" "$HERE/pretrain_gpt2.py" "${arguments[@]}"
         ;;
     esac
 }

@@ -11,6 +11,7 @@ Exit code 0: ready; 2: the hostfile or the arguments are wrong; 6: a check faile
 """
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from megatron.tools.cluster.doctor import (
     problem_count,
     table,
 )
-from megatron.tools.cluster.hostfile import LOCALHOST, Host, name_problem
+from megatron.tools.cluster.hostfile import Host, name_problem
 from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, variable_problems
@@ -65,7 +66,7 @@ def _examination(args, words: list[str]) -> Examination:
     check_values(args, {"time_limit": "(0, 86400]"})
     listed = chosen_hosts(args)
     device = device_kind(os.environ, Path.cwd())
-    hosts = listed or [Host(LOCALHOST, tuple(range(args.num_gpus or 1)))]
+    hosts = listed or [Host(socket.gethostname(), tuple(range(args.num_gpus or 1)))]
     if problems := list(variable_problems(os.environ, device, Path.cwd())):
         raise ConfigError(problems)
     ranks = sum(len(host.slots) for host in hosts if not host.spare)

@@ -1,7 +1,7 @@
 """The launcher's environment variables: number of processes, ranks, and the accelerator of this host."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from megatron.common.errors import ConfigError
@@ -17,7 +17,28 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE")
 _COMPANIONS_OF_RANK = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_START = "start with deepspeed, torchrun or mpirun"
+_START = "start with deepspeed, torchrun, mpirun or srun"
+
+
+def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
+    """Make a task of srun a rank: set torchrun's variables from Slurm's, unless another launcher has set a rank.
+
+    The rendezvous is on the first host of the step, unless MASTER_ADDR is set. Slurm writes the hosts as in
+    ``gpu[07,09-10]-ib,big1`` and their numbers of tasks as in ``8(x2),4``.
+    """
+    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
+        return
+    number, size = environ["SLURM_PROCID"], environ["SLURM_NTASKS"]
+    of_mpirun = (environ.get("PMI_RANK", number), environ.get("PMI_SIZE", size)) != (number, size)
+    if of_mpirun or "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ:
+        return
+    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
+    of_hosts = [count for count, hosts in tasks for _ in range(int(hosts or 1))]
+    first = re.split(r",(?![^[]*\])", environ["SLURM_STEP_NODELIST"])[0]
+    environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size)
+    environ["LOCAL_WORLD_SIZE"] = of_hosts[int(environ["SLURM_NODEID"])]
+    environ.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]", r"\1", first))
+    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 10000))  # two jobs may share a host
 
 
 def world_size(environ: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.common.environment import check_place, local_rank
+from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
 from megatron.common.files import restrict_new_files
@@ -56,6 +57,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     """
     ignore_lost_output()
     exit_with_launcher(os.environ)
+    adopt_slurm_task(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
     threading.excepthook = _report_thread
     rank, is_first_on_host = _place()
@@ -104,7 +106,9 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
             for message in error.messages:
                 print_error(f"rank {rank}: {message}" if names_itself else message)
         else:
-            # The launcher ends all ranks with the first that exits, which must not be one that printed nothing.
+            # The launcher ends all ranks with the first that exits, which must not be one that printed nothing. srun
+            # returns the largest of all codes, such as 143 of a rank that it has ended.
+            signal.signal(signal.SIGTERM, lambda *_, code=error.exit_code: _exit(code, rank))
             time.sleep(1)
         return error.exit_code
     except KeyboardInterrupt:

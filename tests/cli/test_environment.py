@@ -6,7 +6,7 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, parse
 
 from megatron.cli import parse_run
-from megatron.common.environment import expected_device, local_rank, world_size
+from megatron.common.environment import adopt_slurm_task, expected_device, local_rank, world_size
 from megatron.common.errors import ConfigError
 
 
@@ -24,6 +24,49 @@ from megatron.common.errors import ConfigError
 )
 def test_variables_of_launchers(environ: dict[str, str], size: int, rank: int | None) -> None:
     assert (world_size(environ), local_rank(environ)) == (size, rank)
+
+
+TASK = {
+    **{"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "20", "SLURM_PROCID": "17", "SLURM_LOCALID": "1"},
+    **{"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_STEP_NODELIST": "gpu[07,09-10]"},
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[07,09-10]", "gpu07"), ("a,b,c", "a"), ("r1-n[01-03]-ib,x", "r1-n01-ib"), ("n[1-2]x[3-4]", "n1x3")],
+)
+def test_a_task_of_srun_is_a_rank(nodes: str, first: str) -> None:
+    environ = {**TASK, "SLURM_STEP_NODELIST": nodes, "PMIX_RANK": "17"}
+    adopt_slurm_task(environ)
+    assert {name: value for name, value in environ.items() if name not in TASK} == {
+        **{"RANK": "17", "LOCAL_RANK": "1", "WORLD_SIZE": "20", "LOCAL_WORLD_SIZE": "4", "PMIX_RANK": "17"},
+        **{"MASTER_ADDR": first, "MASTER_PORT": "20071"},
+    }
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"RANK": "3"},  # torchrun or deepspeed, started by srun
+        {"OMPI_COMM_WORLD_RANK": "3"},  # mpirun, whose daemons srun has started
+        {"PMI_RANK": "3", "PMI_SIZE": "60"},  # another mpirun
+        {"SLURM_NTASKS": "1"},  # a shell
+    ],
+)
+def test_what_srun_started_may_be_a_launcher(own: dict[str, str]) -> None:
+    environ = {**TASK, **own}
+    adopt_slurm_task(environ)
+    assert environ == {**TASK, **own}
+    script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}  # a batch script
+    adopt_slurm_task(script)
+    assert "RANK" not in script
+
+
+def test_an_address_that_is_given_stays() -> None:
+    environ = {**TASK, "PMI_RANK": "17", "PMI_SIZE": "20", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
+    adopt_slurm_task(environ)
+    assert [environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")] == ["17", "10.0.0.1", "5000"]
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", ""])

@@ -1,6 +1,7 @@
 """What is made of the errors of gloo and NCCL, in the words in which users have reported them."""
 
 import linecache
+import os
 import subprocess
 import sys
 import threading
@@ -101,6 +102,22 @@ def test_the_exit_code_of_an_error_at_the_start(monkeypatch, capsys, error, code
     run_rank(main)
     assert ended == [code]
     assert capsys.readouterr().err.splitlines()[-1].endswith(last)
+
+
+def test_a_silent_rank_that_is_ended_has_the_code_of_the_error() -> None:
+    """srun ends the other tasks with the first that fails, and returns the largest code: 143 of a signal, if any."""
+    program = """
+import os, signal, threading
+from megatron.common.errors import ConfigError
+from megatron.launch.rank import run_rank
+def main():
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    raise ConfigError("a mistake")
+run_rank(main)
+"""
+    environ = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "")
 
 
 WATCHDOG = """

@@ -156,9 +156,10 @@ def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[st
         problems += variable_problems(environ, device_kind(environ, Path.cwd()), Path.cwd())
     if problems:
         raise ConfigError(problems)
-    if runs_here_alone(hosts) and not several:
-        here = {"no_ssh_check": True, "master_addr": launch.master_addr or "127.0.0.1"}
-        launch = Namespace(**{**vars(launch), **here})
+    here, slurm = runs_here_alone(hosts) and not several, several and launch.launcher == "slurm"
+    if here or slurm:  # DeepSpeed would ask the first host for its address, over ssh
+        address = launch.master_addr or ("127.0.0.1" if here else hosts[0].name)
+        launch = Namespace(**{**vars(launch), "no_ssh_check": True, "master_addr": address})
     script, arguments = launch.script, launch.arguments
     if several and launch.launcher == "pdsh":
         # The script's name reaches the remote shell as it is, even with a space.

@@ -73,6 +73,13 @@ def test_this_host_alone_needs_no_ssh(hostfile: Path, name: str) -> None:
     assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words()), "which may be another"
 
 
+@pytest.mark.parametrize(("more", "address"), [([], "host-a"), (["--master_addr", "10.0.0.1"], "10.0.0.1")])
+def test_slurm_needs_no_ssh(hostfile: Path, more: list[str], address: str) -> None:
+    words = ["--hostfile", str(hostfile), "--launcher", "slurm", *more, "x.py"]
+    arguments = launcher_arguments(read_launch(words), {"DS_ACCELERATOR": "cpu"})
+    assert {"--no_ssh_check", f"--master_addr={address}"} <= set(arguments)
+
+
 def test_flags_reach_deepspeed(hostfile: Path) -> None:
     flags = ["--no_ssh", "--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "10.0.0.1"]
     words = launcher_arguments(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
