@@ -16,9 +16,10 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -39,7 +40,7 @@ from megatron.checkpoint.parameter_state import SavedStates, model_file, optimiz
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
 from megatron.common.checkpoint_folders import make_subfolder, placed
-from megatron.config import CheckpointConfig, DataConfig, ParallelConfig
+from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import indexed_datasets
 from megatron.data.gpt2_dataset import SampleStream
@@ -49,6 +50,7 @@ from megatron.engines.grid import LayoutGrid
 from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
 from megatron.launch.watchdog import describe_hang
 from megatron.model.architectures import architecture_of
+from megatron.model.spec import parameter_prefix
 from megatron.tools.cluster import probe, probe_hosts
 from megatron.tools.cluster.doctor import HostState, examine_hosts, table
 from megatron.tools.cluster.elastic import pick_hosts
@@ -259,14 +261,17 @@ def _checkpoint(world: int, folder: Path) -> Found:
     words = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16"
     words += f" --mock-data --vocab-size 128 --train-iters 9 --lr 0.1 --zero-stage 1 --global-batch-size {world}"
     words += f" --model-parallel-size 8 --pipe-parallel-size {parallel.pipe_parallel_size}"
-    described = describe(parse_run(words.split(), {"WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}), 1, (), ())
+    run = parse_run(words.split(), {"WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"})
+    run = replace(run, model=replace(run.model, vocab_size=128, padded_vocab_size=1024))
+    described = describe(run, 1, (), ())
     names = [f"rng_state_{rank:05d}.pt" for rank in range(world)]
     names += [f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt" for rank in range(8)
               for number in range(world // 8)]  # fmt: skip
     path = tracker.begin_tag(folder, tracker.tag_name(1))
     (path / RUN_FILE).write_text(json.dumps(described))
-    records = {RUN_FILE: files.record_of(path / RUN_FILE)}
-    folders: Counter[Path] = Counter()
+    _write_weights(path, run.model, parallel.pipe_parallel_size)
+    records = {file.name: files.record_of(file) for file in path.iterdir()}
+    folders = Counter({path: len(records)})
     for name in names:
         file = placed(path / name, world)
         make_subfolder(file, path)
@@ -283,9 +288,13 @@ def _checkpoint(world: int, folder: Path) -> Found:
     verify(saved.path)
     verified = time.perf_counter() - began
     size = (saved.path / files.MANIFEST).stat().st_size
+    inspected = _seconds_of("tools/inspect_checkpoint.py", str(saved.path))
+    merged = _seconds_of("tools/convert_checkpoint.py", "merge", str(saved.path), "--output", str(folder / "merged"))
     began = time.perf_counter()
     shutil.rmtree(saved.path)
     return {
+        "checkpoint: tools/inspect_checkpoint.py": (inspected, "s", 120.0),
+        "checkpoint: tools/convert_checkpoint.py merge": (merged, "s", 120.0),
         "checkpoint: files in its largest folder": (float(max(folders.values())), "files", 4000.0),
         "checkpoint: manifest": (float(size), "B", 20e6),
         "checkpoint: rank 0 commits": (commit, "s", 10.0),
@@ -293,6 +302,28 @@ def _checkpoint(world: int, folder: Path) -> Found:
         "checkpoint: verify, of tiny files": (verified, "s", 60.0),
         "checkpoint: remove": (time.perf_counter() - began, "s", 60.0),
     }
+
+
+def _write_weights(path: Path, config: ModelConfig, stages: int) -> None:
+    """The pipeline engine's files of weights of 8 tensor-parallel ranks."""
+    parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, spec in architecture_of(config).named_parameters(config).items():
+        shard = torch.zeros(_local(spec.shape, spec.shard_dim))
+        for index, layer in enumerate(architecture_of(config).layers(config)):
+            if (inner := name.removeprefix(parameter_prefix(index, layer))) != name:
+                parts[f"layer_{index:02d}-model"][inner] = shard
+    for rank in range(8):
+        for layer, content in parts.items():
+            torch.save(content, path / f"{layer}_{rank:02d}-model_states.pt")
+    for rank in range(8 * stages):
+        torch.save({"checkpoint_version": 3.0}, path / f"mp_rank_{rank:02d}_model_states.pt")
+
+
+def _seconds_of(*command: str) -> float:
+    began = time.perf_counter()
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return time.perf_counter() - began
 
 
 def _reshard(world: int, folder: Path) -> Found:

@@ -216,6 +216,9 @@ class LazyTensors(Mapping[str, Tensor]):
             raise KeyError(name)
         return self._read(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.outlines  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.outlines)
 

@@ -11,6 +11,7 @@ from support.command_lines import parse
 from support.programs import read_metrics
 
 from megatron.checkpoint.run_file import SavedRun, describe
+from megatron.checkpoint.tensor_files import LazyTensors
 from megatron.model.partition import layer_groups
 
 SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0 --exit-interval 2".split()
@@ -124,3 +125,8 @@ def test_fields_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
     description["config"]["model"]["flex_attention"] = False
     config = SavedRun(tmp_path, "global_step6", description).whole_model_config()
     assert config.hidden_size == parse("").model.hidden_size
+
+
+def test_a_name_is_looked_for_without_reading() -> None:
+    tensors = LazyTensors({"a": torch.empty(1, device="meta")}, read=pytest.fail)
+    assert "a" in tensors and "b" not in tensors and len(tensors) == 1
