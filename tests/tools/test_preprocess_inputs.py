@@ -239,6 +239,7 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
     assert "notes.md" in names("folder", "document")
     with pytest.raises(DataError, match="no such file"):
         names("*.parquet")
-    (saved / "state.json").write_text('{"_data_files": [1]}')
-    with pytest.raises(DataError, match="state.json"):
-        names("folder/saved")
+    for wrong in ("1", '{"filename": "../2.arrow"}'):
+        (saved / "state.json").write_text(f'{{"_data_files": [{wrong}]}}')
+        with pytest.raises(DataError, match="state.json"):
+            names("folder/saved")

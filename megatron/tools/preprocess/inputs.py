@@ -67,12 +67,15 @@ def _files_of(path: Path, kind: str | None) -> list[Path]:
         )
     if (path / _STATE).is_file():
         try:
-            return [path / Path(part["filename"]).name for part in read_json(path / _STATE)["_data_files"]]
+            files = [path / Path(part["filename"]).name for part in read_json(path / _STATE)["_data_files"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path / _STATE} is not of save_to_disk: no list of _data_files") from error
-    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        if missing := [file.name for file in files if not file.exists()]:
+            raise DataError(f"{path / _STATE} names {missing[0]}, and there is no such file")
+        return files
+    found = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
-    of_text = (file for file in files if names is None or uncompressed(file).suffix in names)
+    of_text = (file for file in found if names is None or uncompressed(file).suffix in names)
     return sorted(file for file in of_text if file.name not in (_STATE, "dataset_info.json"))
 
 
