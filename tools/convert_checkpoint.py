@@ -334,7 +334,7 @@ def _reshard(args: argparse.Namespace) -> None:
         log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *words, *flags]
         if failure := run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit):
             shutil.rmtree(args.output, ignore_errors=True)
-            raise CheckpointError(f"{args.output} is not written: {failure}")
+            raise CheckpointError(f"{args.output} is not written: {' '.join(failure.split())}")
     print(f"{args.output}: {saved.path} after iteration {saved.iteration}, from {saved.layout}")
 
 

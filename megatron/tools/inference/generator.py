@@ -105,6 +105,6 @@ def _pieces(batch: ContinuousBatch) -> Iterator[Piece]:
     while batch:
         pieces = [piece for _, piece in batch.choose()]
         if any(piece.finish_reason == "error" for piece in pieces):
-            raise NumericsError("the model's logits are not finite: check its weights, or use another --dtype")
+            raise NumericsError("the model's logits are not finite: check its weights; with --fp16 try --bf16")
         yield from pieces
         batch.advance()

@@ -193,7 +193,7 @@ _TOGETHER_SECONDS, _MOST_TOGETHER = 0.002, 16
 _MOST_PROMPT_TOKENS = 512
 """In the prompts of requests that join together, unless a single one has more."""
 _ERROR = "the server failed on this request: see its log"
-_NOT_FINITE = "the model's logits are not finite for this request: check its weights, or use another --dtype"
+_NOT_FINITE = "the model's logits are not finite for this request: check its weights; with --fp16 try --bf16"
 
 
 def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:

@@ -127,7 +127,7 @@ def run_ranks(
 ) -> str | None:
     """Run ``python COMMAND`` as ``processes`` ranks on this host, with their output in ``log``.
 
-    Returns None if all ranks succeed within ``time_limit`` seconds, else what went wrong and the last lines of the log.
+    Returns None if all ranks succeed within ``time_limit`` seconds, else what went wrong and ``cause_in(log)``.
     """
     ranks = [
         context.Process(target=_run_program, args=(list(command), of_rank, str(log), prepare))
@@ -152,7 +152,7 @@ def run_ranks(
             if rank.is_alive():
                 rank.kill()
                 rank.join()
-    return failure and f"{failure}:\n{_last_lines(log)}"
+    return failure and f"{failure}:\n{cause_in(log)}"
 
 
 def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
@@ -189,9 +189,11 @@ def _run_program(command: list[str], environ: dict[str, str], log: str, prepare:
         raise SystemExit(1) from None
 
 
-def _last_lines(log: Path, lines: int = 15) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+def cause_in(log: Path, most: int = 15) -> str:
+    """The first error in the log of a run that failed, which others follow, or without one the last lines."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    errors = [line for line in lines if ": error: " in line]
+    return "\n".join(f"    {line}" for line in errors[:1] or lines[-most:])
 
 
 def read_result(long: Path, short: Path, optim: OptimConfig) -> Result:

@@ -1,6 +1,7 @@
 """Differences between what two runs computed."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from megatron.tools.verify import results
 from megatron.tools.verify.compare import Bounds, Differences, Result, compare, what_rounding_becomes
 from megatron.tools.verify.request import ONE_PROCESS
+from megatron.tools.verify.runs import cause_in
 
 WEIGHT = torch.tensor([[1.0, -4.0], [2.0, 0.5]])
 GRADIENT = torch.tensor([[0.5, -2.0], [1.0, 1e-6]])
@@ -179,3 +181,16 @@ def test_the_last_digit_of_a_weight_is_no_part_of_a_small_step() -> None:
     ]
     assert compare(runs[0], runs[1], BOUNDS).agree
     assert compare(runs[0], runs[2], BOUNDS).first == "norm after the first step"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("> layout\nx.py: error: NaN\nx.py: error: rank 0 was killed\n[W1127 TCPStore.cpp:125] lost\n" + "frame\n" * 20, "x.py: error: NaN"),
+        ("a\nb\n", "a\n    b"),
+        ("", ""),
+    ],
+)
+def test_the_cause_of_a_failed_run_is_its_error(tmp_path: Path, log: str, cause: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert cause_in(tmp_path / "log").strip() == cause
