@@ -16,8 +16,8 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0
 
 
 def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of the rotation: from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
-    found = {name: tree[name] for name in ("rope_parameters", "rope_scaling") if tree.get(name) is not None}
+    """The fields of the rotation: from ``rope_theta`` and ``rope_scaling`` of older files, or ``rope_parameters``."""
+    found = {name: tree[name] for name in ("rope_scaling", "rope_parameters") if tree.get(name) is not None}
     wrong = {name: one for name, one in found.items() if not isinstance(one, Mapping)}
     if wrong:
         return {}, [f"{name} is {one!r}, and should be an object" for name, one in wrong.items()]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.schema import check_numbers
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2
@@ -134,6 +135,10 @@ def _mlp(shards: Shards, args: Mapping[str, Any], size: int) -> dict[str, Any]:
     swiglu = len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight", dims=2)) == 2 * f
     if swiglu != args.get("swiglu", swiglu):
         raise CheckpointError(f"{shards.folder}: the MLP {'is' if swiglu else 'is not'} gated, unlike its --swiglu")
+    if args.get("ffn_hidden_size", f * size) != f * size:
+        raise CheckpointError(
+            f"{shards.folder}: {f * size} rows, not --ffn-hidden-size {args['ffn_hidden_size']}"
+        )
     return {"ffn_hidden_size": f * size, "swiglu": swiglu}
 
 
@@ -180,6 +185,8 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     words = names[HEAD_COPY] = names["word_embeddings.weight"]
     names.setdefault(HEAD, words)
     version = shards.version if given.version is None else given.version
+    if version not in (0.0, 1.0, 2.0, 3.0):
+        raise CheckpointError(f"{shards.folder} has checkpoint version {version:g}: give --checkpoint-version")
     weights: State = {}
     for name in sorted(shards.states[0], key=(HEAD, HEAD_COPY).__contains__):
         ours = names.get(name, name)
@@ -215,10 +222,12 @@ def _merged(shards: Shards, name: str, spec: ParameterSpec | None, config: Model
             _rows(name, tensor_of(shards, name, rank=rank), config, version, len(shards.states))
             for rank in range(len(shards.states))
         ]
-        return (parts[0] if dim is None else torch.cat(parts, dim)).float()
+        weight = (parts[0] if dim is None else torch.cat(parts, dim)).float()
     except (RuntimeError, IndexError):
         message = f"{shards.folder}: {name}: the shapes of the ranks' shards do not match"
         raise CheckpointError(message) from None
+    check_numbers(shards.folder, name, weight)
+    return weight
 
 
 _ORDERS: Mapping[float, tuple[tuple[int, ...], tuple[int, int]]] = {

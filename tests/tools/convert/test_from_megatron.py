@@ -1,6 +1,7 @@
 """Checkpoints of other Megatrons, made here from known weights as each of them writes its files."""
 
 import enum
+import math
 import os
 import random
 import sys
@@ -278,6 +279,14 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.ones(16, dtype=torch.int64)})),
         "bias is of type int64",
     ),
+    "FP8": (
+        changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.ones(16).to(torch.float8_e4m3fn)})),
+        "bias is of type float8_e4m3fn",
+    ),
+    "numbers that are none": (
+        changed(2, lambda state: state["mlp.dense_4h_to_h.bias"].fill_(torch.nan)),
+        "layers.0.mlp.dense_4h_to_h.bias is from nan to nan",
+    ),
     "another shape": (
         changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.rand(3)})),
         "2.mlp.dense_4h_to_h.bias is [3], and the model's [16]",
@@ -297,6 +306,22 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     with pytest.raises(CheckpointError) as caught:
         whole_model(read_shards(tmp_path), SAID)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "args", "message"),
+    [
+        (math.nan, {}, "checkpoint version nan"),
+        (99.0, {}, "checkpoint version 99"),
+        (3.0, {"ffn_hidden_size": 12}, "--ffn-hidden-size 12"),
+    ],
+)
+def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: dict[str, int], message: str):
+    write_megatron_lm(tmp_path, 3.0, size=1, stages=1, **NEW)
+    shards = replace(read_shards(tmp_path), version=version)
+    vars(shards.args).update(args)
+    with pytest.raises(CheckpointError, match=message):
+        whole_model(shards, SAID)
 
 
 @pytest.mark.parametrize(

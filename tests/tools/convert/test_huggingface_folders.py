@@ -213,5 +213,7 @@ def test_both_spellings_of_the_rotation():
     config = config_of(older, Path("config.json"))
     assert config == config_of(newer, Path("config.json"))
     assert (config.rotary_base, config.use_rope_scaling, config.rope_scaling_factor) == (5e5, True, 32.0)
+    both = config_of(older | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, Path("config.json"))
+    assert both == config  # as in transformers
     plain = config_of(tree | {"rope_theta": 1e6, "rope_scaling": None}, Path("config.json"))
     assert (plain.rotary_base, plain.use_rope_scaling) == (1e6, False)

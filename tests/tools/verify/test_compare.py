@@ -186,7 +186,11 @@ def test_the_last_digit_of_a_weight_is_no_part_of_a_small_step() -> None:
 @pytest.mark.parametrize(
     ("log", "cause"),
     [
-        ("> layout\nx.py: error: NaN\nx.py: error: rank 0 was killed\n[W1127 TCPStore.cpp:125] lost\n" + "frame\n" * 20, "x.py: error: NaN"),
+        (
+            "> layout\nx.py: error: NaN\nx.py: error: rank 0 was killed\n[W1127 TCPStore.cpp:125] lost\n"
+            + "frame\n" * 20,
+            "x.py: error: NaN",
+        ),
         ("a\nb\n", "a\n    b"),
         ("", ""),
     ],
