@@ -136,9 +136,7 @@ def _mlp(shards: Shards, args: Mapping[str, Any], size: int) -> dict[str, Any]:
     if swiglu != args.get("swiglu", swiglu):
         raise CheckpointError(f"{shards.folder}: the MLP {'is' if swiglu else 'is not'} gated, unlike its --swiglu")
     if args.get("ffn_hidden_size", f * size) != f * size:
-        raise CheckpointError(
-            f"{shards.folder}: {f * size} rows, not --ffn-hidden-size {args['ffn_hidden_size']}"
-        )
+        raise CheckpointError(f"{shards.folder}: {f * size} rows, not --ffn-hidden-size {args['ffn_hidden_size']}")
     return {"ffn_hidden_size": f * size, "swiglu": swiglu}
 
 
