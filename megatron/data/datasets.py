@@ -98,14 +98,7 @@ class Samples(Protocol):
         """Some samples, int64 [n, ...]. Raises DataError if they cannot be read."""
 
 
-class ImageSamples(Samples, Protocol):
-    """Samples with images."""
-
-    def count_images(self, indices: Sequence[int]) -> np.ndarray:
-        """How many images some samples have, int64 [n]."""
-
-    def images(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """The images of each of some samples, uint8 [n, height, width, 3]."""
+ImageSamples: TypeAlias = ImageDataset | BlendedDataset
 
 
 @dataclass(frozen=True)

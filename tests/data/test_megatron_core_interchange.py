@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tools.preprocess.image_records import read_records
 
 DOCUMENTS = [[1, 2, 3], [65000, 0], [7] * 300]
 
@@ -25,6 +26,22 @@ prefix, dtype, documents = sys.argv[1], getattr(numpy, sys.argv[2]), json.loads(
 builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
 for document in documents:
     builder.add_item(torch.tensor(document))
+    builder.end_document()
+builder.finalize(prefix + ".idx")
+"""
+
+MULTIMODAL = """
+import json, sys
+import numpy, torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+prefix, text, images = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:]
+builder = IndexedDatasetBuilder(prefix + ".bin", dtype=numpy.int32, multimodal=True)
+for image in images:  # as its tools/preprocess_mmdata.py: the first number is how many zeros are at the end
+    content = bytearray(open(image, "rb").read())
+    padding = (4 - len(content) % 4) % 4
+    content.extend([0] * padding)
+    builder.add_item(torch.IntTensor(text))
+    builder.add_item(torch.from_numpy(numpy.insert(numpy.frombuffer(content, dtype=numpy.int32), 0, padding)), 1)
     builder.end_document()
 builder.finalize(prefix + ".idx")
 """
@@ -114,6 +131,20 @@ def test_files_are_the_same_bytes(
     ours = write_dataset(DOCUMENTS, dtype, "ours")
     for ending in ("bin", "idx"):
         assert Path(f"{ours}.{ending}").read_bytes() == Path(f"{theirs}.{ending}").read_bytes()
+
+
+def test_images_of_a_multimodal_data_set_are_the_files_that_it_was_made_of(
+    tmp_path: Path, megatron_core: Callable[..., str]
+) -> None:
+    """Whatever is left of their lengths, divided by four."""
+    files = [tmp_path / f"{length}.png" for length in (8, 9, 10, 11)]
+    for number, file in enumerate(files):
+        file.write_bytes(b"\x89PNG" + bytes(range(number + 4)))
+    megatron_core(MULTIMODAL, str(tmp_path / "theirs"), "[5, 6, 7]", *map(str, files))
+    assert IndexedDataset(tmp_path / "theirs").modes.tolist() == [0, 1] * 4
+    records = list(read_records(tmp_path / "theirs.idx"))
+    assert [record.tokens for record in records] == [[5, 6, 7]] * 4
+    assert [record.content["image"] for record in records] == [[file.read_bytes()] for file in files]
 
 
 def test_megatron_core_reads_ours(megatron_core: Callable[..., str], write_dataset: Callable[..., str]) -> None:

@@ -139,11 +139,15 @@ def test_every_format_gives_the_same_data_set(
 
 
 def test_a_multimodal_data_set_of_megatron_is_read(tmp_path: Path, vocabulary: Path):
-    """Its images are files in numbers of four bytes, after how many of the last ones are padding."""
+    """Its images are files in numbers of four bytes, after how many of the last ones are padding; so may texts be.
+
+    tests/data/test_megatron_core_interchange.py reads a data set of megatron-core.
+    """
+    eod = build_tokenizer("GPT2BPETokenizer", f"{vocabulary}/vocab.json", f"{vocabulary}/merges.txt").eod
     image = image_bytes()
     padding = -len(image) % 4
     with IndexedDatasetBuilder(tmp_path / "in", "i4") as builder:
-        builder.add_document([5, 6, 7], [padding, *np.frombuffer(image + bytes(padding), "i4")])
+        builder.add_document([5, 6, 7, eod, eod, eod], [padding, *np.frombuffer(image + bytes(padding), "i4")])
         builder.add_document([8, 9])
         builder.add_document([8, 300])
     assert IndexedDataset(tmp_path / "in").modes is None
@@ -156,9 +160,9 @@ def test_a_multimodal_data_set_of_megatron_is_read(tmp_path: Path, vocabulary: P
         all_sources(DataConfig(data_path=(str(tmp_path / "in"),)))
     skipped: list[str] = []
     done = convert(tmp_path, vocabulary, "in.idx", skipped.append)
-    assert (done.documents, done.images, done.counted) == (2, 1, 4) and "document 2: a token is not" in skipped[0]
-    assert IndexedDataset(tmp_path / OUT).span(0, done.tokens).tolist() == [1, 1, 1, 1, 5, 6, 7, 8, 9]
-    assert IndexedDataset(tmp_path / f"{OUT}_loss_mask").span(0, 9).tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 1]
+    assert (done.documents, done.images, done.counted) == (2, 1, 5) and "document 2: a token is not" in skipped[0]
+    assert IndexedDataset(tmp_path / OUT).span(0, done.tokens).tolist() == [1, 1, 1, 1, 5, 6, 7, eod, 8, 9]
+    assert IndexedDataset(tmp_path / f"{OUT}_loss_mask").span(0, 10).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 1]
     store = ImageStore(f"{tmp_path}/{OUT}", 2)
     assert store.starts.tolist() == [0, 1, 1] and (store.pixels == np.array([255, 0, 0])).all()
 

@@ -85,9 +85,12 @@ def _document(job: Job, tokenizer: Tokenizer, template: ChatTemplate, record: Re
             raise DataError(
                 f"a token is not in the vocabulary of {tokenizer.vocab_size}: give the tokenizer of the data"
             )
-        ids = [job.images.token] * job.images.tokens * len(sources) + record.tokens
-        counted = [0] * (len(ids) - len(record.tokens)) + [1] * len(record.tokens)
-    if job.append_eod:
+        tokens = record.tokens
+        while tokens[-2:] == [tokenizer.eod] * 2:  # with which Megatron-LM pads texts
+            tokens.pop()
+        ids = [job.images.token] * job.images.tokens * len(sources) + tokens
+        counted = [0] * (len(ids) - len(tokens)) + [1] * len(tokens)
+    if job.append_eod and (record.tokens is None or ids[-1:] != [tokenizer.eod]):
         ids, counted = [*ids, tokenizer.eod], [*counted, *counted[-1:]]
     counted[:1] = [0]
     if not any(counted):

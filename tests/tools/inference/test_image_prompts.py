@@ -34,13 +34,16 @@ LIMITS = StoppingCriteria(context=32, new_tokens=12)
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_greedy_tokens_are_those_of_transformers(run_ranks, tmp_path: Path, kind: str):
-    """With two tensor-parallel ranks, with and without a cache, for prompts of no image, one and two together."""
+    """With two tensor-parallel ranks, with and without a cache, for prompts of no image, one and two together.
+
+    Placeholders that stand for no image change nothing in other prompts.
+    """
     theirs = transformers_model(kind)
     theirs.save_pretrained(tmp_path)
     expected = [_transformers_tokens(theirs, kind, prompt) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > 1
-    for cached, recomputed, beam in run_ranks(2, _tokens, tmp_path):
-        assert cached == recomputed == expected and beam == expected[0]
+    for cached, recomputed, beam, after_others in run_ranks(2, _tokens, tmp_path):
+        assert cached == recomputed == expected and beam == after_others == expected[0]
 
 
 def _transformers_tokens(model: torch.nn.Module, kind: str, prompt: ImagePrompt) -> list[int]:
@@ -61,7 +64,7 @@ def _transformers_tokens(model: torch.nn.Module, kind: str, prompt: ImagePrompt)
     return tokens[: tokens.index(62)] if 62 in tokens else tokens
 
 
-def _tokens(path: Path) -> tuple[list[list[int]], list[list[int]], list[int]]:
+def _tokens(path: Path) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
     found = find(path)
     config = read_config(found)
     assert config is not None
@@ -74,7 +77,9 @@ def _tokens(path: Path) -> tuple[list[list[int]], list[list[int]], list[int]]:
         generator = TextGenerator(model, tokenizer, use_cache=use_cache)
         completions = generator.complete(PROMPTS, Sampling(greedy=True), LIMITS)
         made.append([completion.tokens for (completion,) in completions])
-    return (*made, generator.search(PROMPTS[0], BeamSearch(1, 1.0, 1.0), LIMITS)[0].tokens)
+    others = [ImagePrompt([11, IMAGE, IMAGE]), PROMPTS[0]]
+    after_others = generator.complete(others, Sampling(greedy=True), LIMITS)[1][0].tokens
+    return (*made, generator.search(PROMPTS[0], BeamSearch(1, 1.0, 1.0), LIMITS)[0].tokens, after_others)
 
 
 def png(width: int = 4, height: int = 4, **more: Any) -> bytes:
@@ -95,6 +100,8 @@ def test_an_image_is_resized_and_takes_the_place_of_its_mark():
     assert prompt.images is not None and len(prompt.images) == 1
     with pytest.raises(DataError, match="1 times <image>, and 2 images"):
         with_images("<image>", [red, red], model, lambda text: [])
+    with pytest.raises(DataError, match=f"the text has token {model.image_token_id}, which only images may have"):
+        with_images("ab", [], model, lambda text: [1, model.image_token_id])
 
 
 @pytest.mark.parametrize(
