@@ -72,15 +72,8 @@ class ElasticRun:
         (folder / "site" / "sitecustomize.py").write_text(CLOCK.format(file=str(self.clock)))
         sent = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         (folder / "sent").write_text("".join(f"{name}={value}\n" for name, value in sent.items()))
-        self.settings = [*SETTINGS, *programs.data_arguments]
-        self.command = [
-            *(sys.executable, "tools/launch.py", "--elastic", "--min-hosts", "2", "--exclude-after", "9"),
-            *(["--rejoin"] if seed % 2 else []),
-            *("--hostfile", str(folder / "hostfile"), "pretrain_gpt2.py", *self.settings),
-            *(*MODES[seed % len(MODES)].split(), "--keep-last", "3"),
-            *("--watchdog-minutes", "0.2", "--distributed-timeout-minutes", "1"),
-            *("--metrics-file", str(self.metrics), "--save", str(self.save), "--auto-resume"),
-        ]
+        self.saving = (*MODES[seed % len(MODES)].split(), "--keep-last", "3")
+        self.rejoin = ["--rejoin"] if seed % 2 else []
         self.agent: subprocess.Popen
         self.expected, self.codes = set(RESTARTED), Counter[int]()
 
@@ -100,10 +93,20 @@ class ElasticRun:
 
     def start(self) -> None:
         """Start the elastic agent."""
-        environ = {**os.environ, "DS_ENV_FILE": str(self.folder / "sent"), "PYTHONPATH": str(self.folder / "site")}
+        self.agent = self.launch(self.save, self.metrics, *self.saving)
+
+    def launch(self, save: Path, metrics: Path, *words: str) -> subprocess.Popen:
+        """An elastic agent on its host."""
+        command = [
+            *(*self.hosts.on(self.agent_host), sys.executable, "tools/launch.py", "--elastic", "--min-hosts", "2"),
+            *("--exclude-after", "9", *self.rejoin, "--hostfile", str(self.folder / "hostfile"), "pretrain_gpt2.py"),
+            *(*SETTINGS, *self.programs.data_arguments, "--watchdog-minutes", "0.2"),
+            *("--distributed-timeout-minutes", "1", "--save", str(save), "--auto-resume"),
+            *("--metrics-file", str(metrics), *words),
+        ]
+        environ = {"DS_ENV_FILE": str(self.folder / "sent"), "PYTHONPATH": str(self.folder / "site")}
         with open(self.log, "a") as log:
-            command = [*self.hosts.on(self.agent_host), *self.command]
-            self.agent = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
+            return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, stdout=log, stderr=log)
 
     def trained(self) -> int:
         """Lines of metrics."""
@@ -171,10 +174,11 @@ class ElasticRun:
         return len(expected), {step: abs(loss - expected[step]) for step, loss in found if loss != expected[step]}
 
     def undisturbed(self, iterations: int) -> dict[int, float]:
-        """The losses without faults."""
-        words = ["--metrics-file", str(self.folder / "whole"), "--exit-interval", str(iterations)]
-        self.programs.warm(STAGES, "pretrain_gpt2.py", *self.settings, *words, time_limit=PATIENCE + iterations).ok()
-        return {line["iteration"]: line["lm_loss"] for line in read_metrics(self.folder / "whole")}
+        """The losses without faults. On one host sums of ranks would be rounded in another order."""
+        words = ("--exit-interval", str(iterations), "--save-interval", "20000")
+        agent = self.launch(self.folder / "whole", self.folder / "expected", *words)
+        assert agent.wait(PATIENCE + iterations) == 0, self.told("the undisturbed run")
+        return {line["iteration"]: line["lm_loss"] for line in read_metrics(self.folder / "expected")}
 
 
 AGENT, LAUNCHER, RANK = ("-f", "tools/launch.py"), ("-x", warm_hosts.LAUNCHER_NAME), ("-x", warm_hosts.RANK_NAME)
@@ -293,7 +297,7 @@ def main() -> None:
         finally:
             if arguments.log and run.log.exists():
                 shutil.copy(run.log, arguments.log)
-        starts = re.findall(r"launch\.py: elastic: \d+ ranks? on .*", run.log.read_text())
+        *starts, _ = re.findall(r"launch\.py: elastic: \d+ ranks? on .*", run.log.read_text())
     other = sum("the layout as given" not in line for line in starts)
     print(
         f"seed {arguments.seed}: {kinds.total()} faults in {time.monotonic() - start:.0f} s, {dict(kinds)}; "

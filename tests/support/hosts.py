@@ -29,6 +29,7 @@ mount --bind "$folder/hosts" /etc/hosts
 mount --bind "$folder/resolv.conf" /etc/resolv.conf
 [ ! -e "$folder/$name/ssh" ] || mount --bind "$folder/$name/ssh" /etc/ssh
 [ ! -e "$folder/$name/passwd" ] || mount --bind "$folder/$name/passwd" /etc/passwd
+[ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc  # what it starts would leave locks when it is killed
 mount -t tmpfs none /run
 mount -t tmpfs none /dev/shm
 mkdir /run/sshd
