@@ -22,7 +22,7 @@ _BLOCK = 1 << 12
 """Compressed bytes taken at a time: what they hold may be very much more."""
 MOST_EXPANDED = 500
 """Times that a compressed file of text may expand; further lines of one that is larger than this are not read."""
-MOST_EMPTY = 1 << 20
+MOST_EMPTY = 1 << 17
 """Empty lines in a row, of which a small compressed file may hold very many."""
 _LARGEST_WINDOW = 1 << 31
 """As ``zstd --long=31`` writes it."""
