@@ -7,18 +7,16 @@ import resource
 import sys
 from pathlib import Path
 
-_LEAST = 1 << 26
-"""Bytes of data that the libraries of a tool need; with fewer their import hangs, or aborts."""
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.common.packages import exit_without_package  # noqa: E402 (found by the line above)
+from megatron.launch.host_limits import LEAST_DATA  # noqa: E402
 
 sys.excepthook = exit_without_package
-if 0 <= (allowed := resource.getrlimit(resource.RLIMIT_DATA)[0]) < _LEAST:
+if 0 <= (allowed := resource.getrlimit(resource.RLIMIT_DATA)[0]) < LEAST_DATA:  # imports would hang, or abort
     print(
-        f"{Path(sys.argv[0]).name}: error: the limit of bytes of data is {allowed:,}, and libraries need {_LEAST:,} or "
-        "more: raise ulimit -d",
+        f"{Path(sys.argv[0]).name}: error: the limit of bytes of data is {allowed:,}, and libraries need "
+        f"{LEAST_DATA:,} or more: raise ulimit -d",
         file=sys.stderr,
     )
     sys.exit(7)

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.common.errors import ResourceError, first_line
 
 _FILES, _MOST_FILES = 128, 4096
-_ADDRESSES, _DATA = 1 << 29, 1 << 28
+_ADDRESSES, LEAST_DATA = 1 << 29, 3 << 27
 _THREADS = 16
 _ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = (
@@ -43,7 +43,7 @@ def _low_limits() -> Iterator[str]:
     for limit, name, least, flag in (
         (resource.RLIMIT_NOFILE, "open files", _FILES, "-n"),
         (resource.RLIMIT_AS, "bytes of address space", _ADDRESSES, "-v"),
-        (resource.RLIMIT_DATA, "bytes of data", _DATA, "-d"),
+        (resource.RLIMIT_DATA, "bytes of data", LEAST_DATA, "-d"),
         (resource.RLIMIT_FSIZE, "bytes of a file", 1, "-f"),
     ):
         allowed, _ = resource.getrlimit(limit)
