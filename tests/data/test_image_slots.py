@@ -49,12 +49,15 @@ def run_of(prefix: str, words: str = "", *, ranks: int = 1) -> RunConfig:
     return with_image_slots(replace(run, model=replace(run.model, **given)))
 
 
-def read(run: RunConfig, *, ranks: int = 1, finished: int = 0) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+def read(
+    run: RunConfig, *, ranks: int = 1, finished: int = 0, skipped: Sequence[range] = ()
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """The micro-batches of each data-parallel rank after ``finished`` iterations."""
-    train = build_datasets(run.data, **sizes_of(run.train), vocab_size=64, seed=run.train.seed).train
+    train = build_datasets(run.data, **sizes_of(run.train, skipped), vocab_size=64, seed=run.train.seed).train
     assert train is not None
     settings = {"sizes": run.train.batches, "finished": finished, "micro_batch_size": run.train.micro_batch_size}
-    per_rank = (5 - finished) * 8 // run.train.micro_batch_size // ranks
+    settings |= {"skipped": skipped}
+    per_rank = (run.train.train_iters - finished) * 8 // run.train.micro_batch_size // ranks
     found = []
     for rank in range(ranks):
         batches = MicroBatches(train, **settings, data_rank=rank, data_size=ranks, image_slots=run.model.image_slots)
@@ -117,6 +120,15 @@ def test_fewer_slots_than_a_global_batch_needs_are_refused_and_more_are_not(pref
     run = run_of(prefix, "--batch-size 2")
     fewer = replace(run, model=replace(run.model, image_slots=needed - 1))
     assert any(isinstance(batch, ConfigError) for batch in read(fewer)[0])
+
+
+def test_skipped_samples_are_in_no_batch(prefix: str):
+    longer, skipped = run_of(prefix, "--batch-size 2 --train-iters 6"), (range(8, 16),)
+    run = with_image_slots(run_of(prefix, "--batch-size 4"), skipped)
+    expected = global_batches(read(longer), 6)
+    found = read(run, skipped=skipped)
+    assert global_batches(found, 5) == [expected[0], *expected[2:]]
+    assert max(len(images) for _, images in found[0]) == run.model.image_slots
 
 
 def test_a_blend_has_the_images_of_its_parts(prefix: str, write_dataset: Callable[..., str], tmp_path: Path):
