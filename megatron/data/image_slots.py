@@ -44,7 +44,7 @@ def divided(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndar
 def refusal(needed: int, slots: int, where: str) -> ConfigError:
     """The error of a global batch that does not fit."""
     return ConfigError(
-        f"{where} has a micro-batch of {counted(needed, 'image')}, and there are {counted(slots, 'slot')}: give "
+        f"{where} has a micro-batch of {counted(needed, 'image')}, {needed - slots} more than there are slots: give "
         f"--images-per-micro-batch {needed} or more, or leave it out and start again"
     )
 
