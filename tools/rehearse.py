@@ -21,6 +21,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError
+from megatron.common.reading import read_json
 from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
 from megatron.tools.planning.machine import DEVICES, GB, LINKS, TERA, Machine
 from megatron.tools.planning.request import bytes_of_text
@@ -84,7 +85,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 def _measured_links(file: Path) -> dict[str, float]:
     """The bandwidth of the links that the doctor's all-reduce has crossed, of which collectives reach a share."""
     try:
-        report = json.loads(file.read_text())
+        report = read_json(file)
         name = "inter_bandwidth" if len(report["hosts"]) > 1 else "intra_bandwidth"
         return {name: report["all_reduce"]["bytes_per_second"] / LINKS}
     except OSError as error:

@@ -26,6 +26,7 @@ from pathlib import Path
 from megatron.checkpoint.files import make_folder
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, file_mode
+from megatron.common.reading import parse_json
 from megatron.launch.rank import print_warning
 
 LOCK = ".writer.lock"
@@ -241,7 +242,7 @@ def _read(path: Path) -> tuple[str | None, Owner | None]:
     except OSError:
         return "", None
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         owner = Owner(**{name: content[name] for name in Owner.__dataclass_fields__ if name in content})
     except (ValueError, KeyError, TypeError):
         return text, None

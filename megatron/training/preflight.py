@@ -168,7 +168,8 @@ def _check_sizes(run: RunConfig) -> None:
         needs.append(("the hidden states of one layer", states, "--batch-size, --seq-length or --hidden-size"))
         weights = size * sum(parameter.numel for parameter in architecture.named_parameters(model).values())
         weights //= run.parallel.world_size if run.zero.zero_stage == 3 else run.parallel.replica_size
-        needs.append(("the weights of one rank", weights, "--num-layers or --hidden-size, or use more ranks"))
+        flags = "--lora-rank, " * bool(model.lora_rank) + "--num-layers or --hidden-size, or use more ranks"
+        needs.append(("the weights of one rank", weights, flags))
     if run.checkpoint.snapshot_interval is not None:
         check_memory(run, ranks_on_host(os.environ) or run.parallel.world_size)
     if problems := [

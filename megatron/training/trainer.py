@@ -162,7 +162,7 @@ class Trainer:
         self.progress.enter("evaluation", iteration)
         self.engine.set_train_batch_size(config.global_batch_size * self.run.parallel.samples_counted)
         with self.log.paused():
-            earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
+            earlier = max(iteration - 1, 0) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
             what = f"evaluating on the {split} split after iteration {iteration}"
             losses = [eval_batch(self.engine, batches, self.hooks) for _ in self.log.counting(config.eval_iters, what)]

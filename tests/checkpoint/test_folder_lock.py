@@ -59,13 +59,15 @@ def _before_its_id_was_reused(content: dict) -> dict:
     return {**content, "started": "1"}
 
 
-@pytest.mark.parametrize("change", [_on_another_host, _before_its_id_was_reused, lambda _: None, lambda _: {"pid": []}])
+@pytest.mark.parametrize(
+    "change", [_on_another_host, _before_its_id_was_reused, lambda _: "", lambda _: '{"pid": []}', lambda _: "[" * 1024]
+)
 def test_a_stale_lock_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 0.2)
     earlier, later = FolderLock(tmp_path), FolderLock(tmp_path)
     earlier.take()
     content = change(json.loads((tmp_path / LOCK).read_text()))
-    (tmp_path / LOCK).write_text(json.dumps(content) if content else "")
+    (tmp_path / LOCK).write_text(content if isinstance(content, str) else json.dumps(content))
     check_unlocked(tmp_path)
     later.take()
     later.check()

@@ -131,6 +131,7 @@ def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited
     [
         ("--world-size 8 --rank 8", "rank 8 is not in a run of --world-size 8"),
         ("--world-size 8 --doctor README.md", "--doctor README.md has no measured all-reduce"),
+        ("--world-size 8 --doctor /dev/zero", "--doctor /dev/zero: a device"),
     ],
 )
 def test_a_mistake_is_one_line(tool, words: str, message: str) -> None:

@@ -51,3 +51,5 @@ def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks
     assert "test after iteration 6" in train_in_ranks(2, *SETTINGS, *folder, "--skip-train")
     assert read_metrics(tmp_path / "metrics") == [*once, *once[-2:]]
     assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    weights = ("--load", tmp_path / "ck", "--finetune", "--skip-train")
+    assert "validation after iteration 0" in train_in_ranks(1, *SETTINGS, *weights)

@@ -175,6 +175,8 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
 
     Raises ConfigError with a line for each problem.
     """
+    if not (launch.module or launch.no_python or chosen_hosts(launch) or Path(launch.script).is_file()):
+        raise ConfigError(f"{launch.script}: no such file: name the program to start")
     program = training_program(launch)
     if program is None or "--explain" in launch.arguments:
         return
@@ -204,6 +206,9 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
     # DeepSpeed's default.
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
+        for flag, text in (("--include", launch.include), ("--exclude", launch.exclude)):
+            if any(part.partition(":")[0] not in ("localhost", "") for part in text.split("@")):
+                raise ConfigError(f"{flag} {text}: without a hostfile there is only localhost: add --hostfile")
         return []
     hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)
     if (launch.num_nodes or 0) > len(hosts):

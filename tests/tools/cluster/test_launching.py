@@ -152,6 +152,22 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
     assert reason in message and words[0].split("=")[0] in message
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-i", "host-a:0@localhost", "x.py"], "--include host-a:0@localhost: without a hostfile"),
+        (["-e", "host-b", "x.py"], "--exclude host-b: without a hostfile"),
+        (["absent.py"], "absent.py: no such file"),
+        (["megatron"], "megatron: no such file"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_at_once(words: list[str], message: str) -> None:
+    launch = read_launch(words)
+    with pytest.raises(ConfigError, match=message):
+        launcher_arguments(launch, {"DS_ACCELERATOR": "cpu"})
+        check_arguments(launch, {})
+
+
 @pytest.mark.parametrize("value", ["x; touch m", "x $(touch m)", "`m`", 'a"b', "a\\b", "%h", "a\nb"])
 def test_variable_that_a_remote_shell_would_interpret_is_refused_without_its_value(hostfile: Path, value: str) -> None:
     refused = refusals(hostfile, environ={"DS_ACCELERATOR": "cpu", "UCX_X": value}) if value != "x; touch m" else []
@@ -260,7 +276,7 @@ CPU = {"DS_ACCELERATOR": "cpu"}
         ("--hostfile hosts", f"{PROGRAM} {SMALL} --config none.yaml", "--config none.yaml: No such file or directory"),
         ("--hostfile hosts", f"{PROGRAM} {SMALL} --model-parallel-size 3 --fp16", None),
         ("--num_gpus 2", f"{PROGRAM} {SMALL}", None),
-        ("--num_gpus 2", "own.py --wrong 1", None),
+        ("--num_gpus 2", f"{ROOT}/tools/plan.py --wrong 1", None),
     ],
 )
 def test_arguments_are_checked_where_they_can_be(
