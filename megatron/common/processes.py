@@ -129,7 +129,9 @@ class ExitSignal:
             if number not in EXIT_SIGNALS or signal.getsignal(number) != self._receive:
                 continue
             is_passed_on = number not in received and {number, *received} == _CTRL_C and _has_launcher(os.environ)
-            is_second = bool(received) and not is_passed_on
+            # Slurm sends SIGTERM several times when it takes a job's hosts away, and SIGKILL when they must end.
+            is_repeated = number == signal.SIGTERM and "SLURM_STEP_ID" in os.environ
+            is_second = bool(received) and not is_passed_on and not is_repeated
             received.add(number)
             self.number = self.number or number  # the main thread may be inside of a library
             if exit_at_start := self._exit_at_start:

@@ -87,16 +87,19 @@ sys.exit(received.number)
         ("", "SIGINT", 2),
         ("", "SIGINT SIGINT", 130),
         ("", "SIGINT SIGTERM", 143),
-        ("RANK", "SIGINT SIGTERM", 2),
-        ("RANK", "SIGTERM SIGINT", 15),
-        ("RANK", "SIGINT SIGTERM SIGINT", 130),
-        ("RANK", "SIGUSR1 SIGTERM", 143),
+        ("CROSS_RANK", "SIGINT SIGTERM", 2),
+        ("CROSS_RANK", "SIGTERM SIGINT", 15),
+        ("CROSS_RANK", "SIGINT SIGTERM SIGINT", 130),
+        ("CROSS_RANK", "SIGUSR1 SIGTERM", 143),
+        ("SLURM_STEP_ID", "SIGTERM SIGTERM", 15),
+        ("SLURM_STEP_ID", "SIGUSR1 SIGTERM SIGTERM", 10),
+        ("SLURM_STEP_ID", "SIGINT SIGINT", 130),
     ],
 )
 def test_a_second_signal_ends_at_once_unless_a_launcher_passes_the_first_on(
     programs, launcher: str, signals: str, code: int
 ) -> None:
-    environ = {"PYTHONPATH": str(programs.root)} | ({f"CROSS_{launcher}": "0"} if launcher else {})
+    environ = {"PYTHONPATH": str(programs.root)} | ({launcher: "0"} if launcher else {})
     assert programs.python("-c", RECEIVER, *signals.split(), **environ).returncode == code
 
 
