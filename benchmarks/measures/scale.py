@@ -18,7 +18,7 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
@@ -28,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.launcher.multinode_runner import PDSHRunner
@@ -421,10 +422,17 @@ def _write_data_set(prefix: Path, documents: int) -> None:
 
 
 def _watch_memory(found: list[int], ended: threading.Event) -> None:
-    """Record the bytes of this process that are no pages of files, until ``ended``."""
+    """Record the bytes that are no pages of files, of this process and those that it forks, until ``ended``."""
     while not found or not ended.wait(0.02):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1]))
+        own, *others = (_anonymous(process.pid) for process in (psutil.Process(), *psutil.Process().children()))
+        found.append(own + sum(max(other - found[0], 0) for other in others))
+
+
+def _anonymous(pid: int) -> int:
+    with suppress(OSError, StopIteration):  # it has ended
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+    return 0
 
 
 def _data_sets(parts: int, folder: Path) -> Found:
