@@ -12,7 +12,9 @@ from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.tracker import tag_at
 from megatron.common.errors import CheckpointError
+from megatron.tools.convert.load_and_save import lazy_weights
 
 LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
 SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0".split()
@@ -92,6 +94,19 @@ def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
     except CheckpointError as error:
         return "", tuple(error.messages)
     return chosen.tag, chosen.newer_problems
+
+
+def test_weights_of_exchanged_files_are_refused(folder: Path) -> None:
+    """By what reads weights without an engine, such as conversions."""
+    tag = folder / "global_step2"
+    first, second = (tag / name for name in FILES["weights of a layer"])
+    first.rename(tag / "moved")
+    second.rename(first)
+    (tag / "moved").rename(second)
+    (tag / "manifest.json").unlink()
+    write_manifest(tag, {})
+    with pytest.raises(CheckpointError, match="files have been exchanged"):
+        dict(lazy_weights(tag_at(tag)))
 
 
 @pytest.mark.parametrize(
