@@ -173,7 +173,8 @@ def disk_errors(folder: Path, what: str, size: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in _DISK_FULL:
             problem = f"{_no_space(folder, what, size)} ({error.strerror})"
-            raise ResourceError(f"--save {folder}: {problem}: {SAVE_ADVICE}") from error
+            advice = "raise ulimit -f" if error.errno == errno.EFBIG else SAVE_ADVICE
+            raise ResourceError(f"--save {folder}: {problem}: {advice}") from error
         file = f"{error.filename}: " if error.filename else ""
         problem = f"{what} cannot be written ({file}{error.strerror or error})"
         raise CheckpointError(f"--save {folder}: {problem}: check the disk, or name another folder") from error
