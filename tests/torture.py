@@ -42,7 +42,7 @@ SETTINGS = (
 )
 MODES = ("--save-interval 1", "--save-interval 1 --async-save", "--save-interval 10 --snapshot-interval 1")
 """How the run of a seed saves."""
-RESTARTED, KILLED = {6, 7}, -signal.SIGKILL
+RESTARTED, PREEMPTED, KILLED = {6, 7}, 75, -signal.SIGKILL
 CLOCK = """
 import sys, time
 _time = time.time
@@ -126,11 +126,11 @@ class ElasticRun:
                 self.start()
             assert time.monotonic() < deadline, self.told("no training")
             time.sleep(0.05)
-        self.expected = set(RESTARTED)
 
     def note(self, code: int) -> None:
         """Count an exit code of the agent. Raises AssertionError if it is not expected."""
         assert code in self.expected, self.told(f"exit code {code}, not one of {sorted(self.expected)}")
+        self.expected = set(RESTARTED)
         self.codes[code] += 1
 
     def told(self, problem: str) -> str:
@@ -143,10 +143,13 @@ class ElasticRun:
 
     def end(self) -> None:
         """Preempt the run, as a scheduler does, and check how it ends."""
-        self.must_train()
-        self.expected = {75}
-        self.signal_processes(self.agent_host, "TERM", *AGENT)
-        self.note(self.agent.wait(PATIENCE))
+        code = 0
+        while code != PREEMPTED:  # 6 if a fault takes effect only now
+            self.must_train()
+            preempt(self, "")
+            self.note(code := self.agent.wait(PATIENCE))
+            if code != PREEMPTED:
+                self.start()
         deadline = time.monotonic() + 60
         for host in self.hosts.names:
             self.hosts.await_end(host, str(self.save))
@@ -249,14 +252,16 @@ def jump_clock(run: ElasticRun, _: str) -> None:
 
 
 def preempt(run: ElasticRun, _: str) -> None:
-    """SIGTERM to the agent: what runs is saved."""
-    run.expected.add(75)
+    """SIGTERM to the agent: what runs is saved, unless it is the second one."""
+    if run.agent.poll() is None:
+        run.expected.add(128 + signal.SIGTERM if PREEMPTED in run.expected else PREEMPTED)
     run.signal_processes(run.agent_host, "TERM", *AGENT)
 
 
 def kill_agent(run: ElasticRun, _: str) -> None:
     """With its launcher, as when the batch system ends a job."""
-    run.expected.add(KILLED)
+    if run.agent.poll() is None:
+        run.expected.add(KILLED)
     run.signal_processes(run.agent_host, "KILL", *AGENT)
 
 
