@@ -42,14 +42,14 @@ def select_checkpoint(run: RunConfig) -> SavedRun | None:
 
     while (found := on_rank_0(resolved)) is not None:
         try:
-            on_all_ranks(partial(_check_share, *found))
+            on_all_ranks(partial(check_share, *found))
             return found[0]
         except CheckpointError as error:
             broken[found[0].tag] = str(error)
     return None
 
 
-def _check_share(saved: SavedRun, manifest: Manifest) -> None:
+def check_share(saved: SavedRun, manifest: Manifest) -> None:
     """Raises CheckpointError if this rank's share of the files is damaged: every n-th, in the order of size."""
     names = sorted(manifest, key=lambda name: (-manifest[name].size, name))
     for name in names[dist.get_rank() :: dist.get_world_size()]:

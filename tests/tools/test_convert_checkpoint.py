@@ -175,6 +175,8 @@ def test_changed_weights_are_refused(programs: Programs, copy: Path, tmp_path: P
     file.write_bytes(content)
     finished = programs.warm(1, TOOL, "merge", copy, "--output", tmp_path / "one.safetensors")
     assert finished.returncode == 4 and finished.output.count("\n") == 1 and str(file) in finished.output
+    finished = programs.warm(1, TOOL, "reshard", copy / "global_step3", "--output", tmp_path / "one")
+    assert finished.returncode == 4 and str(file) in finished.output
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 

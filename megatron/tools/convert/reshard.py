@@ -71,7 +71,9 @@ def reshard(saved: SavedRun, run: RunConfig) -> None:
     """Load ``saved`` and save it on the layout of ``run``. Every rank must call it."""
     prepare_environment(os.environ, run.parallel)
 
-    from megatron.checkpoint.load import load_checkpoint
+    from megatron.checkpoint.collective_errors import on_all_ranks
+    from megatron.checkpoint.files import read_manifest
+    from megatron.checkpoint.load import check_share, load_checkpoint
     from megatron.checkpoint.save import Checkpointer, lock_folder
     from megatron.cli.settings_file import settings_text
     from megatron.engines import deepspeed_silenced
@@ -80,6 +82,7 @@ def reshard(saved: SavedRun, run: RunConfig) -> None:
     from megatron.training.setup import initialized_ranks
 
     with initialized_ranks(run, ()) as (layout, _), lock_folder(run) as lock:
+        on_all_ranks(lambda: check_share(saved, read_manifest(saved.path)))
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout, annealing_lr(run))
             settings = settings_text(run)
