@@ -30,7 +30,7 @@ OF_OTHER_PROGRAMS = {
         "--mpi",
         "--gpus-per-node",
     ),  # Apptainer, Pyxis, Slurm
-    *("--healthy", "--json-out", "--rounds", "--timeout"),  # benchmarks and pytest
+    *("--healthy", "--json-out", "--rounds", "--timeout", "--faults"),  # benchmarks and pytest
 }
 CLASSIC_FLAGS = {f"--{name.partition('=')[0].rstrip('*')}" for name in OUTCOMES}
 """Flags of other suites that the training programs accept, or refuse with a reason."""
