@@ -56,6 +56,9 @@ def main() -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Find the model and read the file; then import torch, score, and print the metrics on rank 0."""
+    for flag in ("json", "predictions"):
+        if (path := getattr(args, flag)) and path.resolve() == args.valid_data.resolve():
+            raise ConfigError(f"--{flag} is the --valid-data: name another")
     accepted = {PAIRS: (T5,), VQA: (LLAVA,)}.get(args.task, (GPT2,))
     source, seq_length = find_model(args, accepted)
     if args.task == VQA:
