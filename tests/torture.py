@@ -319,7 +319,7 @@ def _described(differences: dict[int, float]) -> str:
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.add_argument("--faults", type=int, default=20, metavar="N", help="faults in all")
+    parser.add_argument("--faults", type=int, default=25, metavar="N", help="faults in all")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults, and how the run saves")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the agent printed")
     return parser
