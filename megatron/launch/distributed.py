@@ -1,5 +1,6 @@
 """Join the process group: rendezvous with a report of missing ranks, device, layout, and an orderly exit."""
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from socket import socket
+from typing import Any
 
 import deepspeed
 import torch.distributed as dist
@@ -35,13 +37,15 @@ _EXIT_TIMEOUT = timedelta(seconds=60)
 
 
 @contextmanager
-def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[ParallelLayout]:
+def distributed(
+    parallel: ParallelConfig, *, settings: Mapping[str, Any] | None = None, verbose: bool = False
+) -> Iterator[ParallelLayout]:
     """Join the process group on entry and destroy it on exit, unless this process has joined one already.
 
     Without ``destroy_process_group`` gloo aborts now and then at the end of the process.
 
-    Raises ConfigError if the environment does not name this process's rank, or ``parallel`` is for another number of
-    ranks; LaunchError as ``rendezvous_barrier``.
+    Raises ConfigError if the environment does not name this process's rank, ``parallel`` is for another number of
+    ranks, or of ``settings`` rank 0 has others; LaunchError as ``rendezvous_barrier``.
     """
     _check_ranks(parallel)
     silence_known_warnings()
@@ -52,6 +56,8 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
         if on_one_host(os.environ):
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
     store = rendezvous_barrier(os.environ, timeout) if joins else None
+    if store is not None:
+        _compare(settings or {}, store, os.environ)
     backend = parallel.distributed_backend or _default_backend()
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
@@ -139,6 +145,23 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
             "MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
+
+
+def _compare(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if rank 0 has other numbers or switches among its flags. Texts, such as paths, may differ."""
+    own = {name: repr(value) for name, value in settings.items() if isinstance(value, bool | int | float)}
+    if hosts_store(environ) or environ["RANK"] == "0":
+        store.set("settings", json.dumps(own))
+        return
+    first = json.loads(store.get("settings"))
+    for name in sorted(own.keys() | first.keys()):
+        if own.get(name) != first.get(name):
+            error = ConfigError(
+                f"--{name} is {own.get(name, 'not given')} here, and {first.get(name, 'not given')} on rank 0: start "
+                "all ranks with the same arguments"
+            )
+            error.only_here = True
+            raise error
 
 
 def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:

@@ -58,7 +58,7 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
     record_into(os.environ, Path(run.checkpoint.save or "."))
     progress = ProgressState()
     with (
-        distributed(run.parallel, verbose=run.logging.verbose) as layout,
+        distributed(run.parallel, settings=run.settings, verbose=run.logging.verbose) as layout,
         rank_failure_monitor(progress),
         hang_watchdog(run, layout, progress),
         out_of_memory_reported(run, layout, progress, callbacks),

@@ -122,7 +122,7 @@ def test_the_configuration_is_the_one_that_was_saved(words: str, tmp_path: Path)
 
 def test_fields_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
     description = json.loads(json.dumps(describe(parse(""), 6)))
-    description["config"]["model"]["flex_attention"] = False
+    description["config"]["model"] |= {"flex_attention": False, "images_per_sample": 1}
     config = SavedRun(tmp_path, "global_step6", description).whole_model_config()
     assert config.hidden_size == parse("").model.hidden_size
 

@@ -1,5 +1,6 @@
 """The rendezvous: where rank 0 listens, a port that is taken, ranks that never arrive, and who leaves last."""
 
+import os
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -7,6 +8,8 @@ from threading import Thread
 
 import pytest
 from support.bare_ranks import BareRanks
+from support.programs import TINY_MODEL, Programs
+from support.warm import places, start
 from torch.distributed import TCPStore
 
 from megatron.common.errors import ConfigError, LaunchError
@@ -28,6 +31,19 @@ def test_the_port_is_taken(programs) -> None:
     (line,) = ended.output.splitlines()
     assert f"port {port} of the rendezvous cannot be opened (Address already in use" in line
     assert f"ss -ltnp 'sport = :{port}'" in line
+
+
+def test_ranks_with_other_arguments(programs: Programs, tmp_path: Path) -> None:
+    words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS, "--seed")
+    first, second = (
+        start([*words, str(number)], place, programs.root, tmp_path / str(number))
+        for number, place in enumerate(places(2, os.environ), 1)
+    )
+    second.join()
+    first.kill()
+    assert second.exitcode == 2
+    line = (tmp_path / "2").read_text().splitlines()[-1]
+    assert "rank 1: --seed is 2 here, and 1 on rank 0: start all ranks with the same arguments" in line
 
 
 def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
