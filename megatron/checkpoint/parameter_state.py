@@ -35,7 +35,6 @@ from torch import Tensor
 from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
-from megatron.checkpoint.tensor_files import check_identity
 from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
@@ -67,14 +66,10 @@ class SavedStates:
         self._config = saved.whole_model_config()
         self.specs = architecture_of(self._config).named_parameters(self._config)
         manifest = {} if verified else read_manifest(saved.path)  # once for all files
-
-        def opened(file: Path) -> StoredFile:
-            stored = StoredFile(file, manifest.get(file.relative_to(saved.path).as_posix()))
-            if not verified and stored.content:
-                check_identity(file, saved.iteration)
-            return stored
-
-        self._opened = cache(opened)
+        iteration = None if verified else saved.iteration
+        self._opened = cache(
+            lambda file: StoredFile(file, manifest.get(file.relative_to(saved.path).as_posix()), iteration)
+        )
         self.state = cache(self._state)
         self.groups = cache(self._groups)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import Record, check_content
-from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.common.reading import read_into, regular
 from megatron.model.spec import ParameterSpec
 
@@ -20,17 +20,20 @@ from megatron.model.spec import ParameterSpec
 class StoredFile:
     """A file by ``torch.save``. Its structure is read once; tensors are outlines in it, on the meta device.
 
-    It is compared with ``record`` then, if there is one. Raises as ``read_file``.
+    It is compared with ``record`` then, if there is one, and must say that it is of ``iteration``, if that is given.
+    Raises as ``read_file`` and ``check_identity``.
     """
 
-    def __init__(self, path: Path, record: Record | None = None) -> None:
-        self.path, self._record = path, record
+    def __init__(self, path: Path, record: Record | None = None, iteration: int | None = None) -> None:
+        self.path, self._record, self._iteration = path, record, iteration
 
     @cached_property
     def content(self) -> Any:
         """What was saved, with outlines in place of tensors."""
         if self._record is not None:
             check_content(self.path, self._record)
+        if self._iteration is not None:
+            check_identity(self.path, self._iteration)
         return read_checked_file(self.path, outlines=True)
 
     def find(self, keys: Sequence[Any]) -> Any:
