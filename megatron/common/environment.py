@@ -28,6 +28,9 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     """
     if "SLURM_STEP_ID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return
+    if "SLURM_PTY_PORT" in environ:  # the shell of srun --pty, whose other tasks start no program
+        environ.setdefault("WORLD_SIZE", "1")
+        return
     number, size = environ["SLURM_PROCID"], environ["SLURM_NTASKS"]
     of_mpirun = (environ.get("PMI_RANK", number), environ.get("PMI_SIZE", size)) != (number, size)
     if of_mpirun or "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ:

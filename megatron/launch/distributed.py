@@ -150,7 +150,7 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
 def _compare(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
     """Raise ConfigError if rank 0 has other numbers or switches among its flags. Texts, such as paths, may differ."""
     own = {name: repr(value) for name, value in settings.items() if isinstance(value, bool | int | float)}
-    if hosts_store(environ) or environ["RANK"] == "0":
+    if rank(environ) == 0:
         store.set("settings", json.dumps(own))
         return
     first = json.loads(store.get("settings"))

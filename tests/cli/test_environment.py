@@ -58,6 +58,9 @@ def test_what_srun_started_may_be_a_launcher(own: dict[str, str]) -> None:
     environ = {**TASK, **own}
     adopt_slurm_task(environ)
     assert environ == {**TASK, **own}
+    shell = {**TASK, "SLURM_PTY_PORT": "33517"}  # of srun --pty in an allocation for several tasks
+    adopt_slurm_task(shell)
+    assert "RANK" not in shell and world_size(shell) == 1
     script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}  # a batch script
     adopt_slurm_task(script)
     assert "RANK" not in script
