@@ -11,7 +11,7 @@ UNLOGGED, LOGGED = 2, 3
 """Iterations after the first, in which buffers are made and DeepSpeed records the order of layers."""
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
-    f" --vocab-size 512 --batch-size 2 --gas 2 --train-iters {LOGGED + 1} --log-interval {LOGGED} --eval-iters 0"
+    f" --vocab-size 512 --batch-size 2 --gas 2 --train-iters {LOGGED} --log-interval {LOGGED} --eval-iters 0"
     " --num-workers 0 --lr 1e-3"
 ).split()
 
@@ -53,23 +53,25 @@ class Rank(NamedTuple):
 
 FP8 = "--fp8-format e4m3 --fp8-recipe rowwise --fp8-min-size 16"
 RANKS = {
-    "ZeRO 0": Rank("--pipe-parallel-size 1", 2, 1, {}),
-    "ZeRO 1, fp16, documents": Rank("--zero-stage 1 --fp16 --reset-attention-mask", 2, 1, {}),
-    "ZeRO 1, documents by varlen, recomputed": Rank(f"{VARLEN} --checkpoint-activations", 2, 1, {}),
-    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {DOCUMENTS: 2}),
-    "ZeRO 1, documents in blocks": Rank(f"--zero-stage 1 --reset-attention-mask {LONG}", 2, 1, {}),
-    "ZeRO 1, ring": Rank("--zero-stage 1 --context-parallel-size 2", 2, 1, {}),
+    "ZeRO 0, EP 2, all tokens gathered": Rank(f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather", 2, 1, {}),
+    "ZeRO 1, fp16, ring, documents": Rank(
+        "--zero-stage 1 --fp16 --context-parallel-size 2 --reset-attention-mask", 2, 1, {}
+    ),
+    "ZeRO 1, rowwise FP8, sums in fp32, documents by varlen, recomputed": Rank(
+        f"{VARLEN} --checkpoint-activations --grad-accum-dtype fp32 {FP8}", 2, 1, {}
+    ),
+    "ZeRO 1, documents in blocks, experts with a capacity": Rank(
+        f"--zero-stage 1 --reset-attention-mask {LONG} {EXPERTS} {CAPACITY}", 2, 1, {}
+    ),
     "ZeRO 2, TP 2, sequence parallel, FP8": Rank(
         "--zero-stage 2 --model-parallel-size 2 --sequence-parallel --fp8-format hybrid --fp8-min-size 16", 4, 3, {}
     ),
-    "ZeRO 1, rowwise FP8, sums in fp32": Rank(f"--zero-stage 1 --grad-accum-dtype fp32 {FP8}", 2, 1, {}),
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
-    "ZeRO 1, experts with a capacity": Rank(f"--zero-stage 1 {EXPERTS} {CAPACITY}", 2, 1, {}),
     "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 4}),
-    "ZeRO 0, EP 2, all tokens gathered": Rank(f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather", 2, 1, {}),
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
+    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {DOCUMENTS: 2}),
     "PP 2, TP 2, last stage, sums in fp32": Rank(
         f"--grad-accum-dtype fp32 {PP} --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),
@@ -79,11 +81,9 @@ RANKS = {
 @pytest.mark.parametrize("layout", RANKS)
 def test_the_host_waits_where_the_list_says(emulated_cuda: EmulatedCuda, tmp_path: Path, layout: str) -> None:
     flags, world_size, rank, allowed = RANKS[layout]
-    place = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing connects
     dtype = [] if "--fp16" in flags else ["--bf16"]
-    words = ("tests/support/emulated_cuda/lint.py", tmp_path / "found", *MODEL, *flags.split(), *dtype)
-    emulated_cuda.run(1, *words, **{name: str(number) for name, number in place.items()}, **address).ok()
+    program = ("tests/support/emulated_cuda/waits.py", tmp_path / "found", str(world_size), str(rank))
+    emulated_cuda.run(1, *program, *MODEL, *flags.split(), *dtype).ok()
     found: list[dict[str, int]] = json.loads((tmp_path / "found").read_text())
     assert any("planted: loss.item()" in place for place in not_allowed(found[1], allowed)), "it was not found"
     assert not not_allowed(found[UNLOGGED], allowed)

@@ -144,6 +144,9 @@ class Counts(TorchDispatchMode):
 
 def waits(func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
     """Whether the host waits for a GPU in this operation."""
+    if func is aten._to_copy.default and "device" in kwargs:
+        is_moved = (torch.device(kwargs["device"]).type == "cuda") != args[0].is_cuda
+        return is_moved and not kwargs.get("non_blocking", False)
     if not any(tensor.is_cuda for tensor in tensors):
         return False
     if func in READ_BY_HOST:
@@ -154,9 +157,6 @@ def waits(func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
         return kwargs.get("output_size") is None
     if func is aten.copy_.default and args[0].is_cuda != args[1].is_cuda:
         return not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-    if func is aten._to_copy.default and "device" in kwargs:
-        is_moved = (torch.device(kwargs["device"]).type == "cuda") != args[0].is_cuda
-        return is_moved and not kwargs.get("non_blocking", False)
     return False
 
 

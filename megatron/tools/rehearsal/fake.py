@@ -13,10 +13,13 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import utils as zero_utils
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron.engines import build
 
 aten = torch.ops.aten
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -151,9 +154,21 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recu
 @contextmanager
 def fake_device() -> Iterator[FakeDevice]:
     """While inside, tensors on the device are fake."""
+    build_module = build.build_module
+
+    def build_on_device(*arguments: Any) -> nn.Module:
+        with torch.device(get_accelerator().current_device_name()):  # a real weight could not become fake later
+            return build_module(*arguments)
+
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) by way of the dispatcher
     with ExitStack() as stack:
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-        stack.enter_context(patch.object(nn.Module, "_apply", apply_in_place))
+        for owner, name, value in (
+            (nn.Module, "_apply", apply_in_place),
+            (build, "build_module", build_on_device),
+            (zero_utils, "assert_lst_len_same_as_other_ranks", lambda values: None),  # on the device they are all 0
+            (zero_utils, "get_lst_from_rank0", lambda values: values),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
         yield stack.enter_context(FakeDevice())
