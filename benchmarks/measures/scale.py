@@ -37,6 +37,7 @@ from deepspeed.launcher.runner import encode_world_info, parse_args
 from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import ROOT
 from megatron.checkpoint import files, tracker
+from megatron.checkpoint.collective_errors import gathered
 from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
@@ -114,7 +115,7 @@ def _start(world: int, _: Path) -> Found:
             counted["operations"] += name in ("set", "get", "add", "wait", "check")
             return super().__getattribute__(name)
 
-    def begin() -> tuple[float, int, int]:
+    def begin() -> tuple[float, int]:
         nobody = patch("megatron.launch.distributed.listen", lambda _: socket())  # connects
         with nobody, patch.object(run, "OneRankStore", Counting), run.one_rank(world, 0):
             counted.clear()
@@ -123,10 +124,13 @@ def _start(world: int, _: Path) -> Found:
             with distributed(_parallel(world)) as layout:
                 LayoutGrid(layout, layout.pipeline_topology)
                 layout.group_of_stages(sorted({0, layout.pipe_group.size() - 1}))
-                others = sum(group.size() - 1 for group in layout.axis_groups)
-                return time.perf_counter() - began, len(dist.distributed_c10d._world.pg_map), others
+                seconds = time.perf_counter() - began
+                received = patch.object(dist, "recv_object_list", lambda *_, **__: counted.update(received=1))
+                with received:
+                    gathered([])
+                return seconds, len(dist.distributed_c10d._world.pg_map)
 
-    seconds, groups, others = begin()
+    seconds, groups = begin()
     tracemalloc.start()
     begin()
     peak = tracemalloc.get_traced_memory()[1]
@@ -134,7 +138,7 @@ def _start(world: int, _: Path) -> Found:
     return {
         "start of a rank: layout and groups": (seconds, "s", 5.0),
         "start of a rank: groups made": (groups, "groups", 20.0),
-        "save: ranks that send to rank 0": (others, "ranks", 1000.0),
+        "save: ranks that send to rank 0": (float(counted["received"]), "ranks", 20.0),
         # A communicator that is not split from the world's sets or gets a key, and may do both.
         "start of a rank: store operations": (counted["operations"] + 2 * groups, "operations", 100.0),
         "start of a rank: peak memory of Python": (peak, "B", 64e6),

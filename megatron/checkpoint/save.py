@@ -167,9 +167,7 @@ class Checkpointer:
             check_disk_space(folder, f"--save {folder}: {what}", sum(sizes))
             return sum(sizes)
 
-        size = gathered_on_rank_0(
-            lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files), checked, self.engine.layout.axis_groups
-        )
+        size = gathered_on_rank_0(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files), checked)
         stop = Event()
 
         def write() -> dict[str, Record]:
@@ -237,7 +235,7 @@ class Checkpointer:
             records = {name: record for manifest in manifests for name, record in manifest.items()}
             tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
-        gathered_on_rank_0(written, commit, self.engine.layout.axis_groups)
+        gathered_on_rank_0(written, commit)
         self._failure = None
         self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 

@@ -131,7 +131,7 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
             check_steps(saved.path, set().union(*found))
 
     with optimizer_notified(engine):
-        gathered_on_rank_0(read, check, engine.layout.axis_groups)
+        gathered_on_rank_0(read, check)
     return contents
 
 

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
@@ -27,7 +26,6 @@ from megatron.checkpoint.snapshot_files import (
 from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
-from megatron.parallel.layout import ParallelLayout
 
 Work = Mapping[int, Sequence[tuple[int, Shard]]]
 """By rank: the shards that it writes, each with the first rank of the host that has it."""
@@ -35,7 +33,7 @@ Save = Callable[[Work, int], dict[Place, str]]
 """Saves the snapshot of an iteration; returns which shards are damaged, and how."""
 
 
-def select_newest(run: RunConfig, lock: FolderLock | None, layout: ParallelLayout) -> SavedRun | None:
+def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
     """As ``select_checkpoint``; with ``--snapshot-interval``, a newer snapshot in memory is saved to disk before.
 
     Every rank must call it; ``lock`` is that of the folder, on the rank that holds it. Raises ResourceError if the disk
@@ -43,11 +41,10 @@ def select_newest(run: RunConfig, lock: FolderLock | None, layout: ParallelLayou
     """
     if run.checkpoint.snapshot_interval is None:
         return select_checkpoint(run)
-    groups = layout.axis_groups
-    hosts = gathered_on_rank_0(this_host, list, groups)
-    shards = _find_shards(run, hosts, groups)
+    hosts = gathered_on_rank_0(this_host, list)
+    shards = _find_shards(run, hosts)
     on_disk = on_rank_0(lambda: _newest_on_disk(run))
-    recover = partial(_recover, partial(_save, run, lock, groups), hosts, shards)
+    recover = partial(_recover, partial(_save, run, lock), hosts, shards)
     recovered = recover(on_disk)
     saved = select_checkpoint(run)
     # Verification has found that the newest checkpoint is damaged: the snapshot may be the newest one now.
@@ -57,15 +54,13 @@ def select_newest(run: RunConfig, lock: FolderLock | None, layout: ParallelLayou
     return saved
 
 
-def _find_shards(run: RunConfig, hosts: Sequence[str], groups: Sequence[ProcessGroup]) -> dict[int, list[Shard]]:
+def _find_shards(run: RunConfig, hosts: Sequence[str]) -> dict[int, list[Shard]]:
     """The shards in the memory of each host, by its first rank; what idle hosts brought to the disk is rank 0's."""
     save, rank = Path(run.checkpoint.save or ""), dist.get_rank()
     start = on_rank_0(lambda: read_start(save))
     folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
     folders += brought_folders(save) if rank == 0 else []
-    found = gathered_on_rank_0(
-        lambda: [shard for folder in folders for shard in read_shards(folder, start)], list, groups
-    )
+    found = gathered_on_rank_0(lambda: [shard for folder in folders for shard in read_shards(folder, start)], list)
     return dict(enumerate(found))
 
 
@@ -98,9 +93,7 @@ def _recover(save: Save, hosts: Sequence[str], found: Mapping[int, Sequence[Shar
     return False
 
 
-def _save(
-    run: RunConfig, lock: FolderLock | None, groups: Sequence[ProcessGroup], work: Work, iteration: int
-) -> dict[Place, str]:
+def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -> dict[Place, str]:
     """Save the snapshot of ``iteration`` as a checkpoint, unless shards of it are damaged, which are returned."""
     save, what = Path(run.checkpoint.save or ""), f"the snapshot of iteration {iteration}"
     size = sum(shard.size for shards in work.values() for _, shard in shards)
@@ -124,7 +117,7 @@ def _save(
             tracker.commit_tag(save, iteration, records, run.checkpoint)
         return damaged
 
-    return gathered_on_rank_0(disk_errors(save, what, size)(lambda: _write(own, path)), commit, groups)
+    return gathered_on_rank_0(disk_errors(save, what, size)(lambda: _write(own, path)), commit)
 
 
 def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> tuple[dict[str, Record], dict[Place, str]]:

@@ -56,8 +56,7 @@ class Snapshots:
         """Remove what earlier starts left in memory. Raises CheckpointError if the folder cannot be used."""
         self._checkpointer, self._log = checkpointer, log
         self._save = Path(run.checkpoint.save or "")
-        groups = checkpointer.engine.layout.axis_groups
-        self._rank, self._hosts = dist.get_rank(), gathered_on_rank_0(this_host, list, groups)
+        self._rank, self._hosts = dist.get_rank(), gathered_on_rank_0(this_host, list)
         self._root = snapshot_folder(run.checkpoint)
         start = on_rank_0(self._begin)
         self._folder = self._root / start

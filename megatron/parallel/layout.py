@@ -106,12 +106,6 @@ class ParallelLayout:
         return process_groups.own_group(parts, timeout=self.timeout), ranks
 
     @property
-    def axis_groups(self) -> list[ProcessGroup]:
-        """The groups along the axes with several ranks, from the one of consecutive ranks to that of stages."""
-        groups = (self.tensor_group, self.sequence_group, self.data_group, self.pipe_group)
-        return [group for group in groups if group is not None and group.size() > 1]
-
-    @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""
         return self.pipe_group.rank() == 0

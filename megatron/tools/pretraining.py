@@ -87,7 +87,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         initialized_ranks(run, callbacks) as (layout, progress),
         lock_folder(run) as lock,
     ):
-        saved = select_newest(run, lock, layout)
+        saved = select_newest(run, lock)
         skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
         run = with_image_slots(at_saved_sample(saved, run), skipped) if saved else run
         if saved and not run.train.skip_train and is_finished(saved, run):

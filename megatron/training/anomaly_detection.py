@@ -5,6 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.engine import eval_batch
@@ -102,8 +104,10 @@ def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str
     """
     with _layers_checked(engine.module) as bad_layers:
         loss = max_across_ranks(eval_batch(engine, batches)).item()
-    first_per_rank: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(first_per_rank, min(bad_layers, default=None))
+    return gathered_on_rank_0(lambda: min(bad_layers, default=None), partial(_origin, loss))
+
+
+def _origin(loss: float, first_per_rank: list[tuple[int, str] | None]) -> str:
     bad_ranks = [(layer, rank) for rank, layer in enumerate(first_per_rank) if layer is not None]
     if bad_ranks:
         (_, name), _ = min(bad_ranks)

@@ -265,7 +265,7 @@ class StragglerReport(Callback):
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
         self._share, self._window = run.logging.straggler_report or 0.0, run.logging.straggler_window
         self._folder = Path(run.checkpoint.save) if run.checkpoint.save else None
-        self._stage, self._groups = layout.pipe_group.rank(), layout.axis_groups
+        self._stage = layout.pipe_group.rank()
         has_spec = run.model.padded_vocab_size > 0
         self._cost = float(plan(run)[self._stage].flops(run.data.seq_length)) if has_spec else 0.0
         self._seconds, self._iterations = 0.0, 0
@@ -289,7 +289,7 @@ class StragglerReport(Callback):
             return {}
         own = RankTime(socket.gethostname(), self._stage, self._seconds / self._iterations, self._cost)
         self._seconds, self._iterations = 0.0, 0
-        return {"slow_hosts": gathered_on_rank_0(lambda: own, self._report, self._groups)}
+        return {"slow_hosts": gathered_on_rank_0(lambda: own, self._report)}
 
     def _report(self, times: Sequence[RankTime]) -> int:
         """The number of slow hosts, which are printed, and written for an elastic agent."""

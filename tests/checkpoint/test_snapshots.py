@@ -156,8 +156,8 @@ def select_on_hosts(words: list[str], memory: str) -> tuple[str, str]:
     from megatron.training.preflight import check
 
     run, _ = check(parse_run(words, os.environ))
-    with on_own_host(memory), distributed(run.parallel) as layout, redirect_stdout(io.StringIO()) as output:
-        return select_newest(run, None, layout).tag, output.getvalue()
+    with on_own_host(memory), distributed(run.parallel), redirect_stdout(io.StringIO()) as output:
+        return select_newest(run, None).tag, output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +256,8 @@ def kept_in_memory(words: list[str], memory: str) -> list[Any]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with on_own_host(memory) as place:
-        engine = SimpleNamespace(layout=SimpleNamespace(axis_groups=[torch.distributed.group.WORLD]))
         taken = snapshots.Snapshots(
-            SimpleNamespace(collect=collect, engine=engine), parse_run(words, os.environ), logged.append
+            SimpleNamespace(collect=collect, engine=SimpleNamespace()), parse_run(words, os.environ), logged.append
         )
 
         def look() -> None:

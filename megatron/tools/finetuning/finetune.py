@@ -250,7 +250,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
     run = task.run
     exit_conditions = ExitConditions(run)
     with initialized_ranks(run, callbacks) as (layout, progress), lock_folder(run) as lock:
-        saved = select_newest(run, lock, layout)
+        saved = select_newest(run, lock)
         pretrained = None if saved or task.pretrained is None else select_checkpoint(task.pretraining(run))
         if saved is None and task.epochs == 0:
             raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")

@@ -101,7 +101,6 @@ def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
     for module in (dist, dist.distributed_c10d):
         yield module, "new_group", _new_group_of(dist.distributed_c10d.new_group)
         yield module, "all_gather_object", _all_gather_object
-        yield module, "gather_object", _gather_object
         yield module, "broadcast_object_list", _broadcast_object_list
     yield process_groups, "own_group", _own_group_of(process_groups.own_group)
     yield environment, "listen", lambda _: socket()  # nobody connects
@@ -109,6 +108,7 @@ def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
     yield UserError, "on_every_rank", property(lambda _: False, lambda *_: None)  # no other rank prints it
     for module in (collective_errors, zero_utils):
         yield module, "dist", _AsRank0(module.dist)
+    yield collective_errors, "gathered", _gathered
     yield build, "build_module", shapes.noting_run(build.build_module)
     yield Transfers, "receive", shapes.answering(Transfers.receive)
 
@@ -148,16 +148,9 @@ def _all_gather_object(objects: list, value: Any, group: Any = None) -> None:
     _group(group).do(deliver, "all_gather_object").wait()
 
 
-def _gather_object(
-    value: Any, objects: list | None = None, dst: int | None = None, group: Any = None, group_dst: int | None = None
-) -> None:
-    def deliver() -> None:
-        if objects is not None:
-            objects[:] = [value] * len(objects)
-
-    of = _group(group)
-    root = group_dst if group_dst is not None else of.ranks.index(dst or 0)
-    of.do(deliver, "gather_object", (), (), root).wait()
+def _gathered(own: list) -> list:
+    _group(None).do(lambda: None, "gather_object", (), (), 0).wait()
+    return own * dist.get_world_size()
 
 
 def _broadcast_object_list(
