@@ -27,6 +27,8 @@ _FULFILLED = {
     "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
     "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
     "throughput is always logged": "log-throughput",
+    "data sets are read by memory map": "data-impl=mmap data-impl=infer",
+    "no token of a causal model attends to following ones": "next-tokens next-tockens next",
     "offloaded state is page-locked by default": "use-pin-memory",
     "memory is never emptied": "empty-unused-memory-level=0",
     "processes of mpirun are recognized": "deepspeed-mpi",
@@ -92,6 +94,7 @@ _IGNORED = {
         "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
         "dataloader-defer-npy-index-mmap"
     ),
+    "data sets are read by memory map": "data-impl",
     "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
     "TensorBoard gets every metric of every logged iteration: see --log-interval": (
         "tensorboard-log-interval tensorboard-queue-size log-batch-size-to-tensorboard "

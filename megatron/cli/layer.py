@@ -9,11 +9,11 @@ from dataclasses import Field, dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.cli.classic_flags import outcome_of
-from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, has_flag, names_of
+from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, names_of
 from megatron.cli.provided import Provided, Source, read_value
 from megatron.common.errors import did_you_mean
 from megatron.config import flag_fields
-from megatron.config.fields import flag_name, negative_flag
+from megatron.config.fields import flag_name, has_flag, negative_flag
 from megatron.model.architectures import BERT, GPT2, LLAVA, T5
 from megatron.model.spec import ArchitectureSpec
 
@@ -202,7 +202,7 @@ def _off(action: argparse.Action) -> str | None:
 
 def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
     """The flags that the program of ``architecture`` refuses since other models have them, with the message."""
-    others = [field for field in flag_fields().values() if not has_flag(field, architecture)]
+    others = [field for field in flag_fields().values() if not has_flag(field, architecture.kinds)]
     return {
         name: f"{architecture.program} has no such flag: it is {_owner(field)}"
         for field in others
@@ -212,11 +212,10 @@ def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
 
 def _owner(field: Field) -> str:
     """The model and the program that have the flag of ``field``, which not all have."""
-    metadata = field.metadata["flag"]
-    if metadata["masked_lm"] is None and metadata["encoder_decoder"] is None:
+    models = field.metadata["flag"]["models"]
+    if models == ["gpt", "bert", "t5"]:
         return "for pretraining"
-    owner = LLAVA if metadata["vision"] else T5 if metadata["encoder_decoder"] == "only" else GPT2
-    owner = BERT if metadata["masked_lm"] else owner
+    owner = next(spec for spec in (GPT2, BERT, T5, LLAVA) if models[0] == spec.kinds[-1])
     return f"{owner.name}'s, for {owner.program}"
 
 

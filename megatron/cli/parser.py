@@ -9,7 +9,7 @@ from megatron.cli.provided import value_type
 from megatron.cli.validation.rules import conditions_as_text
 from megatron.common.errors import ConfigError
 from megatron.config import sections
-from megatron.config.fields import flag_name, negative_flag
+from megatron.config.fields import flag_name, has_flag, negative_flag
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
@@ -73,21 +73,8 @@ def _add_fields(parser: argparse.ArgumentParser, architecture: ArchitectureSpec)
             group = parser.add_argument_group((part.__doc__ or "").rstrip("."))
             own = get_annotations(part)
             for field in fields(part):
-                if field.name in own and "flag" in field.metadata and has_flag(field, architecture):
+                if field.name in own and "flag" in field.metadata and has_flag(field, architecture.kinds):
                     _add_flag(group, field)
-
-
-def has_flag(field: Field, architecture: ArchitectureSpec) -> bool:
-    """Whether the program that trains ``architecture`` has the flag of ``field``."""
-    metadata = field.metadata["flag"]
-    if not architecture.is_language_model:
-        return not metadata["pretraining"]
-    if metadata["vision"] and not architecture.reads_images:
-        return False
-    kind = metadata["encoder_decoder"]
-    if architecture.is_encoder_decoder and kind:
-        return kind != "not"
-    return kind != "only" and metadata["masked_lm"] in (None, architecture.masked_lm)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
@@ -104,8 +91,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         text = f"Same as {names[0]} {value}." if value_type(field) is not bool else f"Disable {names[0]}."
         group.add_argument(*names_of_value, action=ConfigFlag, dest=field.name, nargs=0, const=value, help=text)
     if value_type(field) is bool and negative_flag(field).removeprefix("--") not in metadata["switches"]:
-        hidden = negative_flag(field)
-        group.add_argument(hidden, action=ConfigFlag, dest=field.name, nargs=0, const=False, help=argparse.SUPPRESS)
+        negative = [name.replace("--", "--no-", 1) for name in names]
+        text = f"Disable {names[0]}." if field.default is not False else argparse.SUPPRESS
+        group.add_argument(*negative, action=ConfigFlag, dest=field.name, nargs=0, const=False, help=text)
 
 
 def names_of(field: Field) -> list[str]:

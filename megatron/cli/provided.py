@@ -78,35 +78,32 @@ def layer_list(text: str) -> tuple[int, ...]:
         raise ValueError("is too long")
     try:
         found = _value(ast.parse(text.strip("\"' "), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         found = None
     if not isinstance(found, list) or not found:
         raise ValueError("must be a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3")
     return tuple(found)
 
 
-def _value(node: ast.AST) -> list[int] | int:
-    """The list or number of an expression. Raises ValueError for what is neither."""
+def _value(node: ast.AST) -> Any:
+    """The list or number of an expression. Raises ValueError or TypeError for what is neither."""
     match node:
         case ast.List(elts=elements) if all(isinstance(e, ast.Constant) and e.value in (0, 1) for e in elements):
-            return [1 if isinstance(element, ast.Constant) and element.value else 0 for element in elements]
+            found = [int(ast.literal_eval(element)) for element in elements]
         case ast.Constant(value=int(number)) if 0 < number <= _MOST_LAYERS:
             return number
-        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            found = _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
             first, second = _value(left), _value(right)
-            if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
-                found = first + second
-            elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
-                listed, times = (first, second) if isinstance(first, list) else (second, first)
-                assert isinstance(listed, list) and isinstance(times, int)
-                if len(listed) * times > _MOST_LAYERS:  # the list would take gigabytes
-                    raise ValueError
-                found = listed * times
-            else:
-                raise ValueError
-            if len(found) <= _MOST_LAYERS:
-                return found
-    raise ValueError
+            if math.prod(len(one) if isinstance(one, list) else one for one in (first, second)) > _MOST_LAYERS:
+                raise ValueError  # the list would take gigabytes
+            found = first * second
+        case _:
+            raise ValueError
+    if isinstance(found, int) or len(found) > _MOST_LAYERS:
+        raise ValueError
+    return found
 
 
 def _first_of_window(text: str) -> str:

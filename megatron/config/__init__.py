@@ -20,27 +20,6 @@ from megatron.config.output import CheckpointConfig, LoggingConfig, ObserveConfi
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimConfig, TrainConfig
 
-__all__ = [
-    "ActivationConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "RunConfig",
-    "TrainConfig",
-    "ZeroConfig",
-    "default_ffn_hidden_size",
-    "derived",
-    "flag",
-    "flag_fields",
-    "flag_value",
-    "sections",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:

@@ -79,7 +79,7 @@ DEFAULT_VOCABULARY = {False: 50257, True: 30522}
 """By ``masked_lm``: tokens of GPT-2's vocabulary and of BERT's."""
 _BLEND = "[WEIGHT] PREFIX ..."
 
-_pretraining_flag = partial(flag, pretraining=True)
+_pretraining_flag = partial(flag, models="gpt bert t5")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = _pretraining_flag(
         (),
-        "Prefix of the data set (PREFIX.bin and PREFIX.idx), which is divided by --split; or a blend of data sets, "
-        "WEIGHT PREFIX for each, which are sampled in proportion to their weights.",
+        "Prefix of the data set (PREFIX.bin and PREFIX.idx), or a blend: WEIGHT PREFIX for each data set.",
         metavar=_BLEND,
         instead_of=("mock_data",),
     )
@@ -110,13 +109,10 @@ class DataConfig:
         None, "Folder for index maps (default: next to the data).", metavar="DIR"
     )
     mock_data: bool = _pretraining_flag(
-        False, "Train on synthetic data, computed from --seed: for speed tests without data and tokenizer files."
+        False, "Train on synthetic data, without data and tokenizer files: for speed tests."
     )
     no_shared_disk: bool = _pretraining_flag(
         False, "Hosts share no disk: the first rank of each host builds index maps.", aliases=("no-shared-storage",)
-    )
-    data_impl: str = _pretraining_flag(
-        "infer", "Format of the data set: always read by memory map.", choices=("mmap", "infer", "lazy", "cached")
     )
     mmap_warmup: bool = _pretraining_flag(False, "Read the data set once at the start to warm the page cache.")
     num_workers: int = _pretraining_flag(2, "Number of data loader processes per rank.", within="[0, 1024]")
@@ -128,30 +124,26 @@ class DataConfig:
         required=True,
     )
     decoder_seq_length: int = flag(
-        0, "Sequence length of the decoder in tokens (required).", within="[1, 1073741824]", encoder_decoder="only"
+        0, "Sequence length of the decoder in tokens (required).", within="[1, 1073741824]", models="t5"
     )
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
         "Type of tokenizer (default: BertWordPieceLowerCase for BERT; else what --tokenizer-model holds, or "
-        "GPT2BPETokenizer). HuggingFaceTokenizer (HFTokenizer) reads a tokenizer.json, GPTSentencePieceTokenizer "
-        "(Llama2Tokenizer) a SentencePiece model. NullTokenizer has no files; its text is token ids.",
+        "GPT2BPETokenizer). NullTokenizer has no files; its text is token ids.",
         choices=(*TOKENIZER_TYPES, NULL_TOKENIZER),
         needs=f"{NULL_TOKENIZER}: vocab_size",
         excludes=tuple(f"{NULL_TOKENIZER}: {file}" for file in ("vocab_file", "merge_file", "tokenizer_model")),
     )
     vocab_file: str | None = flag(
         None,
-        "Vocabulary file of the tokenizer (vocab.json, or vocab.txt for WordPiece); required except with "
-        "--tokenizer-model, NullTokenizer and --mock-data.",
+        "Vocabulary file of the tokenizer: vocab.json, or vocab.txt for WordPiece.",
         aliases=("vocab",),
         metavar="FILE",
         instead_of=("tokenizer_model",),
     )
     vocab_size: int | None = flag(
         None,
-        "Tokens of NullTokenizer, the last of which ends documents (default with --mock-data: 50257, and 30522 for "
-        "BERT). With HuggingFaceTokenizer and GPTSentencePieceTokenizer: rows of the model's vocabulary, if they are "
-        "more than the tokens (default: as many).",
+        "Tokens of NullTokenizer (default with --mock-data: GPT-2's or BERT's), or rows of a published vocabulary.",
         within="[8, 1073741824]",
         ignored_without={
             f"tokenizer_type={NULL_TOKENIZER}|{'|'.join(PUBLISHED)}": "the others count the tokens of their files"
@@ -162,38 +154,33 @@ class DataConfig:
     )
     tokenizer_model: str | None = flag(
         None,
-        "Folder of the tokenizer, instead of its files: vocab.json and merges.txt of a BPE, vocab.txt of WordPiece, "
-        "tokenizer.json of Hugging Face, tokenizer.model of SentencePiece; or one of the last two files.",
+        "Folder with the files of the tokenizer, or its tokenizer.json or tokenizer.model.",
         aliases=("tokenizer-name-or-path",),
         metavar="PATH",
     )
     eod_text: str | None = flag(
         None,
-        "Token that ends a document, with HuggingFaceTokenizer and GPTSentencePieceTokenizer (default: the eos_token "
-        "that the other files in its folder name, or SentencePiece's own).",
+        "Token that ends a document, of a published tokenizer (default: its eos_token).",
         name="eod-token",
         metavar="TEXT",
         needs=f"tokenizer_type={'|'.join(PUBLISHED)}",
     )
-    reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", masked_lm=False)
-    reset_attention_mask: bool = flag(False, "Restrict attention to tokens of the same document.", masked_lm=False)
-    eod_mask_loss: bool = flag(False, "Mask the loss of end-of-document tokens.", masked_lm=False)
+    reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", models="gpt")
+    reset_attention_mask: bool = flag(False, "Restrict attention to tokens of the same document.", models="gpt")
+    eod_mask_loss: bool = flag(False, "Mask the loss of end-of-document tokens.", models="gpt")
     sft: bool = flag(
         False,
-        "Instruction tuning: pack complete documents, with separate attention and positions, and count those tokens "
-        "in the loss that the data set's loss mask marks. For data sets of tools/preprocess_data.py --format. With T5: "
-        "texts and targets of --json-keys input target.",
-        masked_lm=False,
-        encoder_decoder="also",
+        "Instruction tuning on data sets with a loss mask, of tools/preprocess_data.py --format; complete documents are packed.",
+        models="gpt t5",
         instead_of=("mock_data",),
         excludes={"eod_mask_loss": "the loss mask of the data set decides which tokens count"},
     )
     vocab_extra_ids: int = flag(
-        100, "Sentinels in the vocabulary, one for each masked span.", within="[1, 1048576]", encoder_decoder="only"
+        100, "Sentinels in the vocabulary, one for each masked span.", within="[1, 1048576]", models="t5"
     )
-    mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", masked_lm=True)
+    mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", models="bert t5")
     short_seq_prob: float = flag(
-        0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", masked_lm=True
+        0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", models="bert t5"
     )
     image_format: tuple[int, ...] = derived(())
     """``ImageFormat`` of a model that reads images."""

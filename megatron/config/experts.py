@@ -8,8 +8,8 @@ from itertools import groupby
 
 from megatron.config.fields import flag
 
-_expert_flag = partial(flag, masked_lm=False, needs="num_experts")
-_causal_flag = partial(flag, masked_lm=False)
+_expert_flag = partial(flag, models="gpt", needs="num_experts")
+_causal_flag = partial(flag, models="gpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class ExpertConfig:
         0,
         "Number of experts of a mixture of experts in place of the MLP (default: one MLP for all tokens).",
         within="[1, 65536]",
+        multiple_of="expert_model_parallel_size",
         excludes={
             "optimizer=muon": "it takes one matrix at a time, and experts are stacked",
             "lora_rank": "adapters belong to linear layers, and experts replace those of the MLP",
@@ -29,12 +30,14 @@ class ExpertConfig:
     )
     moe_layer_freq: int | str = _expert_flag(
         1,
-        "Every Nth layer has experts, from the first layer on; the others have an MLP. Or a list with 1 for each "
-        "layer that has experts, written as in Python: [0]*1+[1]*3.",
+        "Every Nth layer has experts; or a list with 1 for each layer that has, such as [0]*1+[1]*3.",
         metavar="N|LIST",
     )
     moe_ffn_hidden_size: int = _expert_flag(
-        0, "Hidden size of each expert (default: --ffn-hidden-size).", within="[1, 8388608]"
+        0,
+        "Hidden size of each expert (default: --ffn-hidden-size).",
+        within="[1, 8388608]",
+        multiple_of="model_parallel_size",
     )
     moe_router_topk: int = _causal_flag(
         2,
@@ -51,8 +54,7 @@ class ExpertConfig:
     )
     moe_router_load_balancing_type: str = _expert_flag(
         "seq_aux_loss",
-        "Over which tokens an auxiliary loss balances the experts: of each sample (seq_aux_loss), of the global "
-        "batch (global_aux_loss), or of each micro-batch (aux_loss, which depends on --batch-size).",
+        "What an auxiliary loss balances the experts over: samples, the global batch or a micro-batch.",
         choices=("seq_aux_loss", "global_aux_loss", "aux_loss", "none"),
     )
     moe_aux_loss_coeff: float = _expert_flag(
@@ -70,30 +72,28 @@ class ExpertConfig:
     moe_router_dtype: str = _expert_flag("fp32", "Type in which the router computes.", choices=("fp32", "fp64"))
     moe_expert_capacity_factor: float = _expert_flag(
         0.0,
-        "Most tokens of a sample that an expert computes, as a multiple of an equal share; those with the smallest "
-        "weights are dropped (default: none is).",
+        "Most tokens of a sample that an expert computes, as a multiple of an equal share; others are dropped.",
         within="(0, inf)",
     )
     moe_pad_expert_input_to_capacity: bool = _expert_flag(
         False,
-        "Give each expert as many rows as its capacity, if need be empty ones: all sizes are fixed, and the host does "
-        "not wait for them.",
+        "Give each expert as many rows as its capacity, so that no size depends on the data.",
         needs="moe_expert_capacity_factor",
     )
     moe_token_dispatcher_type: str = _causal_flag(
         "alltoall",
-        "How ranks of expert parallelism exchange tokens: each sends them to the ranks of their experts (alltoall), or "
-        "gathers those of all ranks, whose number the host knows (allgather).",
+        "How ranks exchange tokens: sent to the ranks of their experts, or gathered by all.",
         choices=("alltoall", "allgather"),
         ignored_without="expert_model_parallel_size",
     )
     moe_shared_expert_intermediate_size: int = _expert_flag(
-        0, "Hidden size of an expert that computes every token in addition (default: none).", within="[1, 8388608]"
+        0,
+        "Hidden size of an expert that computes every token in addition (default: none).",
+        within="[1, 8388608]",
+        multiple_of="model_parallel_size",
     )
     moe_grouped_gemm: bool = _expert_flag(
-        True,
-        "Multiply with the weights of all experts in one kernel, on CUDA in bf16; on by default.",
-        switches={"no-moe-grouped-gemm": False},
+        True, "Multiply with the weights of all experts in one kernel, on CUDA in bf16; on by default."
     )
     moe_per_layer_logging: bool = _expert_flag(
         False, "Log the load of each expert of each layer, of which tools/report.py makes a picture."
@@ -139,7 +139,7 @@ LORA_TARGETS = {
 }
 """Linear layers that can have an adapter, and the matrices of Llama's that each of them holds."""
 
-_adapter_flag = partial(flag, masked_lm=False, needs="lora_rank")
+_adapter_flag = partial(flag, models="gpt", needs="lora_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +148,9 @@ class AdapterConfig:
 
     lora_rank: int = flag(
         0,
-        "Train only low-rank adapters of this rank (LoRA, arXiv 2106.09685); all other weights are frozen "
-        "(default: no adapters).",
+        "Train only low-rank adapters of this rank (LoRA, arXiv 2106.09685) (default: no adapters).",
         within="[1, inf)",
-        masked_lm=False,
+        models="gpt",
         excludes={
             "offload_param=nvme": "DeepSpeed would save checkpoints without the frozen weights",
             "optimizer=muon": "it orthogonalizes the update of a full matrix, and A and B are factors of one",
@@ -163,8 +162,7 @@ class AdapterConfig:
     lora_dropout: float = _adapter_flag(0.0, "Dropout probability of the input of adapters.", within="[0, 1)")
     lora_target: tuple[str, ...] = _adapter_flag(
         (),
-        "Linear layers that have an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or the names of the "
-        "same matrices in models of the Llama family, such as q_proj k_proj v_proj (default: all four).",
+        "Linear layers that have an adapter, by their names or Llama's, such as q_proj (default: all four).",
         metavar="NAME ...",
     )
 

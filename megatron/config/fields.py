@@ -26,10 +26,8 @@ def flag(
     within: str | None = None,
     required: bool = False,
     metavar: str | None = None,
-    masked_lm: bool | None = None,
-    encoder_decoder: str | None = None,
-    vision: bool = False,
-    pretraining: bool = False,
+    models: str = "gpt bert t5 other",
+    multiple_of: Relations = (),
     needs: Relations = (),
     ignored_without: Relations = (),
     excludes: Relations = (),
@@ -38,13 +36,10 @@ def flag(
     """A field with a command-line flag named after it, or ``name``, and ``aliases``.
 
     ``switches`` are more flags, each with the value it sets; ``within`` is the interval of valid numbers, such as
-    ``"[0, 1)"``; ``masked_lm`` restricts the flag to masked (True) or causal (False) language models, ``pretraining``
-    to both. Models with an encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have
-    this one, too ("also"), that no other model has it ("only"), or that they have not ("not"). ``vision`` restricts it
-    to models that read images.
+    ``"[0, 1)"``; ``models`` are the kinds of models whose programs have the flag (see ``ArchitectureSpec.kinds``).
 
-    For ``needs``, ``ignored_without`` and ``excludes`` see ``Relations``; ``instead_of`` names fields of which only one
-    may be provided.
+    For ``needs``, ``ignored_without`` and ``excludes`` see ``Relations``; ``multiple_of`` names fields that divide the
+    value, and ``instead_of`` those of which only one may be provided.
     """
     metadata = {
         "help": help,
@@ -55,10 +50,8 @@ def flag(
         "within": within,
         "required": required,
         "metavar": metavar,
-        "masked_lm": masked_lm,
-        "encoder_decoder": encoder_decoder,
-        "vision": vision,
-        "pretraining": pretraining or masked_lm is not None or encoder_decoder == "only" or vision,
+        "models": models.split(),
+        "multiple_of": _with_reasons(multiple_of),
         "needs": _with_reasons(needs),
         "ignored_without": _with_reasons(ignored_without),
         "excludes": _with_reasons(excludes),
@@ -88,6 +81,11 @@ def negative_flag(field: Field) -> str:
     """The flag that switches off the switch of ``field``: one of its own, or ``--no-`` and its name."""
     own = [name for name, value in field.metadata["flag"]["switches"].items() if value is False]
     return f"--{own[0] if own else 'no-' + flag_name(field).removeprefix('--')}"
+
+
+def has_flag(field: Field, kinds: tuple[str, ...]) -> bool:
+    """Whether the program that trains models of these kinds (``ArchitectureSpec.kinds``) has the flag of ``field``."""
+    return any(kind in field.metadata["flag"]["models"] for kind in kinds)
 
 
 def inside(value: float, interval: str) -> bool:

@@ -31,7 +31,7 @@ class PrecisionConfig:
     fp32_allreduce: bool = flag(False, "All-reduce gradients in fp32.")
     grad_accum_dtype: str | None = flag(
         None,
-        "Type in which half-precision gradients are accumulated over micro-batches (default: the type of the weights).",
+        "Type in which half-precision gradients are accumulated (default: the type of the weights).",
         choices=("fp32", "bf16"),
         switches={"accumulate-allreduce-grads-in-fp32": "fp32"},
         needs="bf16: bf16",
@@ -54,23 +54,20 @@ class ZeroConfig:
 
     zero_stage: int = flag(
         0,
-        "ZeRO stage: 0 disables ZeRO, 1 shards optimizer state, 2 also gradients, 3 also weights. Stages 2 and 3 "
-        "exclude a pipeline (default: 0, or 1 with --bf16 or --fp16, where 0 runs as 1).",
+        "ZeRO stage: 0 disables ZeRO, 1 shards optimizer state, 2 also gradients, 3 also weights (default: 0, or 1 in "
+        "half precision).",
         switches={"use-distributed-optimizer": 1},
         within="[0, 3]",
     )
-    zero_reduce_scatter: bool = _zero_flag(
-        True, "Reduce-scatter gradients, not all-reduce; on by default.", switches={"no-zero-reduce-scatter": False}
-    )
+    zero_reduce_scatter: bool = _zero_flag(True, "Reduce-scatter gradients, not all-reduce; on by default.")
     zero_contiguous_gradients: bool = _zero_flag(
         True,
         "Copy gradients into a contiguous buffer as they are computed; enabled by default.",
         aliases=("zero-contigious-gradients",),
-        switches={"no-zero-contiguous-gradients": False, "no-zero-contigious-gradients": False},
     )
     zero_reduce_bucket_size: float = _zero_flag(
         0.0,
-        "Number of elements reduced at a time, at most as many as the model has; 0 uses DeepSpeed's default.",
+        "Number of elements reduced at a time; 0 uses DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
         within="[0, 9007199254740992]",
     )
@@ -81,22 +78,17 @@ class ZeroConfig:
         None,
         "Overlap the reduction of gradients with the backward pass; enabled by default.",
         aliases=("overlap-grad-reduce",),
-        switches={"no-zero-overlap-comm": False, "no-overlap-grad-reduce": False},
         needs="zero_stage=1|2|3",
     )
     overlap_param_gather: bool | None = flag(
-        None,
-        "Overlap the gathering of weights with the next forward pass; enabled by default.",
-        switches={"no-overlap-param-gather": False},
-        needs="zero_stage=1|2",
+        None, "Overlap the gathering of weights with the next forward pass; enabled by default.", needs="zero_stage=1|2"
     )
     zero_round_robin_gradients: bool = flag(
         False, "Distribute gradients over ranks in turn: all ranks copy at the same time.", needs="zero_stage=1|2"
     )
     zero_coalesce_grad_reduction: bool = flag(
         False,
-        "Accumulate the gradients of all micro-batches on each rank, and reduce them once per step (stages 2 and 3): "
-        "less communication, and the memory of unsharded gradients.",
+        "Reduce gradients once per step, not per micro-batch (stages 2 and 3), which takes more memory.",
         needs={"zero_stage=2|3": "the other stages reduce gradients once per step in any case"},
         excludes={"grad_accum_dtype=fp32": "gradients are added up in the type of the weights"},
     )
@@ -118,10 +110,7 @@ class ZeroConfig:
         None, "NVMe folder for offloaded state.", metavar="DIR", needs="offload_optimizer=nvme or offload_param=nvme"
     )
     offload_pin_memory: bool = flag(
-        True,
-        "Offload to page-locked memory; enabled by default.",
-        switches={"no-offload-pin-memory": False},
-        needs="offload_optimizer or offload_param",
+        True, "Offload to page-locked memory; enabled by default.", needs="offload_optimizer or offload_param"
     )
     cpu_torch_adam: bool = flag(
         False,
@@ -152,8 +141,7 @@ class ActivationConfig:
     )
     recompute_granularity: str | None = flag(
         None,
-        "Recompute complete layers (full), or only the scores, softmax, dropout and context of attention (selective). "
-        "Implies --checkpoint-activations, whose default is full.",
+        "Recompute complete layers (full, the default), or only the core of attention (selective).",
         choices=("full", "selective"),
         switches={"recompute-activations": "selective"},
         excludes=("selective: partition_activations", "selective: checkpoint_num_layers"),
@@ -168,18 +156,18 @@ class ActivationConfig:
         False,
         "Partition checkpointed activations over the tensor-parallel ranks.",
         aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
-        encoder_decoder="not",
+        models="gpt bert other",
         excludes={"sequence_parallel": "each rank keeps a part of the sequence already"},
     )
     contiguous_checkpointing: bool = _recomputation_flag(
         False,
         "Keep checkpointed activations in a contiguous buffer.",
         aliases=("contigious_checkpointing",),
-        encoder_decoder="not",
+        models="gpt bert other",
         needs="partition_activations",
     )
     checkpoint_in_cpu: bool = _recomputation_flag(
-        False, "Keep checkpointed activations in CPU memory.", encoder_decoder="not", needs="partition_activations"
+        False, "Keep checkpointed activations in CPU memory.", models="gpt bert other", needs="partition_activations"
     )
     synchronize_each_layer: bool = _recomputation_flag(
         False, "Synchronize the device before and after each recomputed layer."

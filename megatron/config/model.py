@@ -44,72 +44,68 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         required=True,
     )
     decoder_num_layers: int = flag(
-        0, "Layers of the decoder (default: as many as the encoder).", within="[1, 20000]", encoder_decoder="only"
+        0, "Layers of the decoder (default: as many as the encoder).", within="[1, 20000]", models="t5"
     )
     hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, 1048576]", required=True)
-    num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, 1048576]", required=True)
+    num_attention_heads: int = flag(
+        0,
+        "Number of attention heads.",
+        within="[1, 1048576]",
+        required=True,
+        multiple_of=("model_parallel_size", "num_query_groups"),
+    )
     num_query_groups: int = flag(
         0,
-        "Number of key and value heads, each of which a group of query heads shares: grouped-query attention "
-        "(default: as many as heads).",
+        "Number of key and value heads: grouped-query attention (default: as many as heads).",
         aliases=("num-key-value-heads",),
         within="[1, 1048576]",
-        masked_lm=False,
+        models="gpt",
     )
     group_query_attention: bool = flag(
-        False, "Grouped-query attention; --num-query-groups selects it.", masked_lm=False, needs="num_query_groups"
+        False, "Grouped-query attention; --num-query-groups selects it.", models="gpt", needs="num_query_groups"
     )
     kv_channels: int = flag(0, "Size of a head (default: hidden size / heads).", within="[1, 1048576]")
     ffn_hidden_size: int = flag(
-        0, "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).", within="[1, 8388608]"
+        0,
+        "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).",
+        within="[1, 8388608]",
+        multiple_of="model_parallel_size",
     )
     swiglu: bool = flag(
-        False, "Gate the MLP with SiLU: SiLU(gate) x up.", masked_lm=False, excludes=("openai_gelu", "bias_gelu_fusion")
+        False, "Gate the MLP with SiLU: SiLU(gate) x up.", models="gpt", excludes=("openai_gelu", "bias_gelu_fusion")
     )
-    geglu: bool = flag(
-        False, "Gate the MLP with GELU: GELU(gate) x up.", encoder_decoder="only", excludes=("bias_gelu_fusion",)
-    )
-    normalization: str = flag(
-        "LayerNorm", "Kind of the norms.", choices=("LayerNorm", "RMSNorm"), masked_lm=False, encoder_decoder="also"
-    )
+    geglu: bool = flag(False, "Gate the MLP with GELU: GELU(gate) x up.", models="t5", excludes=("bias_gelu_fusion",))
+    normalization: str = flag("LayerNorm", "Kind of the norms.", choices=("LayerNorm", "RMSNorm"), models="gpt t5")
     qk_layernorm: bool = flag(
-        False, "Normalize the queries and keys of each head, before their rotation (Qwen3).", masked_lm=False
+        False, "Normalize the queries and keys of each head, before their rotation (Qwen3).", models="gpt"
     )
-    disable_bias_linear: bool = flag(False, "Linear layers without biases.", masked_lm=False, encoder_decoder="also")
+    disable_bias_linear: bool = flag(False, "Linear layers without biases.", models="gpt t5")
     add_qkv_bias: bool = flag(
-        False, "A bias for queries, keys and values in spite of --disable-bias-linear (Qwen2).", masked_lm=False
+        False, "A bias for queries, keys and values in spite of --disable-bias-linear (Qwen2).", models="gpt"
     )
-    untie_embeddings_and_output_weights: bool = flag(
-        False, "A separate output projection.", masked_lm=False, encoder_decoder="also"
-    )
+    untie_embeddings_and_output_weights: bool = flag(False, "A separate output projection.", models="gpt t5")
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary to a multiple of this times the tensor-parallel size.", within="[1, 1073741824]"
     )
     layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",), within="(0, inf)")
     apply_residual_connection_post_layernorm: bool = flag(
-        False, "Take the residual from the output of the layer norm, not from its input.", encoder_decoder="not"
+        False, "Take the residual from the output of the layer norm, not from its input.", models="gpt bert other"
     )
     openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation.")
-    bias_gelu_fusion: bool = flag(
-        False, "Fuse bias and GELU of the MLP into one kernel (torch.compile).", switches={"no-bias-gelu-fusion": False}
-    )
-    bias_dropout_fusion: bool = flag(
-        False, "Fuse bias, dropout and residual addition (torch.compile).", switches={"no-bias-dropout-fusion": False}
-    )
+    bias_gelu_fusion: bool = flag(False, "Fuse bias and GELU of the MLP into one kernel (torch.compile).")
+    bias_dropout_fusion: bool = flag(False, "Fuse bias, dropout and residual addition (torch.compile).")
     compile: bool = flag(
         False,
         "Compile each transformer layer (torch.compile), which takes seconds at the start.",
-        encoder_decoder="not",
+        models="gpt bert other",
         excludes={"tiled_mlp": "torch's compiler cannot look into a backward pass inside another"},
     )
     tiled_mlp: bool = flag(
-        False,
-        "Compute the MLP on a part of the tokens at a time, forward and backward (arXiv 2506.13996): of a layer's MLP "
-        "only the input is kept, and the forward pass is repeated in the backward pass.",
+        False, "Compute the MLP on a part of the tokens at a time, forward and backward (arXiv 2506.13996)."
     )
     recompute_mlp_activation: bool = flag(
         False,
-        "Compute the activation of MLPs, such as SwiGLU, again in the backward pass instead of keeping its output.",
+        "Compute the activation of MLPs, such as SwiGLU, again in the backward pass.",
         excludes={
             "compile": "torch's compiler chooses what is computed again",
             "tiled_mlp": "nothing of the MLP is kept",
@@ -123,8 +119,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     gradient_accumulation_fusion: bool = flag(
         False,
-        "Accumulate weight gradients over micro-batches inside the matmul that computes them.",
-        switches={"no-gradient-accumulation-fusion": False},
+        "Accumulate weight gradients inside the matmul that computes them.",
         needs={"gradient_accumulation_steps": "it adds the gradients of micro-batches"},
         excludes={
             "compile": "torch's compiler cannot see a gradient change that it does not compute",
@@ -134,8 +129,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     fp8_format: str = flag(
         "none",
-        "Compute the linear layers of the transformer layers in FP8: weights and inputs in e4m3, and gradients in e5m2 "
-        "(hybrid) or e4m3; gradients of weights in bf16.",
+        "Compute the linear layers in FP8: e4m3, with gradients in e5m2 (hybrid) or e4m3.",
         choices=("none", "hybrid", "e4m3"),
         needs={"bf16": "weights stay in bf16, and are quantized when they are used"},
     )
@@ -147,14 +141,14 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     fp8_min_size: int = flag(
         1024,
-        "Smallest number of inputs and outputs of a linear layer in FP8; smaller ones gain nothing, and stay in bf16.",
+        "Smallest number of inputs and outputs of a linear layer in FP8; others stay in bf16.",
         within="[16, inf)",
         needs="fp8_format",
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
         False,
         "Require the fused causal attention kernel; an error if another flag excludes it.",
-        masked_lm=False,
+        models="gpt",
         excludes=("attention_softmax_in_fp32", "apply_query_key_layer_scaling", "reset_attention_mask", "sft"),
     )
     fused_kernels: str = flag(
@@ -169,7 +163,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         False,
         "Scale attention scores by 1 / layer number, and undo it in fp32, to avoid fp16 overflow.",
         switches={"no-query-key-layer-scaling": False},
-        encoder_decoder="not",
+        models="gpt bert other",
     )
     attention_softmax_in_fp32: bool = flag(False, "Compute attention scores and their softmax in fp32.")
     fp16_lm_cross_entropy: bool = flag(
@@ -179,25 +173,17 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         False, "Initialize weights on the CPU, so that they are the same on any device."
     )
     shape_order: str = flag(
-        "BSH", "Order of hidden states: batch, sequence, hidden size.", choices=("BSH", "SBH"), encoder_decoder="not"
+        "BSH", "Order of hidden states: batch, sequence, hidden size.", choices=("BSH", "SBH"), models="gpt bert other"
     )
     pre_tokens: int = flag(
         65536,
-        "Number of preceding tokens that each token attends to: a sliding window. Also as N,0, after which 0 following "
-        "ones are seen.",
+        "Preceding tokens that each token attends to, a sliding window; also as N,0.",
         aliases=("pre-tockens", "pre", "window-size"),
         within="[0, inf)",
-        masked_lm=False,
-    )
-    next_tokens: int = flag(
-        65536,
-        "Number of following tokens that each token may attend to; has no effect on a causal model.",
-        aliases=("next-tockens", "next"),
-        within="[0, inf)",
-        masked_lm=False,
+        models="gpt",
     )
     fp32_residual_connection: bool = flag(
-        False, "Residual connection of half-precision models in fp32.", encoder_decoder="not", needs="bf16 or fp16"
+        False, "Residual connection of half-precision models in fp32.", models="gpt bert other", needs="bf16 or fp16"
     )
     architecture: str = derived("GPT-2")
     """Name of its spec among ``megatron.model.spec.ARCHITECTURES``."""

@@ -23,8 +23,7 @@ class CheckpointConfig:
     async_save: bool = flag(False, "Copy the state to host memory, and write it during training.", needs="save")
     snapshot_interval: int | None = flag(
         None,
-        "Number of iterations between snapshots: the state in host memory, of each rank on its own host and on the "
-        "next one, from which the run resumes after a fault if it is newer than the checkpoint on disk.",
+        "Iterations between snapshots of the state in host memory, from which a run resumes after a fault.",
         within="[1, inf)",
         needs={"save": "", "auto_resume or load": "the next start uses the newest snapshot"},
         excludes={
@@ -49,10 +48,9 @@ class CheckpointConfig:
     )
     load_hf: str | None = flag(
         None,
-        "Hugging Face folder (GPT-2, Llama, Mistral, Qwen2, Qwen3; for pretrain_bert.py Megatron-BERT, for "
-        "pretrain_t5.py T5 1.1) to train on from, at iteration 0: its weights, and the flags of its model.",
+        "Hugging Face folder to train on from, at iteration 0: its weights, and the flags of its model.",
         metavar="DIR",
-        pretraining=True,
+        models="gpt bert t5",
         excludes={"load": "weights have one source", "model_preset": "the folder describes its model"},
     )
     load_strict: bool = flag(
@@ -68,9 +66,7 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, "Do not load random number generator states.")
     finetune: bool = flag(False, "Load weights only, and start at iteration 0.", needs="load")
     override: bool = flag(
-        False,
-        "Resume even if data, tokenizer, batch size or others differ from the checkpoint's; train on data that another "
-        "tokenizer has made.",
+        False, "Resume, or train, although data, tokenizer, batch size or others differ from the checkpoint's."
     )
 
 
@@ -80,8 +76,7 @@ class LoggingConfig:
 
     log_interval: int | None = flag(
         None,
-        "Number of iterations between logged ones (default: 1 to 100, by the length of the run, and the first five "
-        "iterations besides; on a terminal, also a line every five seconds).",
+        "Number of iterations between logged ones (default: 1 to 100, by the length of the run).",
         within="[1, inf)",
     )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
@@ -97,16 +92,13 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient of the full model.")
     timing_log_level: int = flag(
         0,
-        "Log the time of each phase of an iteration: of what is done once per iteration (1), or also for each "
-        "micro-batch (2). The device is synchronized around each phase, which may take time; 0 measures iterations "
-        "only.",
+        "Log the time of phases of an iteration: once each (1), or of each micro-batch (2).",
         within="[0, 2]",
         metavar="0|1|2",
     )
     straggler_report: float | None = flag(
         None,
-        "Name the hosts whose ranks take longer than others by more than this share, such as 0.3, for the forward and "
-        "backward passes of the same layers. The device is synchronized around each pass.",
+        "Name the hosts whose ranks take longer than others by more than this share, such as 0.3.",
         within="(0, inf)",
         metavar="SHARE",
     )
@@ -118,8 +110,7 @@ class LoggingConfig:
     )
     watchdog_minutes: float | None = flag(
         None,
-        "End the run if an iteration, a save or an evaluation takes longer than this many minutes. Each rank writes "
-        "its stack to hang-rankN.txt in --save, or else in the working folder; the rank that is behind is printed.",
+        "End the run if an iteration, a save or an evaluation takes longer, with the stacks of all ranks.",
         within="[0.01, 525600]",
     )
     verbose: bool = flag(False, "Show DeepSpeed's own output.")
@@ -146,8 +137,7 @@ class ObserveConfig:
 
     trace: str | None = flag(
         None,
-        "Folder for a timeline of each rank: load, forward, backward, send, receive, reduce and step, with each layer; "
-        "as JSON for Perfetto, and as an image with the measured pipeline bubble.",
+        "Folder for a timeline of each rank, for Perfetto and as an image with the measured bubble.",
         metavar="DIR",
     )
     trace_steps: str = flag(

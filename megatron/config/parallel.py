@@ -25,44 +25,36 @@ class ParallelConfig:
     )
     pipe_parallel_size: int = flag(
         0,
-        "Number of pipeline stages. 0 uses DeepSpeedEngine, without a pipeline (any ZeRO stage); 1 or more "
-        "DeepSpeed's pipeline engine (ZeRO 0 or 1).",
+        "Number of pipeline stages; 0 uses DeepSpeedEngine, with any ZeRO stage.",
         aliases=("pipeline-model-parallel-size",),
         switches={"no-pipeline-parallel": 0},
         within="[0, 1048576]",
     )
     pipeline_partition: str = flag(
         "type:ParallelTransformerLayer",
-        "How the model is partitioned into stages. Balance the number of layers, embeddings and head included "
-        "(uniform), the number of parameters (parameters), the FLOPs of the forward pass (flops), or the number of "
-        "layers whose class name matches REGEX (type:REGEX); or give the number of transformer layers of each stage, "
-        "such as 5,6,6,4. The embeddings belong to the first stage, the head to the last.",
+        "How layers are divided into stages: uniform, by parameters, by flops, type:REGEX of class names, or the "
+        "number of transformer layers of each stage, such as 5,6,6,4.",
         metavar="METHOD",
         needs="pipe_parallel_size",
         instead_of=("repartition_from",),
     )
     repartition_from: str | None = flag(
         None,
-        "Folder of --trace, or its trace.json. Instead of using --pipeline-partition, balance the measured time of "
-        "the layers over the stages.",
+        "Folder of --trace: balance the measured time of the layers over the stages.",
         metavar="TRACE",
-        encoder_decoder="not",
+        models="gpt bert other",
         needs="pipe_parallel_size",
     )
     pipeline_model_parallel_split_rank: int | None = flag(
         None,
-        "First stage of the decoder, from 1 on: the stages before it share only the encoder (default: any stage may "
-        "hold layers of both).",
+        "First stage of the decoder; the stages before it hold the encoder (default: any holds both).",
         within="[1, inf)",
-        encoder_decoder="only",
+        models="t5",
     )
     pipeline_schedule: str = flag(
         "1f1b",
-        "Order of forward and backward passes. interleaved (1F1B with virtual stages) splits the model into more model "
-        "chunks than stages, which divides the pipeline bubble by their number per stage. zbh1 (ZB-H1) computes weight "
-        "gradients later than input gradients, in the bubble; zbv (ZB-V) does so with two model chunks per stage, "
-        "the first and the last of the model on the first stage. dualpipev (DualPipeV) has the same two chunks, and "
-        "needs at least two micro-batches per stage. An explicit partition gives a number for each chunk.",
+        "Order of forward and backward passes: 1F1B, with virtual stages (interleaved), ZB-H1, ZB-V or DualPipeV "
+        "(docs/parallelism.md compares them).",
         switches={"enable-zbh1-pipeline": "zbh1"},
         choices=SCHEDULES,
         needs="pipe_parallel_size",
@@ -73,51 +65,43 @@ class ParallelConfig:
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "Transformer layers of each model chunk of --pipeline-schedule interleaved, which it selects.",
+        "Transformer layers of each model chunk of the interleaved schedule.",
         within="[1, inf)",
-        encoder_decoder="not",
+        models="gpt bert other",
         needs="pipe_parallel_size",
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None,
-        "Model chunks of each stage of --pipeline-schedule interleaved, which it selects: in place of "
-        "--num-layers-per-virtual-pipeline-stage if the layers cannot be divided evenly.",
+        "Model chunks of each stage of the interleaved schedule.",
         within="[2, inf)",
         needs="pipe_parallel_size",
         instead_of=("num_layers_per_virtual_pipeline_stage",),
     )
     sequence_parallel: bool = flag(
         False,
-        "Megatron's sequence parallelism: split layer norms, dropout and residual connections along the sequence over "
-        "the tensor-parallel ranks.",
+        "Megatron's sequence parallelism: split norms, dropout and residuals along the sequence as well.",
         needs="model_parallel_size",
     )
     tp_comm_overlap: bool = flag(
         False,
-        "Overlap the tensor-parallel communication of the forward pass with its matmuls, in chunks of the sequence. In "
-        "the backward pass sums overlap with the matmuls in any case.",
+        "Overlap tensor-parallel communication of the forward pass with its matmuls, in chunks.",
         needs="model_parallel_size",
     )
     ds_sequence_parallel_size: int = flag(
         1,
-        "DeepSpeed-Ulysses: number of ranks over which the sequence of each sample is split; around attention they "
-        "exchange parts of the sequence for attention heads. With --context-parallel-size they split its parts.",
+        "DeepSpeed-Ulysses: ranks that split each sample, and exchange parts of it for heads in attention.",
         within="[1, 1048576]",
         excludes=_NO_COMPLETE_SAMPLE,
     )
     context_parallel_size: int = flag(
         1,
-        "Context parallelism: number of ranks over which the sequence of each sample is split, attention included. "
-        "--cp-comm-type selects how the ranks communicate.",
+        "Context parallelism: ranks that split each sample, attention included, by --cp-comm-type.",
         within="[1, 1048576]",
         excludes=_NO_COMPLETE_SAMPLE,
     )
     cp_comm_type: str = flag(
         "p2p",
-        "How the ranks of --context-parallel-size see the keys and values of the others: passed around a ring while "
-        "attention to the previous ones is computed (p2p, ring attention), all gathered at once (all_gather), or for a "
-        "part of the heads each (a2a, as --ds-sequence-parallel-size); a2a+p2p combines groups of a2a with rings over "
-        "them.",
+        "How ranks see the keys of others: ring attention (p2p), a gather, by heads (a2a), rings of a2a groups.",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         needs="context_parallel_size",
     )
@@ -126,10 +110,10 @@ class ParallelConfig:
     )
     expert_model_parallel_size: int = flag(
         1,
-        "Expert-parallel size: number of data-parallel ranks over which the experts of each layer are divided.",
+        "Expert-parallel size: data-parallel ranks that divide the experts of each layer.",
         aliases=("moe-expert-parallel-size",),
         within="[1, 1048576]",
-        masked_lm=False,
+        models="gpt",
         needs="num_experts",
         excludes={
             "zero_stage=3": "DeepSpeed divides weights among all data-parallel ranks, which have different experts",
@@ -143,7 +127,7 @@ class ParallelConfig:
         "Ranks that split an expert: as many as --model-parallel-size (default).",
         within="[1, 1048576]",
         ignored_without="num_experts",
-        masked_lm=False,
+        models="gpt",
     )
     distributed_backend: str | None = flag(
         None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
@@ -158,9 +142,7 @@ class ParallelConfig:
         1, "With --explain or --dry-run: number of processes, which else the launcher sets.", within="[1, 1048576]"
     )
     elastic_layout: bool = flag(
-        False,
-        "Choose the fastest layout for the ranks that were started, as tools/plan.py does, if the given one is not "
-        "supported on that many or does not fit: for torchrun --nnodes 2:4.",
+        False, "Choose the fastest layout for the ranks that were started if the given one does not fit them."
     )
     device: str = derived("cpu")
     """Device of the ranks: cuda, cpu, or the name of another DeepSpeed accelerator."""

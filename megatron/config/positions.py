@@ -12,9 +12,9 @@ HIGH_FREQUENCY_FACTOR = 4.0
 ORIGINAL_LENGTH = 8192
 """Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
 
-_yarn_flag = partial(flag, masked_lm=False, needs="position_embedding_type=yarn")
-_rotary_flag = partial(flag, masked_lm=False, needs="position_embedding_type=rope|yarn")
-_relative_flag = partial(flag, encoder_decoder="only", needs="position_embedding_type=relative")
+_yarn_flag = partial(flag, models="gpt", needs="position_embedding_type=yarn")
+_rotary_flag = partial(flag, models="gpt", needs="position_embedding_type=rope|yarn")
+_relative_flag = partial(flag, models="t5", needs="position_embedding_type=relative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,11 @@ class PositionConfig:
 
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), that "
-        "rotation extended to longer sequences by YaRN (arXiv 2309.00071), a bias of the scores by distance (relative, "
-        "of T5 only), or not at all.",
+        "How positions are represented: a learned table, RoPE (arXiv 2104.09864), RoPE extended by YaRN (arXiv "
+        "2309.00071), a bias of the scores by distance (relative, of T5 only), or not at all.",
         choices=("learned_absolute", "rope", "yarn", "relative", "none"),
         switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
-        masked_lm=False,
-        encoder_decoder="also",
+        models="gpt t5",
         needs=("yarn: yarn_rotary_scaling_factor", "yarn: yarn_original_max_position_embeddings"),
     )
     relative_attention_num_buckets: int = _relative_flag(
@@ -46,7 +44,7 @@ class PositionConfig:
         False, "Scale the long wavelengths of RoPE by Llama 3.1's rule.", excludes=("position_embedding_type=yarn",)
     )
     rope_scaling_factor: float = flag(
-        8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False, needs="use_rope_scaling"
+        8.0, "Factor of --use-rope-scaling.", within="[1, inf)", models="gpt", needs="use_rope_scaling"
     )
     rotary_seq_len_interpolation_factor: float = _rotary_flag(
         1.0,
@@ -71,9 +69,7 @@ class PositionConfig:
     )
     yarn_mscale_all_dim: float = _yarn_flag(0.0, "See --yarn-mscale.", within="[0, inf)")
     yarn_correction_range_round_to_int: bool = _yarn_flag(
-        True,
-        "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to integers; enabled by default.",
-        switches={"no-yarn-correction-range-round-to-int": False},
+        True, "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to integers; enabled by default."
     )
     max_position_embeddings: int = flag(
         0, "Longest sequence, and rows of a table of positions (default: --seq-length).", within="[1, 1073741824]"

@@ -17,8 +17,7 @@ class OptimConfig:
 
     optimizer: str = flag(
         "adam",
-        "Optimizer: AdamW (adam), SGD with momentum (sgd), Lion, Muon for the matrices of the transformer layers with "
-        "AdamW for all other parameters, or Adafactor.",
+        "Optimizer: AdamW (adam), SGD, Lion, Muon for matrices with AdamW for the rest, or Adafactor.",
         choices=("adam", "sgd", "lion", "muon", "adafactor"),
         excludes={
             "muon: zero_stage=3": "it needs full matrices, which ZeRO 3 divides",
@@ -36,8 +35,7 @@ class OptimConfig:
     )
     classic_lr_decay: bool = flag(
         False,
-        "The learning rates of Megatron-LM v1.1.5, to continue a run that began there: the first step at 0, and a "
-        "curve that stops before its end (docs/training.md shows both).",
+        "The learning rates of Megatron-LM v1.1.5, to continue a run that began there.",
         excludes={
             "lr_decay_style=inverse-square-root|WSD": "v1.1.5 does not have it",
             **dict.fromkeys(
@@ -90,14 +88,12 @@ class OptimConfig:
     muon_num_ns_steps: int = _muon_flag(5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)")
     muon_coefficient_type: str = _muon_flag(
         "quintic",
-        "Coefficients of Muon's Newton-Schulz iterations: another set for each of five iterations (quintic), or the "
-        "same for all (simple), as in torch.optim.Muon.",
+        "Coefficients of Muon's iterations: of each (quintic), or one set (simple).",
         choices=("simple", "quintic"),
     )
     muon_scale_mode: str = _muon_flag(
         "spectral",
-        "Factor of Muon's orthogonal update of a matrix [out, in]: sqrt(max(out, in)) (spectral), sqrt(out / in) "
-        "(unit_rms_norm), or the same but at least 1 (shape_scaling).",
+        "Factor of Muon's update [out, in]: sqrt(max(out, in)), sqrt(out / in), or at least 1.",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = _muon_flag(
@@ -159,16 +155,14 @@ class TrainConfig:
     )
     rampup_batch_size: tuple[int, ...] = flag(
         (),
-        "Ramp up the global batch size: start with START samples and add INCR at a time, in equal intervals over the "
-        "first SAMPLES samples, up to --global-batch-size.",
+        "Ramp up the global batch size from START by INCR at a time over the first SAMPLES samples.",
         metavar="START INCR SAMPLES",
         needs="train_samples",
         excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
     )
     step_batch_size_schedule: str | None = flag(
         None,
-        'Change the global batch size in steps, such as "0:768 250B:1536": from TOKENS tokens on, batches of '
-        "SIZE samples (units K, M, B and T; the largest size is the global batch size).",
+        'Change the global batch size in steps, such as "0:768 250B:1536": samples from a number of tokens on.',
         metavar="TOKENS:SIZE",
         needs="train_samples",
         excludes=("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
@@ -179,16 +173,15 @@ class TrainConfig:
     )
     loss_normalization: str = flag(
         "global-batch",
-        "With --eod-mask-loss: average the loss over all unmasked tokens of the global batch, which is independent of "
-        "how the batch is split, or average the averages of the micro-batches, as the classic code does.",
+        "Average the loss over the unmasked tokens of the global batch, or of each micro-batch (classic).",
         choices=("global-batch", "micro-batch"),
-        pretraining=True,
+        models="gpt bert t5",
     )
     epochs: float | None = flag(
         None,
-        "Epochs of instruction tuning, instead of iterations, of which the last may go beyond them.",
+        "Epochs of instruction tuning, instead of iterations.",
         within="(0, 100000]",
-        masked_lm=False,
+        models="gpt",
         needs="sft",
         instead_of=("train_iters", "train_samples"),
     )
@@ -203,8 +196,7 @@ class TrainConfig:
     )
     max_consecutive_bad_steps: int = flag(
         10,
-        "Stop, or rewind, after this many consecutive iterations whose loss or gradient norm is not finite. Such "
-        "iterations do not update weights; with fp16 they are not counted while the loss scale can decrease.",
+        "Stop, or rewind, after this many consecutive iterations with a loss or norm that is not finite.",
         within="[1, inf)",
     )
     rewind_on_spike: bool = flag(
@@ -220,7 +212,7 @@ class TrainConfig:
     )
     eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
     skip_train: bool = flag(
-        False, "Evaluate the checkpoint of --load on the validation and test splits, and exit.", pretraining=True
+        False, "Evaluate the checkpoint of --load on the validation and test splits, and exit.", models="gpt bert t5"
     )
     seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
     batch_steps: Steps = derived(())

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron.config.fields import derived, flag
 
-_vision_flag = partial(flag, vision=True)
+_vision_flag = partial(flag, models="llava")
 
 PARTS = ("vision", "projector", "language")
 """Parts of a vision-language model; any other model is a language model."""
@@ -26,12 +26,7 @@ class ImageFormat(NamedTuple):
 class VisionConfig:
     """Encoder of images and projector."""
 
-    vision_encoder: str = _vision_flag(
-        "clip",
-        "Kind of the encoder: CLIP has a class token, a norm before the layers and quick GELU; SigLIP has a bias of "
-        "patches and tanh GELU.",
-        choices=("clip", "siglip"),
-    )
+    vision_encoder: str = _vision_flag("clip", "Kind of the encoder.", choices=("clip", "siglip"))
     vision_num_layers: int = _vision_flag(
         0,
         "Layers of the encoder.",
@@ -44,36 +39,33 @@ class VisionConfig:
             "offload_param=nvme": "DeepSpeed would save checkpoints without the weights that are not trained",
         },
     )
-    vision_hidden_size: int = _vision_flag(1024, "Hidden size of the encoder.", within="[1, 1048576]")
-    vision_ffn_hidden_size: int = _vision_flag(4096, "Hidden size of the encoder's MLP.", within="[1, 8388608]")
-    vision_num_attention_heads: int = _vision_flag(16, "Attention heads of the encoder.", within="[1, 1048576]")
+    vision_hidden_size: int = _vision_flag(
+        1024, "Hidden size of the encoder.", within="[1, 1048576]", multiple_of="vision_num_attention_heads"
+    )
+    vision_ffn_hidden_size: int = _vision_flag(
+        4096, "Hidden size of the encoder's MLP.", within="[1, 8388608]", multiple_of="model_parallel_size"
+    )
+    vision_num_attention_heads: int = _vision_flag(
+        16, "Attention heads of the encoder.", within="[1, 1048576]", multiple_of="model_parallel_size"
+    )
     vision_layernorm_epsilon: float = _vision_flag(1e-5, "Epsilon of the encoder's norms.", within="(0, inf)")
     vision_image_size: int = _vision_flag(336, "Height and width of images in pixels.", within="[1, 65536]")
     vision_patch_size: int = _vision_flag(14, "Height and width of a patch in pixels.", within="[1, 65536]")
     vision_feature_layer: int = _vision_flag(
         -2,
-        "The layer whose output the projector reads, as in transformers: -1 is the last one, -2 the one before it. "
-        "Layers after it are kept for conversion, but not computed.",
+        "The encoder's layer that the projector reads: -1 is the last one, -2 the one before it.",
         within="[-20000, 20000]",
     )
     vision_feature_select_strategy: str = _vision_flag(
         "default",
-        "Which outputs of the encoder the projector reads: all but the first one, CLIP's class token (default), or "
-        "all of them (full).",
+        "Outputs of the encoder that are read: all but CLIP's class token (default), or all (full).",
         choices=("default", "full"),
     )
     image_token_id: int = _vision_flag(
-        -1,
-        "The placeholder token, of which there is one for each patch of an image; not 0, which fills up samples.",
-        within="[1, inf)",
-        required=True,
+        -1, "The placeholder token, one for each patch of an image.", within="[1, inf)", required=True
     )
     images_per_micro_batch: int | None = _vision_flag(
-        None,
-        "Images that a micro-batch has room for, which its samples share (default: as many as the data need; where "
-        "they are not known, one for each sample). Empty slots are computed as well, so that all ranks do the same "
-        "work whatever the data.",
-        within="[1, 1048576]",
+        None, "Images that a micro-batch has room for (default: as many as the data need).", within="[1, 1048576]"
     )
     freeze_vision: bool = _vision_flag(False, "Do not train the encoder of images.", aliases=("freeze-vit",))
     freeze_projector: bool = _vision_flag(False, "Do not train the projector.")

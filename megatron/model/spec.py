@@ -151,6 +151,14 @@ class ArchitectureSpec:
     about parameters and cost."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of models whose flags its program has."""
+        if not self.is_language_model:
+            return ("other",)
+        causal = ("gpt", "llava") if self.reads_images else ("gpt",)
+        return ("t5",) if self.is_encoder_decoder else ("bert",) if self.masked_lm else causal
+
+    @property
     def is_causal(self) -> bool:
         """Whether its tokens attend to earlier ones only."""
         return self.masked_lm is False

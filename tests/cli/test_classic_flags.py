@@ -83,7 +83,7 @@ def read_command(command: str) -> ParsedRun:
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
          "--checkpoint-activations --checkpoint-num-layers 2"),
         ("--bf16 --accumulate-allreduce-grads-in-fp32", "--bf16 --grad-accum-dtype fp32"),
-        ("--pre-tockens 8 --next-tockens 0", "--pre-tokens 8 --next-tokens 0"),
+        ("--pre-tockens 8 --next-tockens 0", "--pre-tokens 8"),
         ("--window-size 8,0", "--pre-tokens 8"),
         ("--window-size (8,0)", "--pre-tokens 8"),
         ("--norm-epsilon 1e-6 --no-bias-gelu-fusion --no-gradient-accumulation-fusion", "--layernorm-epsilon 1e-6"),

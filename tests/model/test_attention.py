@@ -75,12 +75,6 @@ def test_a_token_sees_its_window(pre_tokens: int, documents: bool, explicit: boo
     assert torch.allclose(output, everything) != (shut or documents)
 
 
-@pytest.mark.ranks(1)
-def test_attention_is_causal_for_any_next_tokens() -> None:
-    for next_tokens in (0, 3, 65536):
-        assert torch.equal(_attention(replace(CONFIG, next_tokens=next_tokens))(HIDDEN), _attention()(HIDDEN))
-
-
 def test_the_softmax_in_fp32_is_closer_to_fp32():
     """In bf16: the flag's own scores and softmax, against those of scores that were rounded to bf16 first."""
     heads = (4 * torch.randn(3, 2, HEADS, 64, 8, generator=torch.Generator().manual_seed(3))).bfloat16()

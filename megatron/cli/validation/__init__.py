@@ -12,7 +12,7 @@ from megatron.cli.provided import Provided
 from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields, flag_value
-from megatron.config.fields import flag_name, inside, interval_as_text, is_above
+from megatron.config.fields import flag_name, has_flag, inside, interval_as_text, is_above
 from megatron.model.spec import ArchitectureSpec
 
 # Their rules register themselves, in this order.
@@ -44,8 +44,6 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
         steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
         if steps >= _TRIAL and provided["lr_warmup_fraction"].value > 0 == run.optim.warmup_steps(run.train):
             messages.append(f"{source} of {counted(steps, run.train.lr_unit)} is less than one: there is no warm-up")
-    if run.data.data_impl in ("lazy", "cached"):
-        messages.append(f"{provided['data_impl'].source} has no effect: data sets are read by memory map")
     sizes_given = {GLOBAL, MICRO, ACCUMULATION} <= provided.keys()
     if sizes_given and provided[GLOBAL].value != run.train.global_batch_size > 0:
         messages.append(
@@ -77,8 +75,8 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     for name, field in flag_fields().items():
         metadata = field.metadata["flag"]
         if name not in provided:
-            is_other = metadata["vision"] and not architecture.reads_images
-            if metadata["required"] and not is_other and (architecture.provider is None or _is_needed(name, provided)):
+            is_needed = architecture.provider is None or _is_needed(name, provided)
+            if metadata["required"] and has_flag(field, architecture.kinds) and is_needed:
                 problems.append(f"{flag_name(field)} is required")
             continue
         value, source, within = provided[name].value, provided[name].source, metadata["within"]

@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Callable
 
-from megatron.cli.validation.rules import Messages, rule
+from megatron.cli.validation.rules import Messages, divides, multiple, rule
 from megatron.common.errors import counted, nearest_multiples
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model import partition
+from megatron.model.spec import LayerSpec
 
 
 @rule(
@@ -22,22 +23,6 @@ def hidden_size(run: RunConfig) -> Messages:
     yield from multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
-@rule("tensor-parallel ranks divide the heads", why="A rank computes complete attention heads.", of_transformers=True)
-def heads(run: RunConfig) -> Messages:
-    heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
-    yield from multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
-
-
-@rule(
-    "query groups divide the heads",
-    why="Each key and value head has an equal number of query heads.",
-    of_transformers=True,
-)
-def query_groups(run: RunConfig) -> Messages:
-    groups = run.model.query_groups
-    yield from multiple("--num-attention-heads", run.model.num_attention_heads, f"--num-query-groups {groups}", groups)
-
-
 @rule(
     "query groups and tensor-parallel ranks divide one another",
     why="A rank computes complete groups, or its part of the queries of one group.",
@@ -45,19 +30,11 @@ def query_groups(run: RunConfig) -> Messages:
 )
 def query_groups_over_ranks(run: RunConfig) -> Messages:
     groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
-    if groups != run.model.num_attention_heads and not (_divides(groups, ranks) or _divides(ranks, groups)):
+    if groups != run.model.num_attention_heads and not (divides(groups, ranks) or divides(ranks, groups)):
         yield (
             f"--num-query-groups {groups} and --model-parallel-size {ranks}: neither is a multiple of the other; use "
             f"--model-parallel-size {_either([n for n in range(1, groups + 1) if groups % n == 0])}"
         )
-
-
-@rule(
-    "tensor-parallel ranks divide the MLP", why="Each rank holds an equal share of its columns.", of_transformers=True
-)
-def ffn_hidden_size(run: RunConfig) -> Messages:
-    size, ranks = run.model.ffn_hidden_size, run.parallel.model_parallel_size
-    yield from multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
 
 
 @rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
@@ -111,7 +88,7 @@ def hierarchy(run: RunConfig) -> Messages:
 def ulysses_heads(run: RunConfig) -> Messages:
     heads, parallel = run.model.num_attention_heads, run.parallel
     tensor, ranks = parallel.model_parallel_size, parallel.ulysses_size
-    if ranks <= 1 or tensor < 1 or not _divides(tensor, heads):
+    if ranks <= 1 or tensor < 1 or not divides(tensor, heads):
         return
     sizes = {
         f"--context-parallel-size {parallel.context_parallel_size}": parallel.cp_comm_type == "a2a",
@@ -125,7 +102,7 @@ def ulysses_heads(run: RunConfig) -> Messages:
         product += f" x --model-parallel-size {tensor}"
     yield from multiple("--num-attention-heads", heads, product, tensor * ranks)
     groups = max(run.model.query_groups // tensor, 1)
-    if not (_divides(groups, ranks) or _divides(ranks, groups)):
+    if not (divides(groups, ranks) or divides(ranks, groups)):
         yield (
             f"{product} leaves {groups} query groups to {ranks} ranks: neither is a multiple of the other; use "
             f"{_either([n for n in range(1, groups + 1) if groups % n == 0])} ranks, or --cp-comm-type p2p"
@@ -163,7 +140,7 @@ def world_size(run: RunConfig) -> Messages:
             remedies.append(f"{flag} {_either(sizes)}")
 
     in_heads = run.parallel.ulysses_size
-    remedy("--model-parallel-size", stages * shared, lambda n: _divides(n * in_heads, heads))
+    remedy("--model-parallel-size", stages * shared, lambda n: divides(n * in_heads, heads))
     grid = f"--model-parallel-size {tensor}"
     if run.parallel.uses_pipeline:
         grid += f" x --pipe-parallel-size {stages}"
@@ -171,22 +148,11 @@ def world_size(run: RunConfig) -> Messages:
     if context > 1:
         grid += f" x --context-parallel-size {context}"
         length = run.data.seq_length
-        remedy("--context-parallel-size", tensor * stages * ulysses, lambda n: _divides(2 * n * ulysses, length))
+        remedy("--context-parallel-size", tensor * stages * ulysses, lambda n: divides(2 * n * ulysses, length))
     if ulysses > 1:
         grid += f" x --ds-sequence-parallel-size {ulysses}"
-        remedy("--ds-sequence-parallel-size", tensor * stages * context, lambda n: _divides(n * tensor, heads))
+        remedy("--ds-sequence-parallel-size", tensor * stages * context, lambda n: divides(n * tensor, heads))
     yield f"{counted(world, 'process')} cannot be split into {grid}: use {', or '.join(remedies)}"
-
-
-def multiple(name: str, number: int, factors: str, factor: int) -> Messages:
-    """A message unless ``number`` is a multiple of ``factor``, which ``factors`` spells out as flags."""
-    if not _divides(factor, number):
-        yield f"{name} {number} is not a multiple of {factors}: use {nearest_multiples(number, factor)}"
-
-
-def _divides(small: int, large: int) -> bool:
-    """Whether ``small`` divides ``large``; also true if either is out of range, which is reported elsewhere."""
-    return small < 1 or large < 1 or large % small == 0
 
 
 def _either(numbers: list[int]) -> str:
@@ -261,6 +227,26 @@ def _method_problem(method: str) -> str | None:
         known = ", ".join((*partition.METHODS, "type:REGEX"))
         return f"choose from {known}, or give the number of layers of each stage, such as 3,5,4"
     return None
+
+
+def stages_without(run: RunConfig, has: Callable[[LayerSpec], bool], *, first_chunk: bool = False) -> Messages:
+    """Each stage of a pipeline in which no layer ``has`` what it is to have, as the beginning of a message.
+
+    With ``first_chunk`` also the first model chunk of the first stage.
+    """
+    method = run.parallel.pipeline_partition
+    if not run.parallel.uses_pipeline or run.model.num_layers < 1 or any(stages_have_layers(run)):
+        return
+    if any(partition_fits(run)):
+        return
+    if method in ("parameters", "flops"):  # they depend on the vocabulary, which is not read yet
+        yield f"--pipeline-partition {method} may leave a stage"
+        return
+    stages = partition.plan(run)
+    parts = {"the first model chunk": stages[0].layers_of_chunks[0]} if first_chunk else {}
+    for name, layers in (parts | {f"stage {number}": stage.layers for number, stage in enumerate(stages)}).items():
+        if not any(map(has, layers)):
+            yield f"--pipeline-partition {method} leaves {name}"
 
 
 @rule(

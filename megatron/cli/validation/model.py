@@ -1,16 +1,13 @@
 """Rules about the model: adapters, positions, attention, what a decoder needs, and mixtures of experts."""
 
-import itertools
-
-from megatron.cli.validation.layout import partition_fits, stages_have_layers
+from megatron.cli.validation.layout import stages_without
 from megatron.cli.validation.rules import Messages, enabled, rule
-from megatron.common.errors import counted, nearest_multiples
+from megatron.common.errors import counted
 from megatron.config import RunConfig
 from megatron.config.experts import LORA_TARGETS, layers_of_runs
 from megatron.config.positions import ROTARY
 from megatron.model import partition
 from megatron.model.architectures import architecture_of
-from megatron.parallel.pipeline.schedule import chunks_of
 
 
 @rule(
@@ -25,29 +22,6 @@ def lora_targets(run: RunConfig) -> Messages:
         given = chosen & set(parts)
         if given and target not in chosen and given != set(parts):
             yield f"--lora-target {' '.join(sorted(given))} needs all of {' '.join(parts)}: add the others"
-
-
-@rule(
-    "every stage has an adapter",
-    why="With --lora-rank a stage without transformer layers has nothing to train, and DeepSpeed's optimizers need a "
-    "parameter. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.",
-    otherwise="fails on the empty list of parameters",
-)
-def stages_have_adapters(run: RunConfig) -> Messages:
-    parallel, method = run.parallel, run.parallel.pipeline_partition
-    if not (run.model.lora_rank and parallel.uses_pipeline) or run.model.num_layers < 1:
-        return
-    if any(stages_have_layers(run)) or any(partition_fits(run)):
-        return
-    if method not in ("parameters", "flops"):
-        layers, schedule, stages = partition.layers_per_chunk(run), parallel.pipeline_schedule, parallel.pipe_stages
-        chunks_by_stage = [chunks_of(schedule, stage, stages, parallel.chunks_per_stage) for stage in range(stages)]
-        if all(any(layers[chunk] for chunk in chunks) for chunks in chunks_by_stage):
-            return
-    yield (
-        f"--pipeline-partition {method} may leave a stage without a transformer layer, and so without an adapter of "
-        "--lora-rank: remove it, or give the number of layers of each stage"
-    )
 
 
 @rule("YaRN stretches waves from short to long ones", why="It extends a model that is trained already.")
@@ -197,21 +171,6 @@ def listed_layers(run: RunConfig) -> Messages:
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 
 
-@rule("tensor-parallel ranks divide each expert", why="Each rank holds an equal share of its columns.")
-def expert_size(run: RunConfig) -> Messages:
-    ranks, model = run.parallel.model_parallel_size, run.model
-    sizes = {
-        "--moe-ffn-hidden-size": model.expert_size,
-        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
-    }
-    for name, size in sizes.items():
-        if ranks > 0 and size % ranks:
-            yield (
-                f"{name} {size} is not a multiple of --model-parallel-size {ranks}: use "
-                f"{nearest_multiples(size, ranks)}"
-            )
-
-
 @rule(
     "experts are split as the other layers are",
     why="Tokens are sent to the rank with the same part of another expert: the ranks of tensor parallelism correspond.",
@@ -220,16 +179,6 @@ def expert_tensor_parallel_size(run: RunConfig) -> Messages:
     size, ranks = run.parallel.expert_tensor_parallel_size, run.parallel.model_parallel_size
     if size not in (0, ranks) and run.model.has_experts:
         yield f"--expert-tensor-parallel-size {size} differs from --model-parallel-size {ranks}: use {ranks}"
-
-
-@rule("expert-parallel ranks divide the experts", why="Each rank holds as many experts.")
-def experts_over_ranks(run: RunConfig) -> Messages:
-    experts, ranks = run.model.num_experts, run.parallel.expert_model_parallel_size
-    if ranks > 0 and experts % ranks:
-        yield (
-            f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {ranks}: use "
-            f"{nearest_multiples(experts, ranks)}"
-        )
 
 
 @rule(
@@ -254,29 +203,13 @@ def experts_over_data_ranks(run: RunConfig) -> Messages:
     otherwise="hangs in an all-reduce",
 )
 def experts_on_each_stage(run: RunConfig) -> Messages:
-    model, parallel = run.model, run.parallel
-    method = parallel.pipeline_partition
-    if not (model.has_experts and parallel.expert_model_parallel_size > 1 and parallel.pipe_stages > 1):
+    if not run.model.has_experts or run.parallel.expert_model_parallel_size < 2 or run.parallel.pipe_stages < 2:
         return
-    if model.num_layers < 1 or any(stages_have_layers(run)) or any(partition_fits(run)):
-        return
-    if method in ("parameters", "flops"):
+    for place in stages_without(run, lambda layer: any(parameter.is_expert for parameter in layer.parameters)):
         yield (
-            f"--pipeline-partition {method} may leave a stage without a layer with experts: remove it, or give the "
-            "number of layers of each stage"
+            f"{place} without a layer with experts (--moe-layer-freq {run.model.moe_layer_freq}): give the number of "
+            "layers of each stage"
         )
-        return
-    ends = list(itertools.accumulate(partition.layers_per_chunk(run), initial=0))
-    has_experts = [
-        any(model.layer_has_experts(number + 1) for number in range(*part)) for part in itertools.pairwise(ends)
-    ]
-    for stage in range(parallel.pipe_stages):
-        chunks = chunks_of(parallel.pipeline_schedule, stage, parallel.pipe_stages, parallel.chunks_per_stage)
-        if not any(has_experts[chunk] for chunk in chunks):
-            yield (
-                f"--pipeline-partition {method} leaves stage {stage} without a layer with experts "
-                f"(--moe-layer-freq {model.moe_layer_freq}): divide the layers otherwise"
-            )
 
 
 @rule(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from megatron.common.errors import nearest_multiples
 from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name, negative_flag
 from megatron.model.spec import architecture_of
@@ -60,8 +61,21 @@ def enabled(settings: Mapping[str, bool]) -> str:
     return " and ".join(name for name, on in settings.items() if on)
 
 
+def multiple(name: str, number: int, factors: str, factor: int) -> Messages:
+    """A message unless ``number`` is a multiple of ``factor``, which ``factors`` spells out as flags."""
+    if not divides(factor, number):
+        yield f"{name} {number} is not a multiple of {factors}: use {nearest_multiples(number, factor)}"
+
+
+def divides(small: int, large: int) -> bool:
+    """Whether ``small`` divides ``large``; also true if either is out of range, which is reported elsewhere."""
+    return small < 1 or large < 1 or large % small == 0
+
+
 NEEDS, IGNORED, EXCLUDES = "a flag needs another", "a flag has no effect without another", "flags exclude each other"
+MULTIPLE = "a size is a multiple of another"
 REASONS = {
+    MULTIPLE: "Ranks hold equal shares of a layer, complete heads and as many experts each; heads are equal, too.",
     NEEDS: "Without the other it would not work, or would be silently ignored.",
     IGNORED: "Scripts of Megatron-LM give such flags in any case.",
     EXCLUDES: "They contradict each other, or their combination is not supported.",
@@ -111,12 +125,26 @@ def conditions_as_text(text: str) -> str:
 def relation_rules() -> Iterator[Rule]:
     """A rule for each relation that a field states; of those that it needs, the first that is broken counts."""
     for field in flag_fields().values():
+        yield from (_multiple(field, flag_fields()[name]) for name in field.metadata["flag"]["multiple_of"])
         earlier: list[Rule] = []
         for kind, key in ((IGNORED, "ignored_without"), (NEEDS, "needs"), (EXCLUDES, "excludes")):
             for text, why in field.metadata["flag"][key].items():
                 one = _relation(field, kind, text, why, () if kind == EXCLUDES else tuple(earlier))
                 earlier.append(one)
                 yield one
+
+
+def _multiple(field: Field, other: Field) -> Rule:
+    """The rule that the value of ``field`` is a multiple of that of ``other``; of the encoder if there is one."""
+    name, factors = flag_name(field), flag_name(other)
+
+    def messages(run: RunConfig) -> Messages:
+        if run.model.vision_num_layers or field.metadata["flag"]["models"] != ["llava"]:
+            factor = flag_value(run, other.name)
+            yield from multiple(name, flag_value(run, field.name), f"{factors} {factor}", factor)
+
+    title = f"{name} is a multiple of {factors}"
+    return Rule(title, REASONS[MULTIPLE], messages, kind=MULTIPLE, of_transformers=True)
 
 
 def _relation(field: Field, kind: str, text: str, why: str, earlier: tuple[Rule, ...]) -> Rule:

@@ -27,16 +27,6 @@ def zero_with_pipeline(run: RunConfig) -> Messages:
         )
 
 
-@rule(
-    "fp16 needs a GPU",
-    why="DeepSpeed does not support fp16 on the CPU, where bf16 works without a loss scale.",
-    otherwise="ValueError: Type fp16 is not supported on your device.",
-)
-def device_precision(run: RunConfig) -> Messages:
-    if run.precision.fp16 and run.parallel.device == "cpu":
-        yield "--fp16 does not work on the CPU: use --bf16, or neither for fp32"
-
-
 @rule("loss scales are powers of two and whole", why="DeepSpeed stores the exponent of the first, and whole numbers.")
 def loss_scales(run: RunConfig) -> Messages:
     first, least = run.precision.initial_loss_scale, run.precision.min_scale
@@ -46,10 +36,15 @@ def loss_scales(run: RunConfig) -> Messages:
         yield f"--min-scale {least:g} is not a whole number: use {round(least)}"
 
 
-@rule("NCCL and apex need GPUs", why="On the CPU, gloo and torch's own kernels run.")
+@rule(
+    "fp16, NCCL and apex need GPUs",
+    why="On the CPU, bf16, gloo and torch's own kernels run.",
+    otherwise="ValueError: Type fp16 is not supported on your device.",
+)
 def gpus(run: RunConfig) -> Messages:
     needs_apex = run.model.fused_kernels == "apex"
     settings = {
+        "--fp16": run.precision.fp16 and run.parallel.device == "cpu",
         "--distributed-backend nccl": run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu",
         "--fused-kernels apex": needs_apex and run.parallel.device == "cpu",
     }

@@ -17,7 +17,7 @@ from megatron.tools.inference.source import Source, TokenizerFiles, config_on, o
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 """Model flags of training scripts. The checkpoint knows them, so they are only compared."""
-_OVERRIDES = ("pre_tokens", "next_tokens", "shape_order")
+_OVERRIDES = ("pre_tokens", "shape_order")
 """Model flags that replace the checkpoint's values: no weight depends on them."""
 
 
@@ -102,7 +102,7 @@ def source_of(
 
     Raises as ``open_source``, and ConfigError if flags do not match the model.
     """
-    check_values(args, {"pre_tokens": "[0, inf)", "next_tokens": "[0, inf)"})
+    check_values(args, {"pre_tokens": "[0, inf)"})
     source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file, args.tokenizer_model), accepted)
     sizes = {name: getattr(args, name) for name in _SIZES}
     problems = [
