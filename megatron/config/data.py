@@ -124,7 +124,7 @@ class DataConfig:
         required=True,
     )
     decoder_seq_length: int = flag(
-        0, "Sequence length of the decoder in tokens (required).", within="[1, 1073741824]", models="t5"
+        0, "Sequence length of the decoder in tokens.", within="[1, 1073741824]", models="t5", required=True
     )
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
@@ -170,7 +170,7 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, "Mask the loss of end-of-document tokens.", models="gpt")
     sft: bool = flag(
         False,
-        "Instruction tuning on data sets with a loss mask, of tools/preprocess_data.py --format; complete documents are packed.",
+        "Instruction tuning on data sets with a loss mask (tools/preprocess_data.py --format), in complete documents.",
         models="gpt t5",
         instead_of=("mock_data",),
         excludes={"eod_mask_loss": "the loss mask of the data set decides which tokens count"},

@@ -6,7 +6,8 @@ from megatron.config.fields import derived, flag
 
 SCHEDULES = ("1f1b", "interleaved", "zbh1", "zbv", "dualpipev")
 """Choices of --pipeline-schedule."""
-_NO_COMPLETE_SAMPLE = {
+_ONE_SEQUENCE = {"decoder_seq_length": "it divides one sequence, and an encoder and a decoder have two"}
+_NO_COMPLETE_SAMPLE = _ONE_SEQUENCE | {
     "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
     "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
 }
@@ -81,6 +82,7 @@ class ParallelConfig:
         False,
         "Megatron's sequence parallelism: split norms, dropout and residuals along the sequence as well.",
         needs="model_parallel_size",
+        excludes=_ONE_SEQUENCE,
     )
     tp_comm_overlap: bool = flag(
         False,

@@ -16,7 +16,7 @@ from megatron.config.fields import flag_name, has_flag, inside, interval_as_text
 from megatron.model.spec import ArchitectureSpec
 
 # Their rules register themselves, in this order.
-from megatron.cli.validation import layout, training, model, vision  # noqa: F401, I001  # isort: skip
+from megatron.cli.validation import layout, training, model  # noqa: F401, I001  # isort: skip
 
 RULES: list[Rule] = [*FUNCTIONS, *relation_rules()]
 

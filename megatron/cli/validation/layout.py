@@ -11,24 +11,21 @@ from megatron.model import partition
 from megatron.model.spec import LayerSpec
 
 
-@rule(
-    "heads divide the hidden size",
-    why="Each attention head has an equal part of it, unless --kv-channels is given.",
-    of_transformers=True,
-)
+@rule(of_transformers=True)
 def hidden_size(run: RunConfig) -> Messages:
+    """Heads divide the hidden size. Each attention head has an equal part of it, unless --kv-channels is given."""
     heads = run.model.num_attention_heads
     if run.model.kv_channels:
         return
     yield from multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
-@rule(
-    "query groups and tensor-parallel ranks divide one another",
-    why="A rank computes complete groups, or its part of the queries of one group.",
-    of_transformers=True,
-)
+@rule(of_transformers=True)
 def query_groups_over_ranks(run: RunConfig) -> Messages:
+    """Query groups and tensor-parallel ranks divide one another.
+
+    A rank computes complete groups, or its part of the queries of one group.
+    """
     groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
     if groups != run.model.num_attention_heads and not (divides(groups, ranks) or divides(ranks, groups)):
         yield (
@@ -37,8 +34,9 @@ def query_groups_over_ranks(run: RunConfig) -> Messages:
         )
 
 
-@rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
+@rule()
 def sequence_length(run: RunConfig) -> Messages:
+    """Sequence-parallel ranks divide the sequence. Each rank holds an equal part of the sequence."""
     parallel, splits = run.parallel, {}
     if parallel.context_parallel_size > 1:
         splits["--context-parallel-size"] = parallel.context_parallel_size
@@ -50,11 +48,12 @@ def sequence_length(run: RunConfig) -> Messages:
     yield from multiple("--seq-length", run.data.seq_length, product, math.prod(splits.values()))
 
 
-@rule(
-    "context-parallel ranks have two chunks each",
-    why="Rank r of N has chunks r and 2N - 1 - r of the sequence, so that causal attention is equal work for all.",
-)
+@rule()
 def chunks_of_ranks(run: RunConfig) -> Messages:
+    """Context-parallel ranks have two chunks each.
+
+    Rank r of N has chunks r and 2N - 1 - r of the sequence, so that causal attention is equal work for all.
+    """
     parallel, ranks = run.parallel, run.parallel.ring_size
     if ranks == 1:
         return
@@ -64,12 +63,13 @@ def chunks_of_ranks(run: RunConfig) -> Messages:
     yield from multiple("--seq-length", run.data.seq_length, product, 2 * ranks)
 
 
-@rule(
-    "a2a+p2p has two sizes",
-    why="Of --context-parallel-size ranks, groups of the first size exchange heads, and rings of the second size pass "
-    "keys and values around.",
-)
+@rule()
 def hierarchy(run: RunConfig) -> Messages:
+    """a2a+p2p has two sizes.
+
+    Of --context-parallel-size ranks, groups of the first size exchange heads, and rings of the second size pass
+    keys and values around.
+    """
     parallel, sizes = run.parallel, run.parallel.hierarchical_context_parallel_sizes
     fits = len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == parallel.context_parallel_size
     if parallel.cp_comm_type == "a2a+p2p" and not fits:
@@ -80,12 +80,9 @@ def hierarchy(run: RunConfig) -> Messages:
         )
 
 
-@rule(
-    "Ulysses ranks divide the heads",
-    why="Around attention they exchange their parts of the sequence for complete heads.",
-    of_transformers=True,
-)
+@rule(of_transformers=True)
 def ulysses_heads(run: RunConfig) -> Messages:
+    """Ulysses ranks divide the heads. Around attention they exchange their parts of the sequence for complete heads."""
     heads, parallel = run.model.num_attention_heads, run.parallel
     tensor, ranks = parallel.model_parallel_size, parallel.ulysses_size
     if ranks <= 1 or tensor < 1 or not divides(tensor, heads):
@@ -109,22 +106,20 @@ def ulysses_heads(run: RunConfig) -> Messages:
         )
 
 
-@rule("positions cover the sequence", why="Each token of a sample needs a learned position.", of_transformers=True)
+@rule(of_transformers=True)
 def positions(run: RunConfig) -> Messages:
-    tokens, positions = run.data.seq_length, run.model.max_position_embeddings
-    if tokens > positions > 0:
-        yield (
-            f"--seq-length {tokens} is more than --max-position-embeddings {positions}: raise "
-            "--max-position-embeddings, or lower --seq-length"
-        )
+    """Positions cover the sequence. Each token of a sample needs a learned position."""
+    positions = run.model.max_position_embeddings
+    has_table = run.model.has_position_table
+    lengths = {"--seq-length": run.data.seq_length, "--decoder-seq-length": has_table * run.data.decoder_seq_length}
+    for flag, tokens in lengths.items():
+        if tokens > positions > 0:
+            yield f"{flag} {tokens} is more than --max-position-embeddings {positions}: lower it or raise the other"
 
 
-@rule(
-    "processes = TP x PP x CP x SP x DP",
-    why="The processes form a whole number of model replicas.",
-    otherwise="AssertionError: Invalid Grid",
-)
+@rule(otherwise="AssertionError: Invalid Grid")
 def world_size(run: RunConfig) -> Messages:
+    """processes = TP x PP x CP x SP x DP. The processes form a whole number of model replicas."""
     world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
     ulysses, replica = run.parallel.ds_sequence_parallel_size, run.parallel.replica_size
     context, shared = run.parallel.context_parallel_size, run.parallel.sequence_ranks
@@ -160,9 +155,10 @@ def _either(numbers: list[int]) -> str:
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
-@rule("each stage has a layer", why="A stage without layers would only pass tensors on.")
+@rule()
 def stages_have_layers(run: RunConfig) -> Messages:
-    """Enough layers for all model chunks. Explicit partitions are checked by ``partition_fits``."""
+    """Each stage has a layer. A stage without layers would only pass tensors on."""
+    # Enough layers for all model chunks. Explicit partitions are checked by partition_fits.
     layers, parallel = run.model.num_layers, run.parallel
     method = parallel.pipeline_partition
     if layers < 1 or not parallel.uses_pipeline or _method_problem(method) or partition.explicit(method):
@@ -183,11 +179,9 @@ def stages_have_layers(run: RunConfig) -> Messages:
         yield f"--pipeline-partition {method} has {most} parts to distribute, less than {chunks}: {remedy}"
 
 
-@rule(
-    "the partition fits the model",
-    why="Each stage has a part of the model, and all parts together are the full model.",
-)
+@rule()
 def partition_fits(run: RunConfig) -> Messages:
+    """The partition fits the model. Each stage has a part of the model, and all parts together are the full model."""
     layers, parallel = run.model.num_layers, run.parallel
     method = parallel.pipeline_partition
     flag = f"--pipeline-partition {method}"
@@ -249,13 +243,13 @@ def stages_without(run: RunConfig, has: Callable[[LayerSpec], bool], *, first_ch
             yield f"--pipeline-partition {method} leaves {name}"
 
 
-@rule(
-    "a first stage without layers needs fp32 and ZeRO 0",
-    why="DeepSpeed all-reduces the gradient norm once per parameter group and drops empty groups. The embeddings have "
-    "no parameters without weight decay, so that their stage has fewer groups than the others.",
-    otherwise="hangs in an all-reduce",
-)
+@rule(otherwise="hangs in an all-reduce")
 def embeddings_alone(run: RunConfig) -> Messages:
+    """A first stage without layers needs fp32 and ZeRO 0.
+
+    DeepSpeed all-reduces the gradient norm once per parameter group and drops empty groups. The embeddings have no
+    parameters without weight decay, so that their stage has fewer groups than the others.
+    """
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
     has_no_layer = numbers is not None and len(numbers) > 1 and numbers[0] == 0
     if (
@@ -270,11 +264,12 @@ def embeddings_alone(run: RunConfig) -> Messages:
     )
 
 
-@rule(
-    "the interleaved schedule has a multiple of its stages as micro-batches",
-    why="Micro-batches pass through the model chunks of a stage in rounds of as many as there are stages.",
-)
+@rule()
 def micro_batches_in_rounds(run: RunConfig) -> Messages:
+    """The interleaved schedule has a multiple of its stages as micro-batches.
+
+    Micro-batches pass through the model chunks of a stage in rounds of as many as there are stages.
+    """
     parallel, train = run.parallel, run.train
     if parallel.pipeline_schedule != "interleaved" or not parallel.uses_pipeline:
         return
@@ -289,11 +284,12 @@ def micro_batches_in_rounds(run: RunConfig) -> Messages:
             )
 
 
-@rule(
-    "DualPipeV has two micro-batches per stage",
-    why="Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.",
-)
+@rule()
 def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
+    """DualPipeV has two micro-batches per stage.
+
+    Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.
+    """
     parallel, gas = run.parallel, run.train.gradient_accumulation_steps
     if smallest := min((size for _, size in run.train.batch_steps), default=0):
         gas = gas * smallest // run.train.global_batch_size

@@ -1,19 +1,22 @@
-"""Rules about the model: adapters, positions, attention, what a decoder needs, and mixtures of experts."""
+"""Rules about the model: adapters, positions, attention, decoders, mixtures of experts, and encoders of images."""
+
+from functools import partial
 
 from megatron.cli.validation.layout import stages_without
-from megatron.cli.validation.rules import Messages, enabled, rule
+from megatron.cli.validation.rules import Messages, rule
 from megatron.common.errors import counted
-from megatron.config import RunConfig
+from megatron.config import ModelConfig, RunConfig
 from megatron.config.experts import LORA_TARGETS, layers_of_runs
 from megatron.config.positions import ROTARY
+from megatron.config.vision import PARTS
 from megatron.model import partition
 from megatron.model.architectures import architecture_of
+from megatron.model.spec import LayerSpec
 
 
-@rule(
-    "adapters belong to complete linear layers", why="Queries, keys and values are one matrix here, as are gate and up."
-)
+@rule()
 def lora_targets(run: RunConfig) -> Messages:
+    """Adapters belong to complete linear layers. Queries, keys and values are one matrix here, as are gate and up."""
     chosen = set(run.model.lora_target)
     known = {name for target, parts in LORA_TARGETS.items() for name in (target, *parts)}
     for name in sorted(chosen - known):
@@ -24,8 +27,9 @@ def lora_targets(run: RunConfig) -> Messages:
             yield f"--lora-target {' '.join(sorted(given))} needs all of {' '.join(parts)}: add the others"
 
 
-@rule("YaRN stretches waves from short to long ones", why="It extends a model that is trained already.")
+@rule()
 def yarn(run: RunConfig) -> Messages:
+    """YaRN stretches waves from short to long ones. It extends a model that is trained already."""
     model = run.model
     if model.position_embedding_type != "yarn":
         return
@@ -38,8 +42,9 @@ def yarn(run: RunConfig) -> Messages:
         yield f"--position-embedding-type yarn needs waves that become longer: raise --rotary-base {model.rotary_base}"
 
 
-@rule("RoPE needs an even number of dimensions", why="It rotates pairs of dimensions of a head.")
+@rule()
 def rotated_dimensions(run: RunConfig) -> Messages:
+    """RoPE needs an even number of dimensions. It rotates pairs of dimensions of a head."""
     model = run.model
     if not (model.has_rotary_embedding and model.num_attention_heads > 0):
         return
@@ -51,27 +56,27 @@ def rotated_dimensions(run: RunConfig) -> Messages:
         )
 
 
-@rule(
-    "--tiled-mlp excludes the dropout of adapters",
-    why="The forward pass of a part is repeated, and would draw another mask.",
-)
+@rule()
 def tiled_adapters(run: RunConfig) -> Messages:
+    """--tiled-mlp excludes the dropout of adapters.
+
+    The forward pass of a part is repeated, and would draw another mask.
+    """
     if run.model.tiled_mlp and run.model.lora_dropout and {"dense_h_to_4h", "dense_4h_to_h"} & {*run.model.adapted}:
         yield f"--tiled-mlp and --lora-dropout {run.model.lora_dropout:g} exclude each other: remove one"
 
 
-@rule(
-    "the fused causal attention kernel has no sliding window",
-    why="Otherwise another kernel would run, silently.",
-)
+@rule()
 def fused_attention(run: RunConfig) -> Messages:
+    """The fused causal attention kernel has no sliding window. Otherwise another kernel would run, silently."""
     if run.model.scaled_upper_triang_masked_softmax_fusion and run.model.pre_tokens < run.data.seq_length - 1:
         flag, window = "--scaled-upper-triang-masked-softmax-fusion", f"--pre-tokens {run.model.pre_tokens}"
         yield f"{flag} cannot be combined with {window}: remove {flag}, or remove {window}"
 
 
-@rule("relative positions have an even number of buckets", why="Half of them are for exact distances.")
+@rule()
 def buckets(run: RunConfig) -> Messages:
+    """Relative positions have an even number of buckets. Half of them are for exact distances."""
     number, distance = run.model.relative_attention_num_buckets, run.model.relative_attention_max_distance
     if run.model.has_relative_positions and (number % 2 or distance <= number // 2):
         yield (
@@ -80,8 +85,9 @@ def buckets(run: RunConfig) -> Messages:
         )
 
 
-@rule("relative positions are T5's", why="The other models have no table of them, and T5 has no rotation.")
+@rule()
 def positions_of_t5(run: RunConfig) -> Messages:
+    """Relative positions are T5's. The other models have no table of them, and T5 has no rotation."""
     kind = run.model.position_embedding_type
     if (kind == "relative" and not _is_t5(run)) or (kind in ROTARY and _is_t5(run)):
         others = "relative, learned_absolute or none" if _is_t5(run) else "learned_absolute, rope or none"
@@ -92,41 +98,12 @@ def _is_t5(run: RunConfig) -> bool:
     return architecture_of(run.model).is_encoder_decoder
 
 
-@rule(
-    "an encoder with a decoder excludes sequence parallelism",
-    why="It is for hidden states of one sequence, and T5 has two of different lengths.",
-)
-def one_sequence(run: RunConfig) -> Messages:
-    parallel = run.parallel
-    given = enabled(
-        {
-            "--sequence-parallel": parallel.sequence_parallel,
-            f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
-            f"--context-parallel-size {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
-        }
-    )
-    if given and _is_t5(run):
-        yield f"{given} cannot be combined with a model that has an encoder and a decoder: remove it"
-
-
-@rule("a decoder has a sequence length", why="It has no default that fits every encoder.")
-def decoder_length(run: RunConfig) -> Messages:
-    if _is_t5(run) and run.data.decoder_seq_length < 1:
-        yield "--decoder-seq-length is required"
-
-
-@rule("decoder positions cover the sequence", why="Each token of the decoder needs a learned position.")
-def decoder_positions(run: RunConfig) -> Messages:
-    tokens, rows = run.data.decoder_seq_length, run.model.max_position_embeddings
-    if _is_t5(run) and run.model.has_position_table and tokens > rows > 0:
-        yield f"--decoder-seq-length {tokens} is more than --max-position-embeddings {rows}: raise the latter"
-
-
-@rule(
-    "the split rank leaves stages with layers to encoder and decoder",
-    why="The stages before it hold the encoder, the others the decoder.",
-)
+@rule()
 def split_rank(run: RunConfig) -> Messages:
+    """The split rank leaves stages with layers to encoder and decoder.
+
+    The stages before it hold the encoder, the others the decoder.
+    """
     parallel, model = run.parallel, run.model
     split, stages = parallel.pipeline_model_parallel_split_rank, parallel.pipe_stages
     if split is None or not _is_t5(run):
@@ -152,15 +129,17 @@ def split_rank(run: RunConfig) -> Messages:
         yield f"{flag} gives {stages_of} to the decoder of {counted(model.decoder_num_layers, 'layer')}: raise it"
 
 
-@rule("the router chooses from the experts", why="It cannot choose more than there are.")
+@rule()
 def chosen_experts(run: RunConfig) -> Messages:
+    """The router chooses from the experts. It cannot choose more than there are."""
     experts, chosen = run.model.num_experts, run.model.moe_router_topk
     if 0 < experts < chosen:
         yield f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
 
 
-@rule("a list of layers with experts is of all layers", why="Each layer has experts or an MLP.")
+@rule()
 def listed_layers(run: RunConfig) -> Messages:
+    """A list of layers with experts is of all layers. Each layer has experts or an MLP."""
     model, listed = run.model, run.model.moe_layer_freq
     if not isinstance(listed, str) or not model.has_experts:
         return
@@ -171,21 +150,23 @@ def listed_layers(run: RunConfig) -> Messages:
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 
 
-@rule(
-    "experts are split as the other layers are",
-    why="Tokens are sent to the rank with the same part of another expert: the ranks of tensor parallelism correspond.",
-)
+@rule()
 def expert_tensor_parallel_size(run: RunConfig) -> Messages:
+    """Experts are split as the other layers are.
+
+    Tokens are sent to the rank with the same part of another expert: the ranks of tensor parallelism correspond.
+    """
     size, ranks = run.parallel.expert_tensor_parallel_size, run.parallel.model_parallel_size
     if size not in (0, ranks) and run.model.has_experts:
         yield f"--expert-tensor-parallel-size {size} differs from --model-parallel-size {ranks}: use {ranks}"
 
 
-@rule(
-    "expert-parallel ranks divide the data-parallel ranks",
-    why="Ranks that read other samples divide the experts among them.",
-)
+@rule()
 def experts_over_data_ranks(run: RunConfig) -> Messages:
+    """Expert-parallel ranks divide the data-parallel ranks.
+
+    Ranks that read other samples divide the experts among them.
+    """
     ranks, parallel = run.parallel.expert_model_parallel_size, run.parallel
     if ranks < 1 or parallel.replica_size < 1 or parallel.world_size % parallel.replica_size:
         return
@@ -196,13 +177,13 @@ def experts_over_data_ranks(run: RunConfig) -> Messages:
         )
 
 
-@rule(
-    "with expert parallelism each stage has a layer with experts",
-    why="DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no "
-    "group of them. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.",
-    otherwise="hangs in an all-reduce",
-)
+@rule(otherwise="hangs in an all-reduce")
 def experts_on_each_stage(run: RunConfig) -> Messages:
+    """With expert parallelism each stage has a layer with experts.
+
+    DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no group of
+    them. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.
+    """
     if not run.model.has_experts or run.parallel.expert_model_parallel_size < 2 or run.parallel.pipe_stages < 2:
         return
     for place in stages_without(run, lambda layer: any(parameter.is_expert for parameter in layer.parameters)):
@@ -212,16 +193,66 @@ def experts_on_each_stage(run: RunConfig) -> Messages:
         )
 
 
-@rule(
-    "compiled layers at ZeRO 3 get hidden states only",
-    why="DeepSpeed reduces the gradients of a compiled layer in a hook that torch runs too early if the layer gets "
-    "several tensors, such as with segment ids.",
-    otherwise="reduces gradients before they exist",
-)
+@rule(otherwise="reduces gradients before they exist")
 def compiled_at_zero_3(run: RunConfig) -> Messages:
+    """Compiled layers at ZeRO 3 get hidden states only.
+
+    DeepSpeed reduces the gradients of a compiled layer in a hook that torch runs too early if the layer gets
+    several tensors, such as with segment ids.
+    """
     if not run.model.compile or run.zero.zero_stage != 3:
         return
     if run.model.layers_need_segment_ids:
         yield "--compile with --zero-stage 3 excludes --reset-attention-mask: remove --compile, or use --zero-stage 2"
     elif architecture_of(run.model).masked_lm:
         yield "--compile with --zero-stage 3 excludes BERT: remove --compile, or use --zero-stage 2"
+
+
+@rule()
+def feature_layer(run: RunConfig) -> Messages:
+    """The projector reads a layer of the encoder. Layers are counted from 1 on, or from the last one, -1, back."""
+    count, layer = run.model.vision_num_layers, run.model.vision_feature_layer
+    if count > 0 and not 1 <= run.model.vision_layers <= count:
+        valid = f"1 to {count}, or {-count} to -1"
+        yield f"--vision-feature-layer {layer} is none of --vision-num-layers {count}: use {valid}"
+
+
+@rule()
+def image_fits(run: RunConfig) -> Messages:
+    """A sample has room for an image. An image that does not fit is cut off, with all that follows it."""
+    model, length = run.model, run.data.seq_length
+    patch, size = model.vision_patch_size, model.vision_image_size
+    if not model.vision_num_layers:
+        return
+    if patch > size:
+        yield f"--vision-patch-size {patch} is more than --vision-image-size {size}"
+    elif model.image_tokens >= length > 0:
+        image = f"the {model.image_tokens} tokens of --vision-image-size {size}"
+        yield f"--seq-length {length} has no room for {image} and an answer: raise it"
+
+
+@rule(otherwise="fails on the empty list of parameters")
+def stages_train(run: RunConfig) -> Messages:
+    """Every stage has something to train.
+
+    DeepSpeed's optimizers need a parameter, and a backward pass something to compute. By parameters and FLOPs the
+    stages depend on the vocabulary, which is not read yet.
+    """
+    model = run.model
+    flags = " ".join(f"--freeze-{part}" for part in model.frozen_parts).replace("language", "language-model")
+    if len(model.frozen_parts) == len(PARTS):
+        yield f"{flags} leave nothing to train: remove one"
+    elif flags or model.lora_rank:
+        flags = flags or f"--lora-rank {model.lora_rank}"
+        for place in stages_without(run, partial(_trains, model), first_chunk=bool(model.frozen_parts)):
+            yield (
+                f"{place} with nothing to train, with {flags}: give the number of layers of each stage, or use "
+                "--zero-stage 3 or --model-parallel-size instead of a pipeline"
+            )
+
+
+def _trains(model: ModelConfig, layer: LayerSpec) -> bool:
+    """Whether some parameter of ``layer`` is trained."""
+    if not layer.parameters or layer.part in ("", *model.frozen_parts):
+        return False
+    return layer.part != "language" or not model.lora_rank or layer.is_block

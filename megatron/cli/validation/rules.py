@@ -44,12 +44,14 @@ FUNCTIONS: list[Rule] = []
 """The rules that are functions, in the order of their definition."""
 
 
-def rule(
-    name: str, *, why: str, otherwise: str = "", only_warns: bool = False, of_transformers: bool = False
-) -> Callable[[Check], Check]:
-    """Register the decorated function, which yields messages, as a rule; see ``Rule`` for the arguments."""
+def rule(*, otherwise: str = "", only_warns: bool = False, of_transformers: bool = False) -> Callable[[Check], Check]:
+    """Register the decorated function, which yields messages, as a rule; see ``Rule`` for the arguments.
+
+    The first sentence of its docstring is the rule's name, the others say why.
+    """
 
     def register(messages: Check) -> Check:
+        name, _, why = " ".join((messages.__doc__ or "").split()).partition(". ")
         FUNCTIONS.append(Rule(name, why, messages, otherwise, only_warns, of_transformers=of_transformers))
         return messages
 

@@ -12,12 +12,12 @@ from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, unused_me
 from megatron.model.architectures import architecture_of
 
 
-@rule(
-    "the pipeline runs at ZeRO 0 or 1",
-    why="It accumulates gradients over micro-batches, so that sharded gradients would be reduced for each of them.",
-    otherwise="AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
-)
+@rule(otherwise="AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism")
 def zero_with_pipeline(run: RunConfig) -> Messages:
+    """The pipeline runs at ZeRO 0 or 1.
+
+    It accumulates gradients over micro-batches, so that sharded gradients would be reduced for each of them.
+    """
     stage, stages = run.zero.zero_stage, run.parallel.pipe_parallel_size
     if run.parallel.uses_pipeline and stage >= 2:
         yield (
@@ -27,8 +27,9 @@ def zero_with_pipeline(run: RunConfig) -> Messages:
         )
 
 
-@rule("loss scales are powers of two and whole", why="DeepSpeed stores the exponent of the first, and whole numbers.")
+@rule()
 def loss_scales(run: RunConfig) -> Messages:
+    """Loss scales are powers of two and whole. DeepSpeed stores the exponent of the first, and whole numbers."""
     first, least = run.precision.initial_loss_scale, run.precision.min_scale
     if first >= 1 and not math.log2(first).is_integer():
         yield f"--initial-loss-scale {first:g} is not a power of two: use {2 ** round(math.log2(first))}"
@@ -36,12 +37,9 @@ def loss_scales(run: RunConfig) -> Messages:
         yield f"--min-scale {least:g} is not a whole number: use {round(least)}"
 
 
-@rule(
-    "fp16, NCCL and apex need GPUs",
-    why="On the CPU, bf16, gloo and torch's own kernels run.",
-    otherwise="ValueError: Type fp16 is not supported on your device.",
-)
+@rule(otherwise="ValueError: Type fp16 is not supported on your device.")
 def gpus(run: RunConfig) -> Messages:
+    """fp16, NCCL and apex need GPUs. On the CPU, bf16, gloo and torch's own kernels run."""
     needs_apex = run.model.fused_kernels == "apex"
     settings = {
         "--fp16": run.precision.fp16 and run.parallel.device == "cpu",
@@ -54,11 +52,12 @@ def gpus(run: RunConfig) -> Messages:
         yield "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
 
 
-@rule(
-    "a model of another program has no list of layers",
-    why="Adapters, experts, Muon, plans and published weights need to know the layers and their matrices.",
-)
+@rule()
 def provided_model(run: RunConfig) -> Messages:
+    """A model of another program has no list of layers.
+
+    Adapters, experts, Muon, plans and published weights need to know the layers and their matrices.
+    """
     settings = {
         "--lora-rank": run.model.lora_rank > 0,
         "--num-experts": run.model.has_experts,
@@ -75,11 +74,12 @@ _WATCHDOG_MINUTES = 0.5
 """Longest time from the watchdog's limit to the end of the last rank."""
 
 
-@rule(
-    "--watchdog-minutes ends a hung run before its collectives time out",
-    why="Otherwise the backend ends it first, NCCL by aborting the process, and no rank is named.",
-)
+@rule()
 def watchdog_before_timeout(run: RunConfig) -> Messages:
+    """--watchdog-minutes ends a hung run before its collectives time out.
+
+    Otherwise the backend ends it first, NCCL by aborting the process, and no rank is named.
+    """
     watchdog, timeout = run.logging.watchdog_minutes, run.parallel.distributed_timeout_minutes
     if watchdog is not None and timeout < watchdog + _WATCHDOG_MINUTES:
         yield (
@@ -88,12 +88,12 @@ def watchdog_before_timeout(run: RunConfig) -> Messages:
         )
 
 
-@rule(
-    "Adafactor runs without ZeRO and tensor parallelism",
-    why="Its state is the sums of a full matrix's rows and columns, and its step depends on that matrix's norm.",
-    otherwise="computes another update on each layout",
-)
+@rule(otherwise="computes another update on each layout")
 def adafactor(run: RunConfig) -> Messages:
+    """Adafactor runs without ZeRO and tensor parallelism.
+
+    Its state is the sums of a full matrix's rows and columns, and its step depends on that matrix's norm.
+    """
     remedies = {
         "--zero-stage 0": run.zero.zero_stage > 0 and run.precision.dtype == "fp32",
         "fp32 at --zero-stage 0": run.zero.zero_stage > 0 and run.precision.dtype != "fp32",
@@ -103,18 +103,19 @@ def adafactor(run: RunConfig) -> Messages:
         yield f"--optimizer adafactor needs full matrices on each rank: use {needed}, or --optimizer adam"
 
 
-@rule("--min-lr is at most --lr", why="The learning rate decays from --lr to --min-lr.")
+@rule()
 def min_lr(run: RunConfig) -> Messages:
+    """--min-lr is at most --lr. The learning rate decays from --lr to --min-lr."""
     if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:
         yield f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
 
 
-@rule(
-    "every batch size is a multiple of micro-batch x DP",
-    why="A batch size that varies changes the number of micro-batches; their size stays.",
-    otherwise="ValueError: Train batch size must be divisible by micro-batch data parallelism",
-)
+@rule(otherwise="ValueError: Train batch size must be divisible by micro-batch data parallelism")
 def batch_sizes(run: RunConfig) -> Messages:
+    """Every batch size is a multiple of micro-batch x DP.
+
+    A batch size that varies changes the number of micro-batches; their size stays.
+    """
     train = run.train
     for _, size in train.batch_steps:
         ranks = run.parallel.data_parallel_size
@@ -131,8 +132,9 @@ def _batch_flag(run: RunConfig) -> str:
     return "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
 
 
-@rule("warm-up fits into the decay", why="Both are counted in the same unit.")
+@rule()
 def warmup(run: RunConfig) -> Messages:
+    """Warm-up fits into the decay. Both are counted in the same unit."""
     optim, train = run.optim, run.train
     if train.global_batch_size < 1 or optim.decay_steps(train) < 1:
         return
@@ -145,11 +147,12 @@ def warmup(run: RunConfig) -> Messages:
         yield f"the warm-up of {warmup} {unit}s and {flag} {last} do not fit into {decay} {unit}s: shorten one"
 
 
-@rule(
-    "the tokenizer suits the model",
-    why="GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.",
-)
+@rule()
 def tokenizer(run: RunConfig) -> Messages:
+    """The tokenizer suits the model.
+
+    GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.
+    """
     data, model = run.data, architecture_of(run.model)
     if model.provider is not None:
         return
@@ -162,8 +165,9 @@ def tokenizer(run: RunConfig) -> Messages:
         yield f"--tokenizer-type {data.tokenizer_type} does not suit {run.model.architecture}: use {instead}{mock}"
 
 
-@rule("BPE needs merges", why="The vocabulary does not determine how text is tokenized.")
+@rule()
 def merges(run: RunConfig) -> Messages:
+    """BPE needs merges. The vocabulary does not determine how text is tokenized."""
     data = run.data
     if data.tokenizer_type == "GPT2BPETokenizer" and data.merge_file is None and _needs_tokenizer(run):
         suits = "WhitespaceTokenizer" in architecture_of(run.model).tokenizers
@@ -171,17 +175,18 @@ def merges(run: RunConfig) -> Messages:
         yield f"--merge-file is required with --tokenizer-type GPT2BPETokenizer{other}"
 
 
-@rule(
-    "--merge-file is for a tokenizer with merges",
-    why="Command lines for Megatron-LM name a file of merges with any tokenizer.",
-    only_warns=True,
-)
+@rule(only_warns=True)
 def merges_of_words(run: RunConfig) -> Messages:
+    """--merge-file is for a tokenizer with merges.
+
+    Command lines for Megatron-LM name a file of merges with any tokenizer.
+    """
     yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
 
 
-@rule("a tokenizer has a vocabulary", why="It is in a file, or for NullTokenizer a number.")
+@rule()
 def tokenizer_files(run: RunConfig) -> Messages:
+    """A tokenizer has a vocabulary. It is in a file, or for NullTokenizer a number."""
     data = run.data
     if data.tokenizer_type != NULL_TOKENIZER and data.vocab_file is None and _needs_tokenizer(run):
         if data.tokenizer_type in PUBLISHED:
@@ -194,19 +199,21 @@ def _needs_tokenizer(run: RunConfig) -> bool:
     return run.data.vocab_file is not None or architecture_of(run.model).provider is None
 
 
-@rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
+@rule()
 def pairs(run: RunConfig) -> Messages:
+    """A pair of sentences fits into a sample. BERT's samples are pairs of sentences with three special tokens."""
     tokens = run.data.seq_length
     architecture = architecture_of(run.model)
     if architecture.masked_lm and not architecture.is_encoder_decoder and 0 < tokens < 5:
         yield f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
 
 
-@rule(
-    "a blend has a weight before each prefix",
-    why="The share of each data set is its weight divided by the sum of all weights.",
-)
+@rule()
 def blends(run: RunConfig) -> Messages:
+    """A blend has a weight before each prefix.
+
+    The share of each data set is its weight divided by the sum of all weights.
+    """
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
             if words := getattr(run.data, name):
@@ -215,8 +222,9 @@ def blends(run: RunConfig) -> Messages:
             yield f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
 
 
-@rule("traced and profiled iterations are part of the run", why="The output would be empty otherwise.")
+@rule()
 def step_ranges(run: RunConfig) -> Messages:
+    """Traced and profiled iterations are part of the run. The output would be empty otherwise."""
     observe, last = run.observe, run.train.train_iters
     for flag, text in (("--trace-steps", observe.trace_steps), ("--profile-steps", observe.profile_steps)):
         if text is None or (flag == "--trace-steps" and observe.trace is None):
@@ -229,8 +237,9 @@ def step_ranges(run: RunConfig) -> Messages:
         yield f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
 
 
-@rule("--rank names ranks of the run", why="Other ranks have no layers to build.")
+@rule()
 def dry_ranks(run: RunConfig) -> Messages:
+    """--rank names ranks of the run. Other ranks have no layers to build."""
     world = run.parallel.world_size
     try:
         ranks = run.logging.ranks or []
