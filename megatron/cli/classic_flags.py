@@ -154,8 +154,8 @@ _REFUSED = {
         "cpu-offloading-num-layers fine-grained-activation-offloading"
     ),
     "ZeRO shards the weights: use --zero-stage 3": (
-        "DDP-impl use-*fsdp* torch-fsdp2-* fsdp-* data-parallel-sharding-strategy "
-        "suggested-communication-unit-size enable-full-sharding-in-hsdp keep-fp8-transpose-cache* "
+        "DDP-impl use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp torch-fsdp2-* fsdp-* "
+        "data-parallel-sharding-strategy suggested-communication-unit-size enable-full-sharding-in-hsdp keep-fp8-transpose-cache* "
         "num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor scattered-embeddings"
     ),
     "the optimizer is offloaded completely: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to be "
@@ -208,13 +208,14 @@ _REFUSED = {
         "legacy-tokenizer trust-remote-code padded-vocab-size allow-ambiguous-pad-tokens"
     ),
     "data sets are named on the command line: use --data-path, or --train-data-path and its companions": (
-        "*data-args-path aml-data-download-path sample-rate train-*idx-path train-desc-path "
+        "*data-args-path aml-data-download-path sample-rate "
+        "train-idx-path train-desc-path train-doc-idx-path train-sample-idx-path train-shuffle-idx-path "
         "train-data-exact-num-epochs return-data-index use-dataset-only object-storage-cache-path s3-cache-path "
         "disable-msc"
     ),
     "the weights of a blend always count as shares of its samples: remove it": "renormalize-blend-weights",
     "encoder and decoder have one layout: use --model-parallel-size and --pipe-parallel-size": (
-        "encoder-*-model-parallel-size"
+        "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"
     ),
     "it is for vision models: remove it": "img-dim",
     "checkpoints are recognized; those of other programs are converted by tools/convert_checkpoint.py": (

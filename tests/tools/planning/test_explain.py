@@ -49,7 +49,7 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
         "> data      8 groups of 2: [0 2] [1 3]",
         "> pipe      4 groups of 4: [0 4 8 12] [1 5 9 13] [2 6 10 14] [3 7 11 15]",
         '"train_batch_size": 16',
-        "kept    the pipeline runs at ZeRO 0 or 1",
+        "kept    The pipeline runs at ZeRO 0 or 1",
         f"{len(RULES)} rules, all kept",
         "stage  holds ",
         "> attention plain (fp32, ",
@@ -104,7 +104,7 @@ def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
     finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
     assert finished.returncode == 2
     for line in (
-        "BROKEN  the pipeline runs at ZeRO 0 or 1",
+        "BROKEN  The pipeline runs at ZeRO 0 or 1",
         "found: --zero-stage 3 cannot be combined with --pipe-parallel-size 2",
         "use --zero-stage 1 or --pipe-parallel-size 0",
         "DeepSpeed otherwise: AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
@@ -130,4 +130,4 @@ def test_layouts_are_explained_by_their_tool(programs: Programs) -> None:
     )  # fmt: skip
     assert finished.returncode == 2
     assert "tp1-pp0-dp1" in finished.output and f"{len(RULES)} rules, all kept" in finished.output
-    assert "BROKEN  the pipeline runs at ZeRO 0 or 1" in finished.output
+    assert "BROKEN  The pipeline runs at ZeRO 0 or 1" in finished.output

@@ -44,7 +44,7 @@ def test_every_layout_is_listed_or_counted_with_its_reason():
     # Four tensor-parallel ranks: ZeRO 1 to 3, with the sequence cut or not.
     assert grids[4, 0] == 3 * 2 * 4 * 5
     reasons = {rejection.reason: rejection.layouts for rejection in plan.rejections}
-    assert reasons["the pipeline runs at ZeRO 0 or 1"] == sum(
+    assert reasons["The pipeline runs at ZeRO 0 or 1"] == sum(
         2 * 4 * 2 for t in (1, 2, 4) for p in (2, 4) if t * p <= 4
     )
     assert reasons["--sequence-parallel needs --model-parallel-size"] > 0
