@@ -156,7 +156,8 @@ _REFUSED = {
     "ZeRO shards the weights: use --zero-stage 3": (
         "DDP-impl use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp torch-fsdp2-* fsdp-* "
         "data-parallel-sharding-strategy suggested-communication-unit-size enable-full-sharding-in-hsdp "
-        "keep-fp8-transpose-cache* num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor scattered-embeddings"
+        "keep-fp8-transpose-cache* num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor "
+        "scattered-embeddings"
     ),
     "the optimizer is offloaded completely: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to be "
     "pageable": "optimizer-offload-fraction no-pin-cpu-grads no-pin-cpu-params",
