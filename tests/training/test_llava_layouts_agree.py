@@ -15,7 +15,7 @@ from support.programs import read_metrics
 from support.ranks import fork_server
 from support.training import RankTraining, pretrain
 
-from megatron.data.image_store import image_writer
+from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 ITERATIONS, IMAGE, EOD, SIZE = 3, 60, 63, 28
