@@ -30,7 +30,8 @@ LAYOUTS = [
     "tp2 sp recompute",
     "pp2 zero1 --pipeline-partition 1,3",  # cut in the encoder
     "pp2 zbv recompute",
-    "pp2 --num-virtual-stages-per-pipeline-rank 2 --compile",
+    "pp2 --num-virtual-stages-per-pipeline-rank 2",
+    "dp1 --compile",
     "cp2",
     "dp2 zero3 --batch-size 1",
 ]
