@@ -93,6 +93,7 @@ class ElasticRun:
 
     def start(self) -> None:
         """Start the elastic agent."""
+        self.told_before = self.log.stat().st_size
         self.agent = self.launch(self.save, self.metrics, *self.saving)
 
     def launch(self, save: Path, metrics: Path, *words: str) -> subprocess.Popen:
@@ -120,7 +121,8 @@ class ElasticRun:
     def must_train(self) -> None:
         """Wait for two more iterations; an agent that has ended with an expected code is started again."""
         most, deadline = self.trained() + 2, time.monotonic() + PATIENCE
-        while self.trained() < most:
+        # Ranks of an agent that was killed may train a little longer.
+        while self.trained() < most or b"launch.py: elastic: " not in self.log.read_bytes()[self.told_before :]:
             if (code := self.agent.poll()) is not None:
                 self.note(code)
                 self.start()
@@ -295,7 +297,7 @@ def main() -> None:
             with run.running():
                 while kinds.total() < arguments.faults:
                     run.must_train()
-                    for _ in range(min(chance.randint(1, 5), arguments.faults - kinds.total())):
+                    for _ in range(min(chance.randint(1, arguments.burst), arguments.faults - kinds.total())):
                         kinds[strike(run, kinds.total() + 1)] += 1
                 run.end()
                 iterations, differences = run.check()
@@ -320,6 +322,7 @@ def _described(differences: dict[int, float]) -> str:
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
     parser.add_argument("--faults", type=int, default=25, metavar="N", help="faults in all")
+    parser.add_argument("--burst", type=int, default=5, metavar="N", help="most faults before it must train again")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults, and how the run saves")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the agent printed")
     return parser

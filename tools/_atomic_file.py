@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.common.errors import ConfigError, ResourceError
-from megatron.common.files import UNFINISHED, replace_file, sync, sync_folder
+from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, sync, sync_folder
 
 
 @contextmanager
@@ -63,5 +63,6 @@ def _os_errors(path: Path, flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise ResourceError(f"{flag} {path}: the disk is full; free some space and run this again") from error
+            lacked = "has no inodes left; remove files" if lacks_inodes(path.parent) else "is full; free some space"
+            raise ResourceError(f"{flag} {path}: the disk {lacked} and run this again") from error
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}); name another place") from error

@@ -40,12 +40,13 @@ def main() -> None:
 def _inspect(found: Found, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
-    from megatron.tools.convert.load_and_save import read_versions, read_weights
+    from megatron.tools.convert.load_and_save import check_optimizer, read_versions, read_weights
     from megatron.tools.convert.report import facts, heading, listing, parameters, parameters_as_json
 
     known = facts(found) | {"versions": read_versions(found), "whole": whole}
     if not args.json:
         print(heading(known) + "\n", flush=True)
+    check_optimizer(found)
     listed = parameters(read_weights(found))
     print(parameters_as_json(known, listed) if args.json else listing(listed))
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128, xxh3_128_digest
 
 from megatron.common.errors import CheckpointError, ResourceError
-from megatron.common.files import file_mode, folder_mode, replace_file, sync, sync_folder
+from megatron.common.files import file_mode, folder_mode, lacks_inodes, replace_file, sync, sync_folder
 from megatron.common.reading import LARGEST_JSON, read_bytes, regular
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
@@ -181,6 +181,8 @@ def disk_errors(folder: Path, what: str, size: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, what: str, size: int) -> str:
+    if lacks_inodes(folder):
+        return f"{what} needs new files, and the disk has no inodes left"
     free = shutil.disk_usage(folder if os.path.isdir(folder) else folder.absolute().anchor).free
     return f"{what} needs {size:,} bytes, and the disk has {free:,} free"
 

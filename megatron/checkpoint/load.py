@@ -14,13 +14,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.files import Manifest, check_content, read_manifest
+from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.resharding import load_resharded
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.schema import form_errors, read_rank_files
+from megatron.checkpoint.schema import check_share_of_copies, form_errors, read_rank_files
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.checkpoint.tracker import resolve
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
-from megatron.common.files import located
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name
 from megatron.model.architectures import architecture_of
@@ -140,6 +141,8 @@ def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout,
     has_spec = architecture_of(run.model).provider is None
     # Each rank reads the files that it would write itself.
     contents = read_rank_files(engine, saved, optimizer=with_optimizer, has_spec=has_spec)
+    if has_spec:
+        check_share_of_copies(SavedStates(saved, verified=True))
     with engine.checkpoint_engine.holding(contents):
         engine.load_checkpoint(
             str(saved.folder),

@@ -21,7 +21,7 @@ as parts of their own.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -35,8 +35,8 @@ from torch import Tensor
 from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
-from megatron.common.files import located
 from megatron.config import RunConfig
 from megatron.engines.state import parameter_states
 from megatron.model.architectures import architecture_of
@@ -94,6 +94,21 @@ class SavedStates:
         """The weight of the full parameter, without padding, as it is in the files of weights if there are any."""
         spec, count = self.specs[name], self.layout.model_parallel_size
         return Shard(lambda rank: self.weight(name, rank), count, spec, spec.shape)
+
+    def copies(self, part: slice = slice(None), *, optimizer: bool = True) -> Iterator[tuple[str, list[Stored]]]:
+        """Name and copies of each tensor that all tensor-parallel ranks have whole, for ``part`` of the parameters.
+
+        With the ``optimizer``, those of its state, too. None if there is one such rank.
+        """
+        whole = [name for name, spec in self.specs.items() if spec.shard_dim is None]
+        for name in whole[part] if self.layout.model_parallel_size > 1 else ():
+            states = [
+                {**(self.state(name, rank) if optimizer else {}), "weight": self.weight(name, rank)}
+                for rank in range(self.layout.model_parallel_size)
+            ]
+            for key in states[0]:
+                if is_flat(states[0][key]):
+                    yield f"{name}.{key}", [state[key] for state in states]
 
     def stages(self) -> range:
         """The pipeline's stages; one without a pipeline."""

@@ -12,7 +12,14 @@ from torch.distributed import ProcessGroup
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, model_file, optimizer_file
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.schema import Updates, check_numbers, check_state, check_steps, form_errors
+from megatron.checkpoint.schema import (
+    Updates,
+    check_numbers,
+    check_share_of_copies,
+    check_state,
+    check_steps,
+    form_errors,
+)
 from megatron.checkpoint.stored import Shard
 from megatron.checkpoint.tensor_files import read_checked_file
 from megatron.engines.state import (
@@ -58,6 +65,7 @@ def load_resharded(
         state = states.shard(name, shape, tensor_group.rank(), tensor_group.size(), first_expert)
         return state if optimizer else {WEIGHT: state[WEIGHT]}
 
+    check_share_of_copies(states)
     load_states(engine, read, path, only, updates)
     with form_errors(path):
         if optimizer:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from megatron.checkpoint.collective_errors import gathered_on_rank_0
-from megatron.checkpoint.parameter_state import WEIGHT, State, numbered_state
+from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, numbered_state
 from megatron.checkpoint.run_file import SavedRun
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError, first_line
-from megatron.common.files import located
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
 
 Shape = Sequence[int]
@@ -92,6 +93,30 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
     if not isinstance(step, int | float) or not 0 <= step <= updates.most or step % 1:
         raise _wrong(place, f"{name}.step", str(step), f"a number of updates, at most {updates.most}")
     return int(step)
+
+
+def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> None:
+    """Raises CheckpointError unless tensor-parallel ranks have the same of what ``SavedStates.copies`` names."""
+    with form_errors(states.saved.path):
+        for name, copies in states.copies(part, optimizer=optimizer):
+            files = [copy.pieces[0].file.path for copy in copies]
+            first = copies[0].read_all().float()
+            check_numbers(files[0], name, first)
+            for file, copy in zip(files[1:], copies[1:], strict=True):
+                check_numbers(file, name, other := copy.read_all().float())
+                apart, largest = (float(one.abs().max()) for one in (first - other, torch.stack([first, other])))
+                if apart > largest * max(_ROUNDING, 2 * torch.finfo(copy.dtype).eps):
+                    found = f"up to {apart:.3g} from what it is in {files[0].name}, of numbers up to {largest:.3g}"
+                    raise _wrong(file, name, found, "equal: all tensor-parallel ranks have it")
+
+
+def check_share_of_copies(states: SavedStates) -> None:
+    """The same on all ranks, each of which compares every n-th parameter. Every rank must call it."""
+    on_all_ranks(lambda: check_copies(states, slice(dist.get_rank(), None, dist.get_world_size())))
+
+
+_ROUNDING = 1e-3
+"""Part of the largest number of a tensor by which copies may differ, as if devices had rounded differently."""
 
 
 def check_steps(place: object, steps: set[int | None]) -> None:

@@ -14,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +160,40 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
         raise CheckpointError(f"{path} holds iteration {description['iteration']}: its folder was copied or renamed")
     check_history(description, str(path / RUN_FILE))
-    return SavedRun(folder, tag, description)
+    saved = SavedRun(folder, tag, description)
+    check_layout(saved, manifest)
+    return saved
+
+
+_NUMBERED = re.compile(
+    r"rng_state_(?P<ranks>\d+)\.pt|layer_\d+-model_(?P<shards>\d+)-model_states\.pt"
+    r"|\w*zero_pp_rank_(?P<partitions>\d+)_mp_rank_\d+_optim_states\.pt|\w*mp_rank_(?P<parts>\d+)_model_states\.pt"
+)
+
+
+def check_layout(saved: SavedRun, names: Iterable[str]) -> None:
+    """Raises CheckpointError if the checkpoint has files ``names`` of more or fewer ranks than its layout has."""
+    layout, found = saved.layout, defaultdict[str, set[int]](set)
+    for name in names:
+        if match := _NUMBERED.fullmatch(name.rpartition("/")[2]):
+            found[str(match.lastgroup)].add(int(match[match.lastindex or 0]))
+    shards, partitions = layout.model_parallel_size, layout.zero_ranks
+    parts = shards * max(layout.pipe_parallel_size, 1)
+    expected = {"shards": shards, "parts": parts, "partitions": partitions, "ranks": parts * partitions}
+    for kind, size in expected.items():
+        if kind in found and found[kind] != set(range(size)):
+            raise CheckpointError(
+                f"{saved.path / RUN_FILE}: the layout ({layout}) has {size} {_FILES[kind]}, but there are files of "
+                f"{len(found[kind])}"
+            )
+
+
+_FILES = {
+    "ranks": "ranks with random states",
+    "shards": "tensor-parallel shards",
+    "parts": "model-parallel ranks",
+    "partitions": "partitions of the optimizer",
+}
 
 
 def begin_tag(folder: Path, tag: str) -> Path:

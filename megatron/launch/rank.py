@@ -15,8 +15,9 @@ from typing import NoReturn
 
 from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, required_packages
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
 from megatron.common.files import restrict_new_files
+from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
 from megatron.common.screen import ignore_lost_output
 from megatron.launch.host_limits import check_host, failure_of_host
@@ -58,6 +59,8 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     exit_with_launcher(os.environ)
     adopt_slurm_task(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # within an import a KeyboardInterrupt may be lost
     threading.excepthook = _report_thread
     rank, is_first_on_host = _place()
     _write_exit_code(rank, "")

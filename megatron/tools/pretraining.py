@@ -67,6 +67,10 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
 
 def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
+    from megatron.training.exit_conditions import ExitConditions
+
+    exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way; others import torch
+
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.huggingface import load_huggingface
     from megatron.checkpoint.load import FRESH
@@ -80,9 +84,8 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
-    from megatron.training.trainer import ExitConditions, Trainer
+    from megatron.training.trainer import Trainer
 
-    exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way
     with (
         initialized_ranks(run, callbacks) as (layout, progress),
         lock_folder(run) as lock,

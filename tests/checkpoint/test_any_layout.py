@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from checkpoint.conftest import FP8, SAVED, SETTINGS
 from support.layouts import layout
 from support.programs import TINY_MODEL, Programs, read_metrics
@@ -85,9 +86,10 @@ def test_a_rank_reads_what_it_needs(run_ranks_once, programs: Programs, saved_on
 
 
 def bytes_of_loading(words: list[str]) -> tuple[int, int]:
-    """Bytes of tensors that this rank reads of a checkpoint, and those of its weights and its optimizer's moments."""
+    """Bytes of tensors that this rank reads of a checkpoint; those of its weights, moments, and copies to compare."""
     from megatron.checkpoint import stored
     from megatron.checkpoint.load import load_checkpoint, select_checkpoint
+    from megatron.checkpoint.parameter_state import SavedStates
     from megatron.checkpoint.save import Checkpointer
     from megatron.cli import parse_run
     from megatron.engines.build import build_engine
@@ -107,13 +109,15 @@ def bytes_of_loading(words: list[str]) -> tuple[int, int]:
     with initialized_ranks(run, []) as (layout, _):
         engine = build_engine(run, layout, annealing_lr(run))
         Checkpointer(engine, run, print)
-        load_checkpoint(engine, run, layout, select_checkpoint(run))
+        load_checkpoint(engine, run, layout, saved := select_checkpoint(run))
+        share = SavedStates(saved, verified=True).copies(slice(dist.get_rank(), None, dist.get_world_size()))
+        compared = sum(copy.numel() for _, copies in share for copy in copies)
         moments = sum(2 * master.length for master in master_weights(engine).values())
         weights = sum(
             parameter.ds_tensor.ds_numel if hasattr(parameter, "ds_tensor") else parameter.numel()
             for parameter in engine.module.parameters()
         )
-    return sum(counted), 4 * (weights + moments)
+    return sum(counted), 4 * (weights + moments + compared)
 
 
 def test_another_precision(resume, expected):

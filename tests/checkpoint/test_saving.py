@@ -1,5 +1,7 @@
 """Saving in the foreground and in the background, and saves that fail."""
 
+import errno
+import os
 import resource
 import subprocess
 import time
@@ -7,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining, pretrain
 from torch import nn
 
+from megatron.checkpoint.files import disk_errors
 from megatron.checkpoint.host_copies import in_host_memory
 from megatron.checkpoint.tensor_files import EngineFiles, bytes_of, write_file
 from megatron.cli import parse_run
+from megatron.common.errors import ResourceError
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
 
@@ -26,6 +31,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_disk_without_inodes_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status = SimpleNamespace(f_files=100, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    for place in (tmp_path, tmp_path / "missing" / "folder"):
+        with pytest.raises(ResourceError, match="no inodes left"), disk_errors(place, "the checkpoint", 0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["", "in the background"])

@@ -19,11 +19,13 @@ from support.programs import TINY_MODEL, Programs
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.tracker import newest, tag_at, write_description
 from megatron.common.errors import CheckpointError
+from megatron.tools.convert.load_and_save import lazy_weights
 from megatron.tools.convert.universal import cached
 
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-LAYER = "layer_03-model_00-model_states.pt"
+LAYER, LAYER_1 = "layer_03-model_00-model_states.pt", "layer_03-model_01-model_states.pt"
+ZERO_1 = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
 
 def sealed(folder: Path, name: str, change: Change | str) -> Path:
@@ -113,6 +115,9 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (ZERO, "zero_pp_rank_0_mp_rank_01_optim_states.pt", "files have been exchanged"),
         (RANK, "mp_rank_01_model_states.pt", "files have been exchanged"),
         (LAYER, put("attention.dense.weight", lambda t: t.int()), "attention.dense.weight is int32"),
+        (LAYER_1, put("input_layernorm.weight", with_element(0.5)), "from what it is in"),
+        (ZERO_1, put("optimizer_state_dict/single_partition_of_fp32_groups/1", with_element(9)), "from what it is in"),
+        (ZERO_1, put(f"{BASE}/state/1/exp_avg", with_element(9)), "from what it is in"),
         (ZERO, put(f"{BASE}/state/0/exp_avg", lambda t: t[:-8].clone()), r"state\[0\].exp_avg is float32"),
         (ZERO, put(f"{BASE}/state/1/exp_avg_sq", with_element(-1)), r"state\[1\].exp_avg_sq is from -1 on"),
         (ZERO, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
@@ -187,13 +192,45 @@ def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
 
 
 def test_it_is_not_converted_for_another_layout(saved_on, tmp_path: Path) -> None:
-    changes = [case for case in CASES["tp2 pp2 zero1"] if case[0] == ZERO and not isinstance(case[1], str)]
+    changes = [case for case in CASES["tp2 pp2 zero1"] if case[0] in (ZERO, ZERO_1) and not isinstance(case[1], str)]
     for number, (name, change, _) in enumerate(changes):
         folder = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / str(number))
         shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
         sealed(folder, name, change)
         with pytest.raises(CheckpointError, match=re.escape(str(folder / "global_step3"))):
             cached(newest(folder))
+
+
+def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> None:
+    """On tensor-parallel ranks; as if devices had rounded differently they may differ."""
+    folder = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / "saved")
+    sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t * 1.0001))
+    lazy_weights(newest(folder))
+    file = sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t * 1.01))
+    with pytest.raises(CheckpointError, match=f"{file}: 3.input_layernorm.weight.* 0.0.* in {LAYER}"):
+        lazy_weights(newest(folder))
+
+
+LAYOUTS = [
+    ("dp1", "data-parallel size", 2, "has 2 ranks with random states, but there are files of 1"),
+    ("tp2 pp2 zero1", "data-parallel size", 2, "has 2 partitions of the optimizer, but there are files of 1"),
+    ("tp2 pp2 zero1", "--model-parallel-size", 1, "has 1 tensor-parallel shards, but there are files of 2"),
+    ("tp2 pp2 zero1", "--pipe-parallel-size", 4, "has 8 model-parallel ranks, but there are files of 4"),
+    ("dp2 zero3", "data-parallel size", 1, "has 1 partitions of the optimizer, but there are files of 2"),
+    ("dp2 zero3", "--context-parallel-size", 2, "has 4 partitions of the optimizer, but there are files of 2"),
+]
+
+
+def test_a_layout_that_does_not_fit_is_refused(saved_on, tmp_path: Path) -> None:
+    for number, (saver, key, size, text) in enumerate(LAYOUTS):
+        tag = shutil.copytree(saved_on(saver) / "global_step3", tmp_path / str(number) / "global_step3")
+        description = json.loads((tag / "run.json").read_text())
+        (tag / "run.json").unlink()
+        (tag / "manifest.json").unlink()
+        description["layout"][key] = size
+        write_description(tag, description)
+        with pytest.raises(CheckpointError, match=text):
+            tag_at(tag)
 
 
 HISTORY: list[tuple[Change, str]] = [

@@ -103,6 +103,33 @@ def test_a_second_signal_ends_at_once_unless_a_launcher_passes_the_first_on(
     assert programs.python("-c", RECEIVER, *signals.split(), **environ).returncode == code
 
 
+EARLY = """
+import os, signal, sys, time
+from megatron.launch.rank import run_rank
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def main():
+    if len(sys.argv) > 2:
+        from megatron.cli import parse_run
+        from megatron.training.exit_conditions import ExitConditions
+        conditions = ExitConditions(parse_run(sys.argv[2:], {}))
+    assert "torch" not in sys.modules
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(60)
+run_rank(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "words", "code"),
+    [("SIGINT", [], -2), ("SIGINT", ["--save", "ck"], 75), ("SIGTERM", ["--save", "ck"], 75)],
+)
+def test_a_signal_before_torch_is_imported(programs, signals: str, words: list[str], code: int) -> None:
+    """It ends the process at once; within an import a KeyboardInterrupt could be lost."""
+    words = [*TINY_MODEL, "--mock-data", *SETTINGS, *words] if words else []
+    ended = programs.python("-c", EARLY, signals, *words, PYTHONPATH=str(programs.root))
+    assert ended.returncode == code and "Traceback" not in ended.output, ended.output
+
+
 def test_the_time_limit_ends_a_run_after_an_iteration(programs, tmp_path) -> None:
     places = ("--save", tmp_path / "ck", "--exit-duration-in-mins", "0.001")
     left = programs.pretrain(1, *SETTINGS, *places).ok()

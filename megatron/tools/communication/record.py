@@ -20,7 +20,7 @@ import typing_extensions
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.checkpoint import load
+from megatron.checkpoint import load, tracker
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.save import Checkpointer
 from megatron.launch.progress import ProgressState
@@ -250,6 +250,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
             (dist.distributed_c10d, "batch_isend_irecv", batched),
             (OneRankGroup, "observer", recorder),
             (SavedStates, "shard", state_without_files),
+            (SavedStates, "copies", lambda *_, **__: ()),
+            (tracker, "check_layout", lambda *_: None),
             (load, "check_identity", lambda *_: None),  # of files that stand for those of ranks that are not run
         ):
             stack.enter_context(patch.object(owner, name, value))

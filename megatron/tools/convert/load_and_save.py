@@ -19,7 +19,7 @@ from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import SavedStates, model_file
 from megatron.checkpoint.run_file import SavedRun, describe
-from megatron.checkpoint.schema import form_errors
+from megatron.checkpoint.schema import check_copies, form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError
@@ -95,12 +95,19 @@ def run_metadata(model: WholeModel) -> dict[str, str]:
     return {RUN_KEY: json.dumps(model.description)}
 
 
+def check_optimizer(found: Found) -> None:
+    """Raises CheckpointError if tensor-parallel ranks differ in what they should have alike. The files are verified."""
+    if found.saved and found.kind != "universal":
+        check_copies(SavedStates(found.saved, verified=True))
+
+
 def lazy_weights(saved: SavedRun) -> LazyTensors:
     """The weights of a checkpoint without shards and padding, each read when it is asked for.
 
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
     states, config = SavedStates(saved), saved.whole_model_config()
+    check_copies(states, optimizer=False)
     with form_errors(saved.path):
         weights = {name: states.full_weight(name) for name in states.specs}
     outlines = {name: weight.outline for name, weight in weights.items()}

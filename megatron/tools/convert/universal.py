@@ -27,7 +27,7 @@ from megatron.checkpoint.parameter_state import (
     optimizer_file,
 )
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.schema import Updates, check_state, check_steps, form_errors
+from megatron.checkpoint.schema import Updates, check_copies, check_state, check_steps, form_errors
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
@@ -116,6 +116,7 @@ def _source_hash(saved: SavedRun) -> str:
 
 def _write(saved: SavedRun, folder: Path) -> None:
     source, states = _source_hash(saved), SavedStates(saved)
+    check_copies(states)
     with form_errors(saved.path):
         counted: set[int | None] = set()
         for name, spec in states.specs.items():

@@ -39,10 +39,11 @@ from megatron.tools.finetuning.tables import Table
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators, on_device
+from megatron.training.exit_conditions import ExitConditions, due
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
 from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
-from megatron.training.trainer import ExitConditions, Trainer, due
+from megatron.training.trainer import Trainer
 
 
 class TokenizedRows:

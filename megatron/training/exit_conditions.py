@@ -1,0 +1,58 @@
+"""When training ends before its last iteration: signals, the time limit, ``--exit-interval``. No torch here."""
+
+import signal
+import time
+from typing import NoReturn
+
+from megatron.common.processes import ExitSignal
+from megatron.config import RunConfig
+from megatron.launch.rank import exit_now
+
+PREEMPTED = 75
+"""Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
+
+
+class ExitConditions:
+    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts.
+
+    Until ``defer_signals()`` a signal ends the process at once: there is nothing to save.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._start = time.monotonic()
+        self.exit_code = 0  # for the reason that is due
+        self._signal = ExitSignal(self._exit_at_start)
+
+    def defer_signals(self) -> None:
+        """From here on, a signal ends the run after the iteration it arrives in."""
+        self._signal.defer()
+
+    def _exit_at_start(self, number: int) -> NoReturn:
+        name = signal.Signals(number).name
+        exit_now(f"received {name} before the first iteration; nothing was saved", self._exit_code(number))
+
+    def _exit_code(self, number: int) -> int:
+        return PREEMPTED if self._run.checkpoint.save else 128 + number
+
+    def local_request(self) -> tuple[int, bool]:
+        """The number of the signal that this rank has received (0 for none), and whether its time is over."""
+        minutes = self._run.train.exit_duration_in_mins
+        return self._signal.number, minutes is not None and time.monotonic() - self._start >= 60 * minutes
+
+    def due(self, iteration: int, signal_number: float, is_late: float) -> str | None:
+        """Why to exit after ``iteration``, if at all. The same on every rank if given the maximum of all requests."""
+        train, number = self._run.train, int(signal_number)
+        if number:
+            self.exit_code = self._exit_code(number)
+            return f"received {signal.Signals(number).name}"
+        if is_late:
+            return f"--exit-duration-in-mins {train.exit_duration_in_mins} have passed"
+        if due(iteration, train.exit_interval):
+            return f"--exit-interval {train.exit_interval}"
+        return None
+
+
+def due(iteration: int, interval: int | None) -> bool:
+    """Whether something that happens every ``interval`` iterations, if ever, happens after ``iteration``."""
+    return bool(interval and iteration % interval == 0)
