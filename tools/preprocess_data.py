@@ -35,13 +35,19 @@ from megatron.config.tokenizer_files import (
 from megatron.launch.rank import print_warning
 from megatron.tools.chat.files import find_chat_template
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool
-from megatron.tools.preprocess.conversations import KEYS
 from megatron.tools.preprocess.file_lines import format_of
-from megatron.tools.preprocess.image_flags import add_image_flags, image_rules, image_settings
-from megatron.tools.preprocess.inputs import IMAGES, add_input_flags, expand_inputs, text_size
+from megatron.tools.preprocess.inputs import (
+    IMAGES,
+    add_image_flags,
+    add_input_flags,
+    expand_inputs,
+    image_rules,
+    image_settings,
+    text_size,
+)
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
-from megatron.tools.preprocess.tokenize_chunk import tokenizer_of
+from megatron.tools.preprocess.tokenize_chunk import KEYS, tokenizer_of
 
 MOST_WORKERS = max(256, 4 * (os.cpu_count() or 1))
 """Beyond a few for each core, more workers only take memory."""

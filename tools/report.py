@@ -13,9 +13,8 @@ from megatron.cli.resolve import METRICS
 from megatron.common.errors import ConfigError, DataError
 from megatron.model.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.reporting.answers import read_answers
 from megatron.tools.reporting.files import RECORD, read_expert_loads, read_record, read_series, read_timeline
-from megatron.tools.reporting.page import KEYS, page
+from megatron.tools.reporting.page import KEYS, page, read_answers
 
 
 def main() -> None:

@@ -41,14 +41,14 @@ from megatron.checkpoint.collective_errors import gathered
 from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
-from megatron.common.checkpoint_folders import make_subfolder, placed
+from megatron.common.files import make_subfolder, placed
 from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import indexed_datasets
 from megatron.data.gpt2_dataset import SampleStream
 from megatron.data.indexed_dataset import HEADER, MAGIC, DocumentLengths, IndexedDataset
 from megatron.data.map_cache import cached_epoch
-from megatron.engines.grid import LayoutGrid
+from megatron.engines.pipeline import LayoutGrid
 from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
 from megatron.launch.watchdog import describe_hang
 from megatron.model.architectures import architecture_of

@@ -99,11 +99,11 @@ def outputs_of_experts_reversed() -> None:
     def make(right):
         return lambda self, outputs: right(self, outputs.flip(0))
 
-    patch(module("parallel.expert.routes").AllToAllRoute, "send_back", make)
+    patch(module("parallel.expert").AllToAllRoute, "send_back", make)
 
 
 def rows_not_sorted() -> None:
-    routes = module("parallel.expert.routes")
+    routes = module("parallel.expert")
 
     def send(self, x):
         return self._exchange(routes.rows_of_tokens(x, self.slots), self.sent, self.received)

@@ -13,8 +13,8 @@ from typing import Any
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.common.errors import CheckpointError
 from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig, sections
+from megatron.config.fields import field_problems, type_problem
 from megatron.config.positions import ROTATION
-from megatron.config.typed import field_problems, type_problem
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface import model_title
 from megatron.model.partition import layers_per_chunk

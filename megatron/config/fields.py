@@ -1,9 +1,14 @@
-"""Fields of the config, with what the command line needs to know of each."""
+"""Fields of the config, with what the command line needs to know of each; values of JSON files, compared with them."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import Field, field
+from dataclasses import Field, field, fields
+from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_origin
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Relations: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 """Conditions on other flags, maybe with the reason of each.
@@ -120,3 +125,59 @@ def ends(interval: str) -> tuple[float, float]:
     """The two numbers of an interval; ``inf`` if it is unbounded."""
     low, high = interval[1:-1].split(",")
     return float(low), float(high)
+
+
+_WHOLE = "[-1, 9007199254740992]"
+"""Whole numbers of fields without an interval."""
+_SHOWN = 60
+
+
+def field_problems(kind: type, values: Mapping[str, Any], *, ranges: bool = True) -> list[str]:
+    """A message for each of ``values`` that the field of its name of the dataclass ``kind`` cannot have.
+
+    Values without a field are ignored; with ``ranges`` numbers must be in the intervals of flags, and choices known.
+    """
+    found = {entry.name: _problem(entry, values[entry.name], ranges) for entry in fields(kind) if entry.name in values}
+    return [f"{name} is {shown(values[name])}: {problem}" for name, problem in found.items() if problem]
+
+
+def shown(value: Any) -> str:
+    """A value for messages, of which a long one is cut off."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def type_problem(kind: Any, value: Any) -> str | None:
+    """Why ``value`` of a JSON file is none of the type ``kind``, without any conversion; None if it is."""
+    from pydantic import ValidationError
+
+    try:
+        _adapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{step!r}]" for step in first["loc"] if step != "constrained-str")
+        return f"{where} {first['msg']}".strip()
+    return None
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _problem(entry: Field, value: Any, ranges: bool) -> str | None:
+    if isinstance(value, str) and get_origin(entry.type) is tuple:
+        value = [value]  # as earlier versions wrote a single one
+    if problem := type_problem(entry.type, value):
+        return problem
+    metadata = entry.metadata.get("flag") or entry.metadata
+    interval = metadata.get("within") or (_WHOLE if type(value) is int else "(-inf, inf)")
+    if not ranges or value == entry.default:
+        return None
+    if (choices := metadata.get("choices")) and isinstance(value, str) and value not in choices:
+        return f"choose from {', '.join(choices)}"
+    if type(value) in (int, float) and not inside(value, interval):
+        return f"must be {interval_as_text(interval, value)}"
+    return None

@@ -20,8 +20,7 @@ from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.model.weights import residual_weight, weight
 from megatron.ops.activation import expert_activation
 from megatron.ops.linear import StackedLinearKernel, stacked_linear, stacked_linear_kernel
-from megatron.parallel.expert import local_experts, mark_expert
-from megatron.parallel.expert.routes import ROUTES, Route
+from megatron.parallel.expert import ROUTES, Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.deferred import DeferringModule

@@ -20,7 +20,7 @@ from megatron.parallel import (
     ring_groups,
     ulysses_groups,
 )
-from megatron.parallel.symmetric_memory import maps_memory
+from megatron.parallel.process_groups import maps_memory
 from megatron.parallel.tensor.chunks import BY_RANK, CHUNKS
 
 

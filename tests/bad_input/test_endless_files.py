@@ -28,7 +28,7 @@ from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import config_of
 from megatron.tokenizer.base import read_text
 from megatron.tools.convert.megatron_files import read_shards
-from megatron.tools.preprocess import columns, corpus, file_lines
+from megatron.tools.preprocess import corpus, file_lines
 from megatron.tools.preprocess.corpus import read_chunks
 
 
@@ -148,9 +148,9 @@ BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] =
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_expands_without_end_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LARGEST_LINE", 1 << 16)
-    for module in (columns, corpus):
+    for module in (corpus,):
         monkeypatch.setattr(module, "LARGEST_LINE", 1 << 16)
-    for module in (columns, file_lines):
+    for module in (corpus, file_lines):
         monkeypatch.setattr(module, "LARGEST", 1 << 16)
         monkeypatch.setattr(module, "MOST_EXPANDED", 100)
     monkeypatch.setattr(file_lines, "MOST_EMPTY", 100)

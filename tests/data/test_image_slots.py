@@ -11,9 +11,8 @@ from support.command_lines import parse
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.data.datasets import build_datasets, samples_per_epoch, sizes_of
-from megatron.data.image_dataset import ImageDataset
+from megatron.data.image_dataset import ImageDataset, image_writer
 from megatron.data.image_slots import divided, with_image_slots
-from megatron.data.image_store import image_writer
 from megatron.data.loader import MicroBatches, image_batch
 
 IMAGE = 60

@@ -38,7 +38,7 @@ def await_iteration(metrics: Path, iteration: int, supervisor: subprocess.Popen,
         time.sleep(0.02)
 
 
-def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
+def test_lost_hosts(programs: Programs, train_in_ranks, warm_python: dict[str, str], tmp_path: Path) -> None:
     settings = [*SETTINGS, *WITHOUT_DROPOUT]
     train_in_ranks(2, *settings, "--metrics-file", tmp_path / "whole")
     sent = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
@@ -52,7 +52,7 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
         command = [*hosts.on("host-4"), sys.executable, "tools/launch.py", "--elastic", "--hostfile"]
         program = ["pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings, *words]
         command += [tmp_path / "hostfile", *program]
-        with programs.started(log, *command, DS_ENV_FILE=str(tmp_path / "sent")) as supervisor:
+        with programs.started(log, *command, DS_ENV_FILE=str(tmp_path / "sent"), **warm_python) as supervisor:
             await_iteration(metrics, 10, supervisor, log)
             hosts.kill("host-2")
             first = max(losses(metrics))

@@ -48,7 +48,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def launch(programs: Programs, hosts: Hosts, words: list[str], tmp_path: Path) -> Launch:
+def launch(programs: Programs, hosts: Hosts, warm_python, words: list[str], tmp_path: Path) -> Launch:
     """``launch(fault, flags, *more)``: over pdsh, a rank on each host; ``flags`` are the launcher's."""
 
     def run(fault: str, flags: tuple[str, ...], *more: str) -> Finished:
@@ -57,7 +57,7 @@ def launch(programs: Programs, hosts: Hosts, words: list[str], tmp_path: Path) -
         return programs.run(
             *hosts.on("host-1"), sys.executable, "tools/launch.py", "--hostfile", hosts.hostfile(1, 2), *flags,
             "tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *words, *more,
-            DS_ENV_FILE=str(tmp_path / "sent"), PDSH_SSH_ARGS_APPEND="-o ServerAliveInterval=2",
+            DS_ENV_FILE=str(tmp_path / "sent"), PDSH_SSH_ARGS_APPEND="-o ServerAliveInterval=2", **warm_python,
         )  # fmt: skip
 
     return run

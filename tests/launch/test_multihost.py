@@ -62,14 +62,15 @@ def on_each(programs: Programs, hosts: Hosts, *commands: list, **environ: str) -
         return [finished.result().ok() for finished in started]
 
 
-def test_deepspeed_over_pdsh(programs, hosts, settings, train_in_ranks, tmp_path) -> None:
+def test_deepspeed_over_pdsh(programs, hosts, warm_python, settings, train_in_ranks, tmp_path) -> None:
     """Three stages on two hosts, two of them on the first."""
     stages = ("--pipe-parallel-size", "3")
     train_in_ranks(3, *SETTINGS, *stages, "--metrics-file", tmp_path / "one_host")
     files = {"HOSTFILE": str(hosts.hostfile(2, 2)), "SAVE": str(tmp_path / "saved")}
     finished = programs.run(
         *hosts.on("host-1"), *SCRIPT, *settings, *TP1, *stages, "--metrics-file", tmp_path / "metrics",
-        DS_ENV_FILE=str(hosts.folder / "deepspeed_env"), LAUNCHER="pdsh", **files, INCLUDE="host-1:0,1@host-2:1",
+        DS_ENV_FILE=str(hosts.folder / "deepspeed_env"), LAUNCHER="pdsh", INCLUDE="host-1:0,1@host-2:1",
+        **files, **warm_python,
     ).ok()  # fmt: skip
     assert losses(tmp_path / "metrics") == losses(tmp_path / "one_host")
     assert finished.output.count("> layout") == 1, "one rank of all hosts prints"
@@ -85,14 +86,14 @@ def test_deepspeed_with_open_mpi(programs, hosts, settings, on_one_host, tmp_pat
     assert losses(tmp_path / "metrics") == on_one_host
 
 
-def test_deepspeed_without_ssh(programs, hosts, settings, on_one_host, tmp_path) -> None:
+def test_deepspeed_without_ssh(programs, hosts, warm_python, settings, on_one_host, tmp_path) -> None:
     """Started once on each host."""
     files = {"HOSTFILE": str(hosts.hostfile(1, 2)), "SAVE": str(tmp_path / "saved"), "MASTER_ADDR": "host-1"}
     commands = [
         ["env", f"NODE_RANK={number}", *SCRIPT, *settings, *TP1, "--metrics-file", tmp_path / "metrics"]
         for number in range(2)
     ]
-    on_each(programs, hosts, *commands, **files)
+    on_each(programs, hosts, *commands, **files, **warm_python)
     assert losses(tmp_path / "metrics") == on_one_host
 
 

@@ -19,7 +19,7 @@ from megatron.ops.fp8 import Fp8LinearKernel
 from megatron.ops.linear import AccumulatingLinearKernel, LinearKernel
 from megatron.parallel import layout as layouts
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.symmetric_memory import maps_memory
+from megatron.parallel.process_groups import maps_memory
 from megatron.parallel.tensor.chunks import BY_RANK
 from megatron.parallel.tensor.chunks import CHUNKS as ALL_CHUNKS
 from megatron.parallel.tensor.deferred import DeferredWeightGradients, compute_weight_gradients

@@ -16,9 +16,10 @@ import struct
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 LAUNCHER = "deepspeed.launcher.launch"
 LAUNCHER_NAME, RANK_NAME = "launcher", "rank"
@@ -114,11 +115,15 @@ class _Forked(subprocess.Popen):
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         script, *_ = words = command[2:]
-        run = partial(runpy.run_path, script, run_name="__main__")
+
+        def run() -> None:
+            subprocess.Popen = _Forked.__base__  # type: ignore[misc]
+            runpy.run_path(script, run_name="__main__")
+
         super().__init__(command, env=env, preexec_fn=partial(_be, RANK_NAME, run, words, env))
 
 
-def _be(name: str, run: partial, words: list[str], environ: dict[str, str]) -> NoReturn:
+def _be(name: str, run: Callable[[], Any], words: list[str], environ: dict[str, str]) -> NoReturn:
     """Become a program: what /proc says of the process, too."""
     os.closerange(3, 4096)  # a parent waits until its fork has closed a pipe
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which subprocess has restored, and python ignores

@@ -15,13 +15,13 @@ from PIL import Image
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.image_store import ImageStore
+from megatron.data.image_dataset import ImageStore
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.data.splits import all_sources
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.inference.images import decoded
-from megatron.tools.preprocess import columns, image_records
+from megatron.tools.preprocess import corpus, image_records
 from megatron.tools.preprocess.job import ImageSettings, Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
@@ -237,7 +237,7 @@ def test_what_expands_without_end_is_refused(tmp_path: Path, vocabulary: Path, m
     """A sample of a tar file that is too large, and a column of Parquet that is hardly more than its repetition."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(image_records, "_LARGEST_SAMPLE", 1 << 16)
-    monkeypatch.setattr(columns, "LARGEST", 1 << 16)
+    monkeypatch.setattr(corpus, "LARGEST", 1 << 16)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name in ("1.a.png", "1.b.png"):
             member = tarfile.TarInfo(name)

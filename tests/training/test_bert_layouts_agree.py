@@ -18,8 +18,7 @@ SETTINGS = (
 LAYOUTS = [
     "pp2 zero1 recompute",
     "dp2 zero3",
-    "tp2 pp2",
-    "tp2 sp zero1 sbh selective",
+    "tp2 pp2 sp sbh selective",
     "ulysses2",
     "pp1 cp2",
     "pp2 dualpipev",

@@ -24,8 +24,6 @@ SCALES = [4096, 4096, 8192, 8192, 4096, 4096, 4096, 8192, 8192, 16384]
 the hysteresis, and the second halves."""
 LAYOUTS = {
     "zero0-tp2": f"{FP16} --zero-stage 0 --model-parallel-size 2",
-    "zero0-pp2": f"{FP16} --zero-stage 0 --pipe-parallel-size 2",
-    "zero1-pp2-fp32-sums": f"{FP16} --zero-stage 1 --pipe-parallel-size 2 --grad-accum-dtype fp32",
     "zero1-zbh1-fp32-sums": f"{FP16} --pipe-parallel-size 2 --pipeline-schedule zbh1 --grad-accum-dtype fp32",
     "zero2-dp2": f"{FP16} --zero-stage 2",
     "zero3-dp2": f"{FP16} --zero-stage 3",

@@ -14,12 +14,10 @@ SETTINGS = (
     " --bf16 --fp8-format hybrid --fp8-min-size 16"
 ).split()
 LAYOUTS = [
-    "dp1 zero1 recompute",
     "dp2 zero3",
     "tp2 zero1 --fp8-recipe rowwise",
-    "tp2 sp zero1 overlap",
-    "pp2 zero1 in-place --gas 4",
-    "pp2 dualpipev zero1",
+    "tp2 sp zero1 overlap recompute",
+    "pp2 dualpipev zero1 in-place --gas 4",
 ]
 
 

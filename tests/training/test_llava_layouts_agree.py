@@ -15,7 +15,7 @@ from support.programs import read_metrics
 from support.ranks import fork_server
 from support.training import RankTraining, pretrain
 
-from megatron.data.image_store import image_writer
+from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 ITERATIONS, IMAGE, EOD, SIZE = 3, 60, 63, 28
@@ -30,7 +30,8 @@ LAYOUTS = [
     "tp2 sp recompute",
     "pp2 zero1 --pipeline-partition 1,3",  # cut in the encoder
     "pp2 zbv recompute",
-    "pp2 --num-virtual-stages-per-pipeline-rank 2 --compile",
+    "pp2 --num-virtual-stages-per-pipeline-rank 2",
+    "dp1 --compile",
     "cp2",
     "dp2 zero3 --batch-size 1",
 ]

@@ -13,14 +13,12 @@ SETTINGS = (
     " --clip-grad 0.4 --eval-iters 1 --eval-interval 4 --log-interval 1 --log-params-norm"
 ).split()
 LAYOUTS = [
-    "dp2 ep2",
     "dp2 ep2 zero2 recompute",
     "dp4 ep2 zero1",
     "tp2 sp zero3",
     "cp2 zero1",
     "pp2 zbv",
-    "dp2 pp2 ep2",
-    "dp2 pp2 ep2 zbh1 zero1 recompute",
+    "dp2 pp2 ep2 zbh1",
     "dp2 tp2 pp2 ep2 zero1 recompute",
 ]
 OF_EXPERTS = {"params_norm", "load_balancing_loss", "z_loss", "router_entropy"}

@@ -26,7 +26,7 @@ REDUCED_3 = "deepspeed/runtime/zero/stage3.py:1414 independent_gradient_partitio
 GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_params_coalesced"
 """ZeRO 3 gathers the small weights, which stay whole, after the step."""
 
-SENT_TO_EXPERTS = "megatron/parallel/expert/routes.py rows_of_ranks"
+SENT_TO_EXPERTS = "megatron/parallel/expert.py rows_of_ranks"
 """How many tokens go to which rank of expert parallelism: once in a layer and pass."""
 
 DOCUMENTS = "megatron/ops/packed_attention.py compute"

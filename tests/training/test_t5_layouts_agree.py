@@ -16,13 +16,12 @@ SETTINGS = (
 ).split()
 LAYOUTS = [
     "tp2 selective",
-    "pp2 split1 zero1 recompute",
     "pp2 zbv zero1 recompute --pipeline-partition 3,3,1,1",
     "pp2 --num-virtual-stages-per-pipeline-rank 2",
     "pp2 dualpipev --batch-size 1",
     "dp2 zero3 recompute --checkpoint-num-layers 3",
     "tp2 pp2 recompute --pipeline-partition 5,3",  # a stage has layers of both stacks
-    "pp4 split1",
+    "pp4 split1 zero1 recompute",
     "pp4 split3",
 ]
 WORDS = {f"split{stages}": f"--pipeline-model-parallel-split-rank {stages}" for stages in (1, 3)}

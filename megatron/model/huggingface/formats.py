@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.config.typed import field_problems, shown
+from megatron.config.fields import field_problems, shown
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec, ParameterSpec
 

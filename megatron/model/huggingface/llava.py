@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
-from megatron.config.typed import shown
+from megatron.config.fields import shown
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface.formats import TOWER, Fields, Format, Names, config_from, config_to, named
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of

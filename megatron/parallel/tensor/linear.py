@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.ops.fp8 import kernel_of
 from megatron.ops.linear import LinearKernel
-from megatron.parallel import symmetric_memory
+from megatron.parallel import process_groups
 from megatron.parallel.tensor.chunks import BY_RANK, gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 from megatron.parallel.tensor.deferred import DeferredWeightGradients
 from megatron.parallel.tensor.mappings import (
@@ -83,7 +83,7 @@ class _Overlap:
         if self.group is None or self.sequence_dim is None:
             return self.kernel.forward(x, weight, bias)
         if self.chunks == BY_RANK:
-            return symmetric_memory.gather_and_multiply(x, weight, bias, self.group, self.sequence_dim)
+            return process_groups.gather_and_multiply(x, weight, bias, self.group, self.sequence_dim)
         encode, multiply = self.kernel.encoded, partial(self.kernel.forward_of, weight=weight, bias=bias)
         if self.chunks == 1:
             return multiply(_gathered(encode(x), self.group, self.sequence_dim))
@@ -137,7 +137,7 @@ class _SumOverlap(_Overlap):
         if self.sequence_dim is None:
             return multiply_and_reduce(x, multiply, self.group, chunks=self.chunks)
         if self.chunks == BY_RANK:
-            return symmetric_memory.multiply_and_scatter(x, weight, self.group, self.sequence_dim)
+            return process_groups.multiply_and_scatter(x, weight, self.group, self.sequence_dim)
         return multiply_and_scatter(x, multiply, self.group, self.sequence_dim, chunks=self.chunks)
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needed: Sequence[bool]) -> Gradients:

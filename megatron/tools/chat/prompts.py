@@ -1,12 +1,15 @@
-"""Conversations as prompts for the next answer. No torch here."""
+"""Texts with special tokens as tokens, which of them count in the loss, and prompts for an answer. No torch here."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import EOD, RustTokenizer
 from megatron.tools.chat.template import ChatTemplate, Text
-from megatron.tools.chat.tokens import special_tokens, tokenize_texts
 
 
 class ChatPrompts:
@@ -42,3 +45,42 @@ class ChatPrompts:
         """A text that the template wrote, or a part of it, as tokens."""
         [(ids, _)] = tokenize_texts(self._tokenizer, [Text(text)])
         return ids
+
+
+def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
+    """The special tokens that a template may write, by their text."""
+    return getattr(tokenizer, "special_tokens", {EOD: tokenizer.eod})
+
+
+def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:
+    """The ids of each text, and a 1 for each token that has a character that counts, else 0.
+
+    The text of a special token becomes that token. A tokenizer that does not say which characters a token has is given
+    what counts by itself.
+    """
+    if not isinstance(tokenizer, RustTokenizer):
+        yield from _by_pieces(tokenizer, texts)
+        return
+    for text, encoding in zip(texts, tokenizer.encode_marked([text.text for text in texts]), strict=True):
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(begins), np.int64)
+        for begin, end in text.counted:
+            mask |= (begins < end) & (np.maximum(ends, begins + 1) > begin)
+        yield encoding.ids, mask.tolist()
+
+
+def _by_pieces(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:
+    special = special_tokens(tokenizer)
+    names = sorted(special, key=len, reverse=True)
+    pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")")
+    for text in texts:
+        ids: list[int] = []
+        mask: list[int] = []
+        cuts = [0, *(cut for span in text.counted for cut in span), len(text.text)]
+        for number, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            pieces = [piece for piece in pattern.split(text.text[begin:end]) if piece]
+            plain = iter(tokenizer.tokenize_batch([piece for piece in pieces if piece not in special]))
+            new = [id for piece in pieces for id in ([special[piece]] if piece in special else next(plain))]
+            ids += new
+            mask += [number % 2] * len(new)
+        yield ids, mask

@@ -210,9 +210,9 @@ def _agreeing(reduce: Callable[..., Any], mode: _Memoryless) -> Callable[..., An
 
 def _routed(make_route: Callable[..., None], to_first: bool) -> Callable[..., None]:
     """``AllToAllRoute.__init__``, which sends equally many rows to each rank, or all ``to_first``."""
-    from megatron.parallel.expert import routes
+    from megatron.parallel import expert
 
-    rows_of_ranks = routes.rows_of_ranks
+    rows_of_ranks = expert.rows_of_ranks
 
     def make(route: Any, weights: Tensor, chosen: Tensor, *arguments: Any) -> None:
         def rows(going: Tensor, coming: Tensor) -> list[list[int]]:
@@ -221,7 +221,7 @@ def _routed(make_route: Callable[..., None], to_first: bool) -> Callable[..., No
             shares = [rest // ranks + (rank < rest % ranks) for rank in range(ranks)]
             return [[rest, *[0] * (ranks - 1)] if to_first else shares] * 2
 
-        with patch.object(routes, "rows_of_ranks", rows):
+        with patch.object(expert, "rows_of_ranks", rows):
             make_route(route, weights, chosen, *arguments)
 
     return make
@@ -256,7 +256,7 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
     from megatron.ops import attention
     from megatron.ops.choices import DeviceFacts
     from megatron.ops.linear import StackedLinearKernel
-    from megatron.parallel.expert.routes import AllToAllRoute
+    from megatron.parallel.expert import AllToAllRoute
     from megatron.training import preflight, setup, trainer
 
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ import numpy as np
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.reading import LARGEST, check_regular, parse_json, read_bytes, regular
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tools.preprocess.columns import largest_part
+from megatron.tools.preprocess.corpus import largest_part
 from megatron.tools.preprocess.file_lines import file_lines
 
 _LARGEST_SAMPLE = 1 << 26

@@ -22,7 +22,7 @@ from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
 from megatron.config.data import chat_template_file
 from megatron.data.fingerprint import write_tokenizer
-from megatron.data.image_store import image_writer
+from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of

@@ -22,7 +22,7 @@ from megatron.tools.evaluation.vqa import Question, metrics, predict, read_quest
 from megatron.tools.inference.images import ImagePrompt, ImageReader
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import Source
-from megatron.tools.reporting.answers import read_answers
+from megatron.tools.reporting.page import read_answers
 
 PICTURES = np.random.default_rng(3).integers(0, 256, (2, 28, 28, 3), dtype=np.uint8)
 PROMPTS = [ImagePrompt([5, *[IMAGE] * 4, 7], PICTURES[:1]), ImagePrompt([*[IMAGE] * 4, 11], PICTURES[1:])]

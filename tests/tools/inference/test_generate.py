@@ -10,9 +10,8 @@ import pytest
 from support.programs import Programs
 from support.refusals import refusal
 
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.prompts import ChatPrompts, special_tokens
 from megatron.tools.chat.template import ChatTemplate
-from megatron.tools.chat.tokens import special_tokens
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import Completion
 from megatron.tools.inference.prompts import StoppingCriteria

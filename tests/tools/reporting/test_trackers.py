@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 from support.command_lines import parse
 
-from megatron.tools.reporting import trackers
-from megatron.tools.reporting.trackers import Trackers
+from megatron.tools.reporting import callbacks
+from megatron.tools.reporting.callbacks import Trackers
 
 
 class Recorded:
@@ -22,7 +22,7 @@ class Recorded:
 
 
 def test_a_package_that_fails_is_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "_WandbRun", Recorded)
+    monkeypatch.setattr(callbacks, "_WandbRun", Recorded)
     callback = Trackers()
     callback.on_run_start(parse("--train-iters 9 --wandb-project p"), "cpu")
     recorded = callback._runs["wandb"]

@@ -1,7 +1,8 @@
-"""How tokens come to the experts that the router has chosen, and the outputs back to the tokens.
+"""Expert parallelism: the experts of a layer are divided over a group of data-parallel ranks, in the ranks' order.
 
-Experts of all ranks of a group receive tokens by all-to-all (arXiv 2006.16668), or each rank gathers the tokens of all
-ranks, and computes only those of its experts. Communication runs during what is computed between its start and its end.
+*Routes* bring tokens to the experts that the router has chosen, and the outputs back to the tokens. Experts of all
+ranks of a group receive tokens by all-to-all (arXiv 2006.16668), or each rank gathers the tokens of all ranks, and
+computes only those of its experts. Communication runs during what is computed between its start and its end.
 
 T tokens of this rank, k chosen experts, h hidden, E experts of the layer, e of this rank, n rows of this rank's tokens,
 m rows that its experts compute
@@ -13,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import (
     all_gather,
     async_all_gather,
@@ -26,6 +28,38 @@ from megatron.parallel.tensor.mappings import (
     gather_from_sequence_parallel_region,
     start_mapped,
 )
+
+
+def local_experts(experts: int, layout: ParallelLayout) -> range:
+    """Numbers of the experts of this rank, of ``experts`` in a layer."""
+    group = layout.expert_group
+    if group is None:
+        return range(experts)
+    count = experts // group.size()
+    return range(count * group.rank(), count * (group.rank() + 1))
+
+
+def mark_expert(parameter: nn.Parameter, layout: ParallelLayout) -> nn.Parameter:
+    """Mark ``parameter`` [e, ..] as belonging to experts that expert parallelism divides.
+
+    DeepSpeed reduces the gradients of marked parameters only over the ranks with the same experts.
+    """
+    if layout.expert_group is not None:
+        parameter.allreduce = False  # type: ignore[attr-defined]  # DeepSpeed's mark
+        parameter.group_name = group_name(layout.expert_group.size())  # type: ignore[attr-defined]  # the same
+        parameter.expert_group = layout.expert_group  # type: ignore[attr-defined]
+    return parameter
+
+
+def group_name(size: int) -> str:
+    """DeepSpeed's name for expert groups of this size."""
+    return f"ep_size_{size}"
+
+
+def expert_group_of(parameter: nn.Parameter) -> ProcessGroup | None:
+    """The ranks that divide the experts of ``parameter``; None if it is replicated."""
+    return getattr(parameter, "expert_group", None)
+
 
 Group = ProcessGroup | None
 Arriving = Callable[[], Tensor]
