@@ -51,6 +51,8 @@ class ParallelConfig:
         "First stage of the decoder; the stages before it hold the encoder (default: any holds both).",
         within="[1, inf)",
         models="t5",
+        needs="pipe_parallel_size",
+        excludes={"pipeline_schedule=interleaved|zbv|dualpipev": "it divides stages, of which each has several chunks"},
     )
     pipeline_schedule: str = flag(
         "1f1b",

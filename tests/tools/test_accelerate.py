@@ -26,7 +26,7 @@ SAVES_WEIGHTS = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_
 @pytest.mark.parametrize(
     ("variables", "words", "message"),
     [
-        ("USE_MEGATRON_LM=true", "", "accelerate launch --use_megatron_lm is for models of megatron-core: use"),
+        ("USE_MEGATRON_LM=true", "", "accelerate launch --use_megatron_lm has no effect"),
         ("USE_FSDP=true", "", "accelerate launch --use_fsdp has no effect"),
         (
             "MIXED_PRECISION=bf16",

@@ -280,21 +280,18 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iter
     runtime/zero/stage3.py, and ``gradient_reduction_w_predivide`` in stage_1_and_2.py, which is right without sequence
     parallelism.
     """
-    parallel, stage = run.parallel, run.zero.zero_stage
+    zero, stage, shares_samples = run.zero, run.zero.zero_stage, run.parallel.sequence_ranks > 1
     prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
-    divides = f"gradient_predivide_factor {factor:g}"
     adds_up_bf16_in_fp32 = run.precision.bf16 and run.precision.grad_accum_dtype == "fp32" and stage == 1
     has_no_norm = file.get(ZERO, {}).get("compute_grad_norm") is False
-    if has_no_norm and adds_up_bf16_in_fp32 and run.zero.offload_optimizer == "none":
+    if has_no_norm and adds_up_bf16_in_fp32 and zero.offload_optimizer == "none":
         yield "compute_grad_norm false does not work with fp32 sums of bf16 gradients at ZeRO 1: remove it"
-    if stage >= 2 and run.zero.zero_reduce_scatter:
-        for key, is_given in ((divides, factor != 1), ("prescale_gradients true", prescales)):
-            if is_given:
-                yield f"{key} does not work with reduce-scatter at ZeRO {stage}: remove it"
-    elif factor != 1 and not prescales and parallel.replica_size >= 1:
-        is_wrong = stage == 3 or (stage > 0 and parallel.sequence_ranks > 1 and not run.zero.zero_reduce_scatter)
-        if is_wrong and factor == parallel.data_parallel_size * parallel.sequence_ranks:
-            yield f"{divides} makes gradients too small at ZeRO {stage}, where it is the number of ranks: remove it"
+    scatters = stage >= 2 and zero.zero_reduce_scatter
+    is_wrong = stage == 3 or (stage > 0 and shares_samples and not zero.zero_reduce_scatter)
+    if prescales and scatters:
+        yield f"prescale_gradients true does not work with reduce-scatter at ZeRO {stage}: remove it"
+    if factor != 1 and (scatters or (is_wrong and not prescales)):
+        yield f"gradient_predivide_factor {factor:g} does not work at ZeRO {stage} with these settings: remove it"
 
 
 def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> Iterator[str]:

@@ -101,14 +101,9 @@ def _is_needed(name: str, provided: Mapping[str, Provided]) -> bool:
 
 
 _OF_TRANSFORMERS = ("hidden_size", "num_attention_heads", "seq_length")
-_ACCELERATE_MODES = {
-    "MEGATRON_LM": "--use_megatron_lm is for models of megatron-core: use --use_deepspeed, and set "
-    "--model-parallel-size and --pipe-parallel-size of this program",
-    "FSDP": "--use_fsdp has no effect on this program: use --use_deepspeed, and set its --zero-stage",
-    "PARALLELISM_CONFIG": "--use_parallelism_config has no effect on this program: set its flags "
-    "--model-parallel-size, --pipe-parallel-size and --ds-sequence-parallel-size",
-}
-"""Modes of ``accelerate launch`` by the end of the variable that is true in them, with what to do instead."""
+_PARALLEL = "--model-parallel-size and --pipe-parallel-size"
+_ACCELERATE_MODES = {"MEGATRON_LM": _PARALLEL, "FSDP": "--zero-stage", "PARALLELISM_CONFIG": _PARALLEL}
+"""Modes of ``accelerate launch`` by the end of the variable that is true in them, with what to use instead."""
 _ACCELERATE_SETTINGS = {
     "DEEPSPEED_ZERO_STAGE": "zero_stage",
     "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -126,7 +121,10 @@ def accelerate_conflicts(run: RunConfig, environ: Mapping[str, str], config_file
     """
     for mode, advice in _ACCELERATE_MODES.items():
         if environ.get(f"ACCELERATE_USE_{mode}", "").lower() in ("true", "1"):
-            yield f"accelerate launch {advice}"
+            yield (
+                f"accelerate launch --use_{mode.lower()} has no effect on this program: use --use_deepspeed, and set "
+                f"{advice} of the program"
+            )
     settings: dict[str, tuple[str, Any]] = {"MIXED_PRECISION": ("--bf16 and --fp16", run.precision.dtype)}
     for name, field in _ACCELERATE_SETTINGS.items():
         settings[name] = (flag_name(flag_fields()[field]), flag_value(run, field))

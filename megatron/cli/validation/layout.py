@@ -120,34 +120,29 @@ def positions(run: RunConfig) -> Messages:
 @rule(otherwise="AssertionError: Invalid Grid")
 def world_size(run: RunConfig) -> Messages:
     """processes = TP x PP x CP x SP x DP. The processes form a whole number of model replicas."""
-    world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
-    ulysses, replica = run.parallel.ds_sequence_parallel_size, run.parallel.replica_size
-    context, shared = run.parallel.context_parallel_size, run.parallel.sequence_ranks
+    parallel, heads, length = run.parallel, run.model.num_attention_heads, run.data.seq_length
+    world, replica, tensor = parallel.world_size, parallel.replica_size, parallel.model_parallel_size
+    ulysses = parallel.ds_sequence_parallel_size
     if replica < 1 or world % replica == 0:
         return
     below = world // replica * replica
     remedies = [f"{below} or {below + replica} processes" if below else counted(replica, "process")]
-    heads = run.model.num_attention_heads
-
-    def remedy(flag: str, others: int, fits: Callable[[int], bool]) -> None:
-        sizes = [n for n in range(1, world + 1) if world % (n * others) == 0 and fits(n)]
-        if sizes:
-            remedies.append(f"{flag} {_either(sizes)}")
-
-    in_heads = run.parallel.ulysses_size
-    remedy("--model-parallel-size", stages * shared, lambda n: divides(n * in_heads, heads))
-    grid = f"--model-parallel-size {tensor}"
-    if run.parallel.uses_pipeline:
-        grid += f" x --pipe-parallel-size {stages}"
-        remedy("--pipe-parallel-size", tensor * shared, lambda n: n <= run.model.num_layers)
-    if context > 1:
-        grid += f" x --context-parallel-size {context}"
-        length = run.data.seq_length
-        remedy("--context-parallel-size", tensor * stages * ulysses, lambda n: divides(2 * n * ulysses, length))
+    fits: dict[str, Callable[[int], bool]] = {
+        "model_parallel_size": lambda n: divides(n * parallel.ulysses_size, heads)
+    }
+    if parallel.uses_pipeline:
+        fits["pipe_parallel_size"] = lambda n: n <= run.model.num_layers
+    if parallel.context_parallel_size > 1:
+        fits["context_parallel_size"] = lambda n: divides(2 * n * ulysses, length)
     if ulysses > 1:
-        grid += f" x --ds-sequence-parallel-size {ulysses}"
-        remedy("--ds-sequence-parallel-size", tensor * stages * context, lambda n: divides(n * tensor, heads))
-    yield f"{counted(world, 'process')} cannot be split into {grid}: use {', or '.join(remedies)}"
+        fits["ds_sequence_parallel_size"] = lambda n: divides(n * tensor, heads)
+    grid = {f"--{name.replace('_', '-')}": getattr(parallel, name) for name in fits}
+    for (flag, size), is_possible in zip(grid.items(), fits.values(), strict=True):
+        others = replica // size
+        if sizes := [n for n in range(1, world + 1) if world % (n * others) == 0 and is_possible(n)]:
+            remedies.append(f"{flag} {_either(sizes)}")
+    product = " x ".join(f"{flag} {size}" for flag, size in grid.items())
+    yield f"{counted(world, 'process')} cannot be split into {product}: use {', or '.join(remedies)}"
 
 
 def _either(numbers: list[int]) -> str:

@@ -106,19 +106,12 @@ def split_rank(run: RunConfig) -> Messages:
     """
     parallel, model = run.parallel, run.model
     split, stages = parallel.pipeline_model_parallel_split_rank, parallel.pipe_stages
-    if split is None or not _is_t5(run):
+    if split is None or not (_is_t5(run) and parallel.uses_pipeline) or parallel.chunks_per_stage > 1:
         return
     flag = f"--pipeline-model-parallel-split-rank {split}"
-    if not parallel.uses_pipeline or stages < 2:
-        yield f"{flag} needs a pipeline: add --pipe-parallel-size, 2 or more"
-    elif not 0 < split < stages:
-        rest = "1" if stages == 2 else f"from 1 to {stages - 1}"
-        yield f"{flag} is no stage between the first and the end of --pipe-parallel-size {stages}: use {rest}"
-    elif parallel.chunks_per_stage > 1:
-        yield (
-            f"{flag} divides stages, and with --pipeline-schedule {parallel.pipeline_schedule} each has several model "
-            "chunks: remove it, or use --pipeline-schedule zbh1"
-        )
+    if not 0 < split < stages:
+        rest = f"use from 1 to {stages - 1}" if stages > 1 else "raise the latter"
+        yield f"{flag} is no stage between the first and the end of --pipe-parallel-size {stages}: {rest}"
     elif partition.explicit(parallel.pipeline_partition):
         yield f"{flag} and --pipeline-partition {parallel.pipeline_partition} exclude each other: give one"
     elif model.encoder_num_layers < split:
