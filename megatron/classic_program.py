@@ -133,6 +133,8 @@ def _namespace(run: RunConfig) -> Namespace:
                 if name:
                     values[name.replace("-", "_")] = getattr(section, one.name)
     values |= {
+        "data_impl": "mmap",  # the only one, as Megatron-LM's functions name it
+        "mmap_warmup": False,
         "rank": rank(os.environ) or 0,
         "world_size": run.parallel.world_size,
         "data_parallel_size": run.parallel.data_parallel_size,

@@ -21,7 +21,7 @@ from megatron.model.partition import layers_per_chunk
 
 RUN_FILE = "run.json"
 _SIZE = "[1, 1048576]"
-_REMOVED = ("flex_attention", "images_per_sample", "next_tokens")
+_REMOVED = ("flex_attention", "images_per_sample", "next_tokens", "scaled_upper_triang_masked_softmax_fusion")
 """Fields of the model that earlier versions had, and on which no weight depends."""
 
 

@@ -27,6 +27,7 @@ _FULFILLED = {
     "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
     "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
     "throughput is always logged": "log-throughput",
+    "TensorBoard also gets the times of --timing-log-level": "log-timers-to-tensorboard",
     "data sets are read by memory map": "data-impl=mmap data-impl=infer",
     "no token of a causal model attends to following ones": "next-tokens next-tockens next",
     "offloaded state is page-locked by default": "use-pin-memory",
@@ -44,10 +45,8 @@ _FULFILLED = {
 """What happens in any case, as a flag asks for it."""
 
 _IGNORED = {
-    "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it; "
-    "--scaled-upper-triang-masked-softmax-fusion requires it": (
-        "use-flash-attn* attention-backend=flash attention-backend=fused attention-backend=auto "
-        "*scaled-masked-softmax-fusion no-masked-softmax-fusion"
+    "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it": (
+        "use-flash-attn* attention-backend=flash attention-backend=fused attention-backend=auto *masked-softmax-fusion"
     ),
     "the attention mask follows from --pre-tokens and --reset-attention-mask": (
         "no-create-attention-mask-in-dataloader"
@@ -89,7 +88,8 @@ _IGNORED = {
         "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
         "dataloader-defer-npy-index-mmap"
     ),
-    "data sets are read by memory map": "data-impl",
+    "data sets are read by memory map, and fill the page cache meanwhile": "data-impl mmap-warmup",
+    "experts are split over as many ranks as the other layers": "expert-tensor-parallel-size",
     "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
     "TensorBoard gets every metric of every logged iteration: see --log-interval": (
         "tensorboard-log-interval tensorboard-queue-size *log-*-to-tensorboard"

@@ -114,7 +114,6 @@ class DataConfig:
     no_shared_disk: bool = _pretraining_flag(
         False, "Hosts share no disk: the first rank of each host builds index maps.", aliases=("no-shared-storage",)
     )
-    mmap_warmup: bool = _pretraining_flag(False, "Read the data set once at the start to warm the page cache.")
     num_workers: int = _pretraining_flag(2, "Number of data loader processes per rank.", within="[0, 1024]")
     seq_length: int = flag(
         0,

@@ -145,12 +145,6 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         within="[16, inf)",
         needs="fp8_format",
     )
-    scaled_upper_triang_masked_softmax_fusion: bool = flag(
-        False,
-        "Require the fused causal attention kernel; an error if another flag excludes it.",
-        models="gpt",
-        excludes=("attention_softmax_in_fp32", "apply_query_key_layer_scaling", "reset_attention_mask", "sft"),
-    )
     fused_kernels: str = flag(
         "auto",
         "Implementation of layer norm and Adam; auto: apex if available, or torch.",

@@ -105,9 +105,6 @@ class LoggingConfig:
     straggler_window: int = flag(
         50, "Iterations that are compared at a time.", within="[1, inf)", needs="straggler_report"
     )
-    log_timers_to_tensorboard: bool = flag(
-        False, "Also write these times to --tensorboard-dir.", ignored_without=("timing_log_level", "tensorboard_dir")
-    )
     watchdog_minutes: float | None = flag(
         None,
         "End the run if an iteration, a save or an evaluation takes longer, with the stacks of all ranks.",

@@ -126,13 +126,6 @@ class ParallelConfig:
             "zero_reduce_scatter or zero_contiguous_gradients": "DeepSpeed's other code for experts is not tested",
         },
     )
-    expert_tensor_parallel_size: int = flag(
-        0,
-        "Ranks that split an expert: as many as --model-parallel-size (default).",
-        within="[1, 1048576]",
-        ignored_without="num_experts",
-        models="gpt",
-    )
     distributed_backend: str | None = flag(
         None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
     )

@@ -184,9 +184,7 @@ def indexed_datasets(
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
     kind = _kind(data, masked_lm)
     evaluates = max(samples["valid"], samples["test"])
-    sources = find_sources(
-        data, check=kind.problem, train_iters=samples["train"], eval_iters=evaluates, warmup=data.mmap_warmup
-    )
+    sources = find_sources(data, check=kind.problem, train_iters=samples["train"], eval_iters=evaluates)
     for name, parts in sources.items():
         of_source = partial(kind, data, name, vocab_size=vocab_size, seed=seed)
         datasets[name] = _blended(data, parts, samples[name], of_source)

@@ -34,13 +34,11 @@ def build_train_valid_test_datasets(
 ) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
     """The data sets of the three splits; None for one without samples. Raises as ``build_datasets``.
 
-    ``data_prefix`` is a path without suffix, or a blend: weight, path, weight, path ... ``data_impl`` does not matter:
-    all formats are mapped into memory.
+    ``data_prefix`` is a path without suffix, or a blend: weight, path, weight, path ... ``data_impl`` and
+    ``skip_warmup`` do not matter: all formats are mapped into memory.
     """
     prefixes = [data_prefix] if isinstance(data_prefix, str) else data_prefix
-    data = DataConfig(
-        data_path=tuple(map(str, prefixes)), split=splits_string, seq_length=seq_length, mmap_warmup=not skip_warmup
-    )
+    data = DataConfig(data_path=tuple(map(str, prefixes)), split=splits_string, seq_length=seq_length)
     counts = dict(zip(("train", "valid", "test"), train_valid_test_num_samples, strict=True))
     opened = indexed_datasets(data, counts, vocab_size=sys.maxsize, seed=seed)
     train, valid, test = (

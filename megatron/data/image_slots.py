@@ -5,7 +5,6 @@ the images in their global batch and on the number of micro-batches, not on whic
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -62,7 +61,7 @@ def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig
     if not run.data.image_format:
         return run
     samples = split_samples(**sizes_of(run.train, skipped))
-    datasets = indexed_datasets(replace(run.data, mmap_warmup=False), samples, vocab_size=0, seed=run.train.seed)
+    datasets = indexed_datasets(run.data, samples, vocab_size=0, seed=run.train.seed)
     most = 1
     for name in SPLITS:
         dataset: ImageSamples | None = getattr(datasets, name)

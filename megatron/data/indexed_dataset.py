@@ -20,7 +20,6 @@ Older lazy and cached data sets have the same ``PREFIX.bin``, and an index that 
 import glob
 import hashlib
 import os
-import shutil
 import struct
 from collections.abc import Mapping
 from functools import cached_property
@@ -68,7 +67,7 @@ class IndexedDataset:
         DataError: a file is missing, unreadable, of another format, damaged or truncated.
     """
 
-    def __init__(self, prefix: str | Path, *, warmup: bool = False, cache: Path | None = None) -> None:
+    def __init__(self, prefix: str | Path, *, cache: Path | None = None) -> None:
         self.prefix = str(prefix)
         self.bin_path = Path(f"{self.prefix}.bin")
         self.idx_path = Path(f"{self.prefix}.idx")
@@ -82,9 +81,6 @@ class IndexedDataset:
             self.dtype, self.sizes, self.pointers, self.doc_idx = index
             self.num_tokens, self.longest_document = self._checked(cache)
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
-            if warmup:  # the page cache holds what was read once
-                with open(self.bin_path, "rb", buffering=0) as file, open(os.devnull, "wb") as nowhere:
-                    shutil.copyfileobj(file, nowhere, 1 << 22)
             # An empty file cannot be mapped; and slices of a plain array are made in a tenth of a memmap's time.
             empty = np.empty(0, self.dtype)
             self._tokens = np.asarray(np.memmap(self.bin_path, self.dtype, "r")) if self.num_tokens else empty

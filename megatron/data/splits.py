@@ -131,10 +131,9 @@ def find_sources(
     check: Callable[[DataConfig, str, Source], str | None],
     train_iters: int,
     eval_iters: int,
-    warmup: bool = False,
     skipped: list[str] | None = None,
 ) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split that is read; with ``warmup`` all of them are read once.
+    """The sources of each split that is read.
 
     ``check`` returns an error message for a source of a split that does not hold a single sample, else None. Such a
     test split of ``--split`` is left out; ``skipped``, if given, gets the message.
@@ -144,7 +143,7 @@ def find_sources(
         DataError: with a line for each data set that is missing or damaged, and each split without a sample.
     """
     is_read = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
-    sources = {name: parts for name, parts in all_sources(data, warmup=warmup).items() if is_read[name]}
+    sources = {name: parts for name, parts in all_sources(data).items() if is_read[name]}
     problems = {
         name: [message for part in parts if (message := check(data, name, part))] for name, parts in sources.items()
     }
@@ -177,7 +176,7 @@ def _of_text(indexed: IndexedDataset) -> IndexedDataset:
     return indexed
 
 
-def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[Source, ...]]:
+def all_sources(data: DataConfig) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
     if not data.prefixes:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
@@ -186,7 +185,7 @@ def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[So
     errors: list[str] = []
     for prefix in data.prefixes:
         try:
-            opened[prefix] = _of_text(IndexedDataset(prefix, warmup=warmup, cache=cache_folder(data, prefix)))
+            opened[prefix] = _of_text(IndexedDataset(prefix, cache=cache_folder(data, prefix)))
             total = opened[prefix].num_documents
             parts = split_documents(total, data.split) if data.is_split else [range(total)] * len(SPLITS)
             documents[prefix] = dict(zip(SPLITS, parts, strict=True))

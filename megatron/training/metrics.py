@@ -180,8 +180,7 @@ class MetricsLogger:
             if self._file:
                 self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
             for name, value in values.items() if self._board else ():
-                is_timer = name.endswith(TIMER)
-                if value is not None and (not is_timer or self._run.logging.log_timers_to_tensorboard):
+                if value is not None:
                     self._board.add_scalar(name, value, iteration)
             return
         self._file = self._board = None  # one warning is enough

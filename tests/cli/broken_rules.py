@@ -101,7 +101,6 @@ YARN --rotary-base 1
     --lora-target dense
 --fused-kernels apex
     --fused-kernels auto
---scaled-upper-triang-masked-softmax-fusion --pre-tokens 30
 --gradient-accumulation-fusion --gas 2 --zero-stage 1 --bf16 --grad-accum-dtype fp32
     --grad-accum-dtype bf16
 --distributed-backend nccl
@@ -124,8 +123,6 @@ YARN --rotary-base 1
     --moe-layer-freq [0]*3+[1]
 --num-experts 4 --model-parallel-size 4 --moe-ffn-hidden-size 6
     --moe-ffn-hidden-size 8
---num-experts 4 --model-parallel-size 2 --expert-tensor-parallel-size 1
-    --expert-tensor-parallel-size 2
 --num-experts 6 --expert-model-parallel-size 4
     --num-experts 8
 --num-experts 12 --expert-model-parallel-size 3

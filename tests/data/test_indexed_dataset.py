@@ -52,7 +52,7 @@ def test_whole_documents_are_the_same_bytes(tmp_path: Path) -> None:
 def test_reads_the_golden_bytes(tmp_path: Path, index: bytes) -> None:
     (tmp_path / "data.idx").write_bytes(index)
     (tmp_path / "data.bin").write_bytes(GOLDEN_BIN)
-    dataset = IndexedDataset(tmp_path / "data", warmup=True)
+    dataset = IndexedDataset(tmp_path / "data")
     assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (2, 2, 5)
     assert dataset.dtype == np.uint16
     assert dataset.sizes.tolist() == [3, 2]

@@ -26,7 +26,7 @@ def one_process(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathF
     """The folder of a run, and what it printed."""
     folder = tmp_path_factory.mktemp("measured")
     outputs = ("--metrics-file", folder / "metrics", "--save", folder / "ck", "--tensorboard-dir", folder / "board")
-    return folder, train_in_ranks(1, *SETTINGS.split(), "--log-timers-to-tensorboard", *outputs)
+    return folder, train_in_ranks(1, *SETTINGS.split(), *outputs)
 
 
 def test_values_of_one_process(one_process: tuple[Path, str], run_ranks) -> None:

@@ -67,14 +67,6 @@ def tiled_adapters(run: RunConfig) -> Messages:
 
 
 @rule()
-def fused_attention(run: RunConfig) -> Messages:
-    """The fused causal attention kernel has no sliding window. Otherwise another kernel would run, silently."""
-    if run.model.scaled_upper_triang_masked_softmax_fusion and run.model.pre_tokens < run.data.seq_length - 1:
-        flag, window = "--scaled-upper-triang-masked-softmax-fusion", f"--pre-tokens {run.model.pre_tokens}"
-        yield f"{flag} cannot be combined with {window}: remove {flag}, or remove {window}"
-
-
-@rule()
 def buckets(run: RunConfig) -> Messages:
     """Relative positions have an even number of buckets. Half of them are for exact distances."""
     number, distance = run.model.relative_attention_num_buckets, run.model.relative_attention_max_distance
@@ -141,17 +133,6 @@ def listed_layers(run: RunConfig) -> Messages:
         yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {layers}: give one each"
     elif not any(layers_of_runs(listed)):
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
-
-
-@rule()
-def expert_tensor_parallel_size(run: RunConfig) -> Messages:
-    """Experts are split as the other layers are.
-
-    Tokens are sent to the rank with the same part of another expert: the ranks of tensor parallelism correspond.
-    """
-    size, ranks = run.parallel.expert_tensor_parallel_size, run.parallel.model_parallel_size
-    if size not in (0, ranks) and run.model.has_experts:
-        yield f"--expert-tensor-parallel-size {size} differs from --model-parallel-size {ranks}: use {ranks}"
 
 
 @rule()

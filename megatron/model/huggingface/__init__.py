@@ -119,7 +119,7 @@ _NOT_THE_FUNCTION = frozenset(
     images_per_micro_batch image_slots freeze_vision freeze_projector freeze_language_model vision_lr_mult
     projector_lr_mult model_preset make_vocab_size_divisible_by bias_gelu_fusion bias_dropout_fusion compile tiled_mlp
     tiled_mlp_num_shards gradient_accumulation_fusion fp8_format fp8_recipe fp8_min_size
-    scaled_upper_triang_masked_softmax_fusion fused_kernels attention_dropout hidden_dropout init_method_std
+    fused_kernels attention_dropout hidden_dropout init_method_std
     apply_query_key_layer_scaling attention_softmax_in_fp32 fp16_lm_cross_entropy use_cpu_initialization shape_order
     pre_tokens fp32_residual_connection padded_vocab_size eod_token reset_position_ids
     reset_attention_mask dtype recomputes_attention seed encoder_seq_length decoder_seq_length group_query_attention
