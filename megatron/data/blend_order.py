@@ -64,7 +64,7 @@ class BlendOrder:
         self._period = math.lcm(*(share.denominator for share in shares))
         self._in_period = [int(share * self._period) for share in shares]
         self._length = min(self._period, samples)
-        self._before: list[tuple[int, ...]] = [(0,) * len(shares)]
+        self._before = 0, (0,) * len(shares)
         self._window = lru_cache(maxsize=2)(self._load_window)
         self._window(0)
 
@@ -77,11 +77,13 @@ class BlendOrder:
         return source, periods * self._in_period[source] + window["places"].item(at)
 
     def _load_window(self, number: int) -> Mapping[str, np.ndarray]:
-        while len(self._before) <= number:
-            latest = len(self._before) - 1
-            self._before.append(_counts(self._window(latest)["sources"], self._before[latest]))
+        latest, before = self._before if self._before[0] <= number else (0, (0,) * len(self._shares))
+        while latest < number:
+            before = _counts(self._window(latest)["sources"], before)
+            latest += 1
+        self._before = latest, before  # of one window: those of all would be as large as the blend is long
         length = min(BLEND_WINDOW, self._length - number * BLEND_WINDOW)
-        return self._load(BlendWindow(self._shares, self._before[number], length))
+        return self._load(BlendWindow(self._shares, before, length))
 
 
 def _counts(sources: np.ndarray, before: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from megatron.common.processes import at_once
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token
-from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest
+from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest, is_recorded
 from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 
@@ -102,7 +102,7 @@ class SampleStream:
         orders = enumerate(documents.reshape(-1, len(self.lengths)))
         shuffles = [partial(self._shuffle, epoch + number, 0, order) for number, order in orders]
         shuffles.append(partial(self._shuffle, epoch, 1, arrays["shuffle"]))
-        count = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if make and len(documents) > ROWS else 1
+        count = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if make and len(documents) > 4 * ROWS else 1
         sums = np.frombuffer(mmap.mmap(-1, 8 * (len(documents) // max(ROWS // count, 1) + 1)), np.int64)
 
         def write(number: int) -> None:
@@ -189,15 +189,20 @@ class GPT2Dataset(SourceSamples):
         super().__init__(source, stream.first_sample(stream.epoch_of(samples - 1) + 1))
         self._vocab_size = vocab_size
         origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length))
-        folder, prefix = cache_folder(data, indexed.prefix), Path(indexed.prefix).name
+        folder = cache_folder(data, indexed.prefix)
+        cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch"
 
         @lru_cache(maxsize=1)  # samples are read in order; each map is one of few that a process may have
         def maps(epoch: int) -> IndexMaps:
-            cache_name = f"{prefix}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch{epoch}"
-            return IndexMaps(**cached_epoch(folder, cache_name, stream.recipe(epoch), epoch))
+            return IndexMaps(**cached_epoch(folder, f"{cache_name}{epoch}", stream.recipe(epoch), epoch))
 
         self.maps = maps
-        maps(0)
+        # Those of a blend of thousands are opened when they are read: a process may map 65,530 files.
+        stored = partial(is_recorded, folder, f"{cache_name}0", stream.recipe(0))
+        if not stored():
+            maps(0)
+            if stored():
+                maps.cache_clear()
 
     @staticmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron.common.errors import DataError
-from megatron.common.reading import regular
+from megatron.common.reading import check_regular, regular
 from megatron.data.map_cache import CHECKED_ONCE, ROWS, Form, Make, Recipe, cached, digest
+from megatron.data.mapped_file import content_of
 
 if TYPE_CHECKING:
     from megatron.data.indexed_dataset_builder import SequenceBuilder
@@ -79,13 +80,11 @@ class IndexedDataset:
             read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
             index, self.modes = read(self.idx_path, header, self._idx_stat.st_size)
             self.dtype, self.sizes, self.pointers, self.doc_idx = index
-            self.num_tokens, self.longest_document = self._checked(cache)
+            self.num_tokens, self.longest_document, self._is_divided = self._checked(cache)
+            check_regular(self.bin_path)  # and that it may be read
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
-            # An empty file cannot be mapped; and slices of a plain array are made in a tenth of a memmap's time.
-            empty = np.empty(0, self.dtype)
-            self._tokens = np.asarray(np.memmap(self.bin_path, self.dtype, "r")) if self.num_tokens else empty
         except OSError as error:
-            raise DataError(f"cannot read {error.filename or self.prefix}: {error.strerror}") from error
+            raise self._unreadable(error) from error
 
     def __len__(self) -> int:
         """Sequences in the data set."""
@@ -109,8 +108,19 @@ class IndexedDataset:
         """Where sequence ``index`` begins in the tokens of the whole data set."""
         return int(self.pointers[index]) // self.dtype.itemsize
 
-    def _checked(self, cache: Path | None) -> tuple[int, int]:
-        """Tokens in all and of the longest document of an index that is right, or was when they were put in a cache."""
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        """The tokens of all sequences, mapped when the first is read."""
+        try:
+            return content_of(self.bin_path).view(self.dtype)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"cannot read {error.filename or self.prefix}: {error.strerror}")
+
+    def _checked(self, cache: Path | None) -> tuple[int, int, int]:
+        """What ``_check_index`` finds of an index that is right, or was when it was put in a cache."""
 
         def check(_: Make) -> Mapping[str, np.ndarray]:
             parts = (self.sizes, self.pointers, self.doc_idx)
@@ -119,7 +129,7 @@ class IndexedDataset:
         if cache is None or self._idx_stat.st_size < CHECKED_ONCE:
             return tuple(check(np.empty)["index"].tolist())
         name = f"{Path(self.prefix).name}_{digest(self.content_hash())}"
-        found = cached(cache, name, Recipe({"index": Form(np.int64, (2,), 1 << 62)}, 16, check))
+        found = cached(cache, name, Recipe({"index": Form(np.int64, (3,), 1 << 62)}, 24, check))
         return tuple(found["index"].tolist())
 
     def document_start(self, document: int) -> int:
@@ -129,10 +139,9 @@ class IndexedDataset:
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of some documents, int64 [n]."""
-        first, end = self.doc_idx[documents], self.doc_idx[documents + 1]
-        if self.num_documents == len(self.sizes) and np.array_equal(end - first, np.ones_like(first)):
-            return self.sizes[first].astype(np.int64)
-        begin, stop = (self._sequence_starts(bounds) for bounds in (first, end))
+        if not self._is_divided:
+            return self.sizes[documents].astype(np.int64)
+        begin, stop = (self._sequence_starts(self.doc_idx[bounds]) for bounds in (documents, documents + 1))
         return stop - begin
 
     def _sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
@@ -285,7 +294,7 @@ def _read_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, np.n
             f"{path} has {file_size - promised} bytes too many at offset {promised}: its header promises "
             f"{sequences} sequences and {documents} document bounds"
         )
-    index = np.memmap(path, np.uint8, "r")
+    index = content_of(path)
     sizes = np.frombuffer(index, "<i4", sequences, HEADER.size)
     pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
     ends = np.frombuffer(index, "<i8", documents, HEADER.size + 12 * sequences)
@@ -295,12 +304,12 @@ def _read_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, np.n
 
 def _check_index(
     path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray
-) -> tuple[int, int]:
-    """Tokens in all, and of the longest document, in bounded memory.
+) -> tuple[int, int, int]:
+    """Tokens in all, of the longest document, and whether a document is not one sequence, in bounded memory.
 
     Raises DataError if entries of the index contradict one another: sequences are contiguous, and so are documents.
     """
-    tokens, longest, what = 0, 0, ""
+    tokens, longest, is_divided, what = 0, 0, False, ""
     for begin in range(0, len(sizes), ROWS):
         part = sizes[begin : begin + ROWS]
         ends = tokens + np.cumsum(part, dtype=np.int64)
@@ -312,7 +321,9 @@ def _check_index(
         what = "documents"
     for begin in range(0, 0 if what else len(doc_idx) - 1, ROWS):
         bounds = doc_idx[begin : begin + ROWS + 1]
-        if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > len(sizes):
+        counts = np.diff(bounds)
+        is_divided |= bool((counts != 1).any())
+        if (counts < 0).any() or bounds[0] < 0 or bounds[-1] > len(sizes):
             what = "documents"
             break
         starts = np.full(len(bounds), tokens, np.int64)
@@ -320,7 +331,7 @@ def _check_index(
         longest = max(longest, int(np.diff(starts).max()))
     if what:
         raise DataError(f"{path} is damaged: the bounds of its {what} contradict one another; copy it again")
-    return tokens, longest
+    return tokens, longest, int(is_divided)
 
 
 def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import mmap
@@ -17,8 +18,9 @@ from filelock import FileLock
 
 from megatron.common.errors import ResourceError
 from megatron.common.files import UNFINISHED, replace_file, sync
-from megatron.common.reading import check_regular, read_json
+from megatron.common.reading import read_json
 from megatron.config import DataConfig
+from megatron.data.mapped_file import content_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -129,7 +131,8 @@ def _record(folder: Path, name: str, recipe: Recipe) -> None:
             json.dump(identities, file)
 
 
-def _is_recorded(folder: Path, name: str, recipe: Recipe) -> bool:
+def is_recorded(folder: Path, name: str, recipe: Recipe) -> bool:
+    """Whether the arrays are stored, and were right when they were."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(folder / f"{name}_checked.json") == _identities(folder, name, recipe)
     return False
@@ -180,30 +183,42 @@ def _check_disk(folder: Path, size: int) -> None:
 
 def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
     """Map the stored arrays into memory. Raises OSError if one is absent, ValueError unless it fits ``recipe``."""
-    arrays, is_recorded = {}, _is_recorded(folder, name, recipe)
+    arrays, is_checked = {}, is_recorded(folder, name, recipe)
     for key, form in recipe.forms.items():
-        check_regular(path := folder / f"{name}_{key}.npy")
-        # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-        arrays[key] = array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
-        if array.dtype != form.dtype or len(array.shape) != len(form.shape):
+        path = folder / f"{name}_{key}.npy"
+        arrays[key] = array = _array_of(content_of(path), form.dtype)
+        if len(array.shape) != len(form.shape):
             raise ValueError(f"{path} is not of {form}")
         if any(size != found for size, found in zip(form.shape, array.shape, strict=True) if size != -1):
             raise ValueError(f"{path} is not of {form}")
-        if is_recorded:
+        if is_checked:
             continue
         if array.size and (array.min() < 0 or (array.max(axis=0) >= form.ends).any()):
             raise ValueError(f"{path} has numbers beyond those of {form}")
         if form.covers and not _covers(array, int(np.max(form.ends))):
             raise ValueError(f"{path} lacks numbers of {form}")
-    if not is_recorded:
+    if not is_checked:
         if not recipe.fits(arrays):
             raise ValueError(f"{folder / name}: the arrays do not fit together")
         _record(folder, name, recipe)
     return arrays
 
 
-ROWS = 1 << 22
-"""Rows of an array that are built or checked at a time, to need little memory."""
+def _array_of(content: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
+    """The array in the bytes of a file of ``numpy.save``, not a copy. Raises ValueError unless it is of ``dtype``."""
+    head = io.BytesIO(content[:_HEAD].tobytes())
+    if np.lib.format.read_magic(head) != (1, 0):
+        raise ValueError("an array of another version")
+    shape, is_transposed, found = np.lib.format.read_array_header_1_0(head)
+    if found != dtype or is_transposed:
+        raise ValueError(f"an array of {found}")
+    return content[head.tell() :].view(dtype).reshape(shape)
+
+
+_HEAD = 4096
+"""Bytes in which the shape of an array is."""
+ROWS = 1 << 20
+"""Rows of an array that are built or checked at a time: they stay in a cache of the processor."""
 _SEEN = 1 << 28
 """Numbers that are looked for in one pass over an array."""
 

@@ -1,15 +1,19 @@
 """Blends: proportions at every point, the samples of each part in their order, and caches."""
 
+import gc
 import random
+import resource
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
+from megatron.data import mapped_file
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 
@@ -108,3 +112,28 @@ def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: P
     assert sum(name.startswith("blend_") for name in before) == 2
     build_datasets(blend(prefixes, "2", "2", "2"), **SIZES)
     assert {path.name for path in folder.glob("*.npy")} == before
+
+
+def test_a_blend_of_more_data_sets_than_a_process_may_open_files(
+    monkeypatch: pytest.MonkeyPatch, write_dataset
+) -> None:
+    """Each file is mapped when it is read first, and none stays open."""
+    monkeypatch.setattr(mapped_file, "READ_AT_ONCE", 0)
+    count, before = 40, psutil.Process().num_fds()
+    prefixes = [write_dataset([[part] * (20 + n) for n in range(9)], name=f"of{part}") for part in range(count)]
+    data = DataConfig(data_path=tuple(word for prefix in prefixes for word in ("1", prefix)), seq_length=16)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + count // 2, hard))
+    try:
+        for _ in range(2):  # builds, and reads what is built
+            samples = build_datasets(data, **{**SIZES, "eval_iters": 0}).train
+            assert samples is not None
+            assert {samples.take([number])[0, 0].item() for number in range(count)} == set(range(count))
+            assert psutil.Process().num_fds() <= before + 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    maps = Path("/proc/self/maps").read_text
+    assert prefixes[0] in maps()
+    del samples
+    gc.collect()
+    assert prefixes[0] not in maps(), "the mappings end with the data sets"

@@ -1,0 +1,51 @@
+"""Files mapped into memory without a file descriptor each: a process may have 1,024, and a blend maps thousands."""
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from megatron.common.errors import ResourceError
+from megatron.common.reading import regular
+
+READ_AT_ONCE = 1 << 16
+"""Bytes of a file below which it is read instead."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def content_of(path: str | Path) -> np.ndarray:
+    """The bytes of a file, uint8 [n], which cannot be written; those of a large one are read when they are used.
+
+    Raises OSError, and ResourceError if this process may not map more files.
+    """
+    with open(path, "rb", opener=regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < READ_AT_ONCE:
+            return np.frombuffer(file.read(), np.uint8)
+        return np.asarray(_Mapping(file.fileno(), size, str(path)))
+
+
+class _Mapping:
+    """What an array refers to, until no array does. Python's own keeps a copy of the descriptor."""
+
+    def __init__(self, descriptor: int, size: int, path: str) -> None:
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            if (code := ctypes.get_errno()) == errno.ENOMEM:
+                raise ResourceError(
+                    f"{path}: this process may not map more files (sysctl vm.max_map_count) or memory (ulimit -v): "
+                    "raise that limit, or name fewer data sets"
+                )
+            raise OSError(code, os.strerror(code), path)
+        self._unmap, self._place = _libc.munmap, (address, size)
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):
+            self._unmap(*self._place)
