@@ -77,13 +77,19 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what ``random_states()`` returned."""
+    """Restore what ``random_states()`` returned. Raises ValueError, TypeError or RuntimeError for other content."""
     random.setstate(states["random_rng_state"])
     kind, keys, position, has_gauss, gauss = states["np_rng_state"]
+    if not 0 <= position <= len(keys):  # NumPy would read beyond them
+        raise ValueError(f"position {position} of NumPy's state")
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    get_accelerator().set_rng_state(states["cuda_rng_state"])
+    tracked = states["rng_tracker_states"]
+    if tracked.keys() != get_rng_tracker().get_states().keys():
+        raise ValueError(f"the streams {', '.join(tracked) or 'of none'}")
+    for state in (*tracked.values(), states["cuda_rng_state"]):  # the tracker would not look at its own
+        get_accelerator().set_rng_state(state)
     torch.set_rng_state(states["torch_rng_state"])
-    get_rng_tracker().set_states(states["rng_tracker_states"])
+    get_rng_tracker().set_states(tracked)
 
 
 CHECKPOINT_VERSION = 3.0
@@ -140,7 +146,7 @@ def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout,
         return [f"{saved.path}: saved on {saved.layout}; each rank reads its parts"]
     has_spec = architecture_of(run.model).provider is None
     # Each rank reads the files that it would write itself.
-    contents = read_rank_files(engine, saved, optimizer=with_optimizer, has_spec=has_spec)
+    contents = read_rank_files(engine, saved, optimizer=with_optimizer, progress=not config.finetune, has_spec=has_spec)
     if has_spec:
         check_share_of_copies(SavedStates(saved, verified=True))
     with engine.checkpoint_engine.holding(contents):

@@ -126,7 +126,9 @@ def check_steps(place: object, steps: set[int | None]) -> None:
         raise CheckpointError(f"{place}: the optimizer's step counts are {counts}, and should be equal")
 
 
-def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool, has_spec: bool) -> dict[str, Any]:
+def read_rank_files(
+    engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool, progress: bool, has_spec: bool
+) -> dict[str, Any]:
     """The contents by name of the files that DeepSpeed loads on this rank, which are as ``engine`` needs them.
 
     Every rank must call it. Raises CheckpointError on all ranks if a file of any rank is damaged, or holds other names,
@@ -143,7 +145,7 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
             with form_errors(path := located(file)):
                 contents[path.name] = found = engine.checkpoint_engine.load(str(path))
                 if "module" in found:
-                    skipped = _check_counts(path, found, saved)
+                    skipped = _check_counts(engine, path, found, saved, progress=progress)
                 for entry, expected in weights.items():
                     _check_weights(path, found[entry] if entry else found, expected)
                 for entry, expected in states.items():
@@ -160,14 +162,20 @@ def read_rank_files(engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool
     return contents
 
 
-def _check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun) -> int:
+def _check_counts(
+    engine: DeepSpeedEngine, place: Path, found: Mapping[str, Any], saved: SavedRun, *, progress: bool
+) -> int:
     """The number of skipped iterations in a rank's file, whose counts are those of ``run.json``, or not above them."""
-    for key in ("iteration", "consumed_samples"):
-        if found.get(key, count := saved.description.get(key)) != count:
-            raise _wrong(place, key, str(found[key]), f"{count}, as in run.json")
-    for key in ("global_steps", "skipped_steps"):
-        if type(found[key]) is not int or not 0 <= found[key] <= saved.iteration:
-            raise _wrong(place, key, str(found[key]), f"a number of iterations, at most {saved.iteration}")
+    counts = {key: saved.description.get(key) for key in ("iteration", "consumed_samples")}
+    for key, count in {**counts, "mp_world_size": engine.mp_world_size}.items():
+        if found.get(key, count) != count:
+            raise _wrong(place, key, str(found[key]), str(count))
+    iterations = {key: found[key] for key in ("global_steps", "skipped_steps")}
+    if progress:
+        iterations["lr_scheduler.num_iters"] = found["lr_scheduler"]["num_iters"]
+    for key, count in iterations.items():
+        if type(count) is not int or not 0 <= count <= saved.iteration:
+            raise _wrong(place, key, str(count), f"a number of iterations, at most {saved.iteration}")
     return found["skipped_steps"]
 
 
@@ -214,10 +222,11 @@ def _check_outline(place: object, name: str, found: Any, shape: Shape, dtype: to
 
 
 def _outline(value: Any) -> str:
-    """Type and shape of a tensor, such as ``float32 [4, 2]``."""
+    """Type and shape of a tensor, such as ``float32 [4, 2]`` or ``sparse_coo float32 [4, 2]``."""
     if not isinstance(value, Tensor):
         return f"of type {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    form = "" if value.layout == torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+    return f"{form}{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _wrong(place: object, name: str, found: str, expected: str) -> CheckpointError:

@@ -15,7 +15,7 @@ from megatron.checkpoint.safetensors_files import FLOATS, read_entries
 from megatron.checkpoint.snapshot_files import check_memory
 from megatron.checkpoint.tracker import resolve
 from megatron.common.environment import ranks_on_host
-from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
+from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError, first_line
 from megatron.common.reading import regular
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA
@@ -244,6 +244,8 @@ def _file_problem(flag: str, file: Path) -> str | None:
         return _folder_problem(flag, file.parent)
     if file.is_dir():
         return f"{flag} {file} is a folder; name a file"
+    if file.is_fifo() or file.is_socket():
+        return f"{flag} {file} is no file, and writing to it may wait forever; name a file"
     if not os.access(file, os.W_OK):
         return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
     return None
@@ -269,4 +271,6 @@ def _name_problem(path: Path) -> str | None:
         return None
     except OSError as error:
         return error.strerror
+    except ValueError as error:  # a NUL character
+        return first_line(error)
     return None

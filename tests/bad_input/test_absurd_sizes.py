@@ -4,6 +4,7 @@ Numbers are written in ASCII digits.
 """
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert line.startswith("wandb.enabled true needs wandb, which is not installed: ")
     path.write_text(json.dumps({"csv_monitor": {"enabled": True, "output_path": "/dev/null/logs"}}))
     with pytest.raises(ConfigError, match="csv_monitor.output_path /dev/null/logs: /dev/null is not a folder"):
+        _check_outputs(parse(f"--deepspeed_config {path}"))
+
+
+def test_outputs_that_are_no_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=f"--metrics-file {fifo} is no file"):
+        _check_outputs(parse(f"--metrics-file {fifo}"))
+    (path := tmp_path / "ds.json").write_text('{"csv_monitor": {"enabled": true, "output_path": "a\\u0000"}}')
+    with pytest.raises(ConfigError, match="csv_monitor.output_path .*: embedded null byte"):
         _check_outputs(parse(f"--deepspeed_config {path}"))
 
 

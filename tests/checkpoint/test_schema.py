@@ -24,6 +24,7 @@ from megatron.tools.convert.universal import cached
 
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+RNG = "rng_state_00000.pt"
 LAYER, LAYER_1 = "layer_03-model_00-model_states.pt", "layer_03-model_01-model_states.pt"
 ZERO_1 = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
@@ -101,13 +102,21 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("module", lambda m: m | {"more": torch.ones(1)}), "more is there"),
         (RANK, put("global_steps", lambda _: 10**9), "global_steps is 1000000000"),
         (RANK, put("consumed_samples", lambda _: 0), "consumed_samples is 0, and should be 96"),
+        (RANK, put("mp_world_size", lambda _: 0), "mp_world_size is 0, and should be 1"),
+        (RANK, put("lr_scheduler/num_iters", lambda _: 10**9), "lr_scheduler.num_iters is 1000000000"),
+        (RANK, put("lr_scheduler", lambda _: None), "lacks a part"),
+        (RANK, put("module/3.attention.dense.weight", lambda t: t.to_sparse()), "dense.weight is sparse_coo float32"),
         (RANK, drop("optimizer"), "lacks a part"),
         (RANK, put("optimizer", lambda _: [1]), "lacks a part"),
         (RANK, lambda content: [content], "lacks a part"),
-        ("rng_state_00000.pt", drop("cuda_rng_state"), "lacks a part"),
-        ("rng_state_00000.pt", lambda content: [content], "lacks a part"),
-        ("rng_state_00000.pt", put("cuda_rng_state", str), "lacks a part"),
-        ("rng_state_00000.pt", put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
+        (RNG, drop("cuda_rng_state"), "lacks a part"),
+        (RNG, lambda content: [content], "lacks a part"),
+        (RNG, put("cuda_rng_state", str), "lacks a part"),
+        (RNG, put("np_rng_state", lambda s: (*s[:2], -7, *s[3:])), "position -7 of NumPy's state"),
+        (RNG, put("rng_tracker_states", lambda _: {}), "lacks a part"),
+        (RNG, put("rng_tracker_states/model-parallel-rng", lambda t: t.float()), "lacks a part"),
+        (RNG, put("rng_tracker_states/model-parallel-rng", torch.zeros_like), "lacks a part"),
+        (RNG, put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
     ],
     "tp2 pp2 zero1": [
         (LAYER, "layer_04-model_00-model_states.pt", "files have been exchanged"),

@@ -140,7 +140,9 @@ def warmup(run: RunConfig) -> Messages:
         return
     warmup, decay, unit = optim.warmup_steps(train), optim.decay_steps(train), train.lr_unit
     if warmup > decay:
-        yield f"the warm-up of {warmup} {unit}s is longer than the decay of {decay}: shorten it"
+        given = {"--lr-warmup-iters": optim.lr_warmup_iters, "--lr-warmup-samples": optim.lr_warmup_samples}
+        flag = next((flag for flag, value in given.items() if value is not None), "--warmup")
+        yield f"the warm-up of {warmup} {unit}s is longer than the decay of {decay}: lower {flag}"
     last = optim.wsd_decay_steps(train) or 0
     if optim.lr_decay_style == "WSD" and warmup + last > decay:
         flag = "--lr-wsd-decay-samples" if optim.lr_wsd_decay_samples else "--lr-wsd-decay-iters"
