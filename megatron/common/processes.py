@@ -171,6 +171,7 @@ def failure_in_child(call: Callable[[], object], *, seconds: float, most_bytes: 
 
     The process gets ``seconds`` and, where the system tells the size of this one, ``most_bytes`` more than that.
     """
+    os.environ["RUST_BACKTRACE"] = "0"  # of a panic there or, later, in this process: it takes seconds
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads, which the child does not have
@@ -199,7 +200,6 @@ def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_
         faulthandler.disable()  # it would write to a file that is open elsewhere
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, 1), os.dup2(nowhere, 2)
-        os.environ["RUST_BACKTRACE"] = "0"  # it takes seconds, and nobody sees it
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

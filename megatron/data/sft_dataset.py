@@ -100,7 +100,7 @@ class SFTDataset(SourceSamples):
         if not (positions > 0).any():
             return f"{split} has no document: {advice(data, name, source)}"
         kept = zip(starts[:-1].tolist(), positions.clip(0, data.seq_length).tolist(), strict=True)
-        if any(loss_mask.span(start + 1, size).any() for start, size in kept if size):
+        if any(_mask_of(loss_mask, start + 1, size).any() for start, size in kept if size):
             return None
         return (
             f"{split}: no token that counts is among the first {data.seq_length + 1} of a document: raise --seq-length"
@@ -120,7 +120,7 @@ class SFTDataset(SourceSamples):
                 start = int(self._starts[document])
                 tokens = self.indexed.span(start, size + 1)
                 sample[TOKENS, begin:end], sample[LABELS, begin:end] = tokens[:-1], tokens[1:]
-                sample[LOSS_MASK, begin:end] = self._loss_mask.span(start + 1, size)
+                sample[LOSS_MASK, begin:end] = _mask_of(self._loss_mask, start + 1, size)
                 sample[SEGMENTS, begin:end] = number
             sample[SEGMENTS, end:] = len(documents)
         check_tokens(self.indexed, samples[:, (TOKENS, LABELS)].ravel(), "some document", self._vocab_size)
@@ -161,3 +161,11 @@ class SFTDataset(SourceSamples):
 
 def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:
     return IndexedDataset(loss_mask_prefix(indexed.prefix))
+
+
+def _mask_of(loss_mask: IndexedDataset, start: int, size: int) -> np.ndarray:
+    """The mask of ``size`` tokens from ``start`` on: [size]. Raises DataError if it is not of 0 and 1."""
+    mask = loss_mask.span(start, size)
+    if (wrong := (mask != 0) & (mask != 1)).any():
+        raise DataError(f"{loss_mask.bin_path} holds {mask[wrong.argmax()]}, and should hold 0 and 1: make it again")
+    return mask

@@ -82,6 +82,9 @@ def test_a_data_set_without_its_loss_mask_is_an_error(data: DataConfig, write_da
     write_dataset(DOCUMENTS[1:], name="other_loss_mask")
     with pytest.raises(DataError, match="documents have other lengths"):
         check_data(other, train_iters=1, eval_iters=0)
+    write_dataset([[2] * len(tokens) for tokens in DOCUMENTS], name="other_loss_mask")
+    with pytest.raises(DataError, match="other_loss_mask.bin holds 2, and should hold 0 and 1"):
+        check_data(other, train_iters=1, eval_iters=0)
     assert other.contents == ((other.data_path[0], loss_mask_prefix(other.data_path[0])),)
     with pytest.raises(DataError, match="holds token 2500 in some document, but the vocabulary ends at 5"):
         build_datasets(data, **{**SIZES, "vocab_size": 6}).train[0]
