@@ -54,7 +54,7 @@ def test_iterations_of_some_epochs(data: DataConfig, write_dataset: Callable[...
     """Through the command line; the last iteration may go beyond the last epoch."""
     each = samples_per_epoch(data)
     other = write_dataset(DOCUMENTS, name="other")
-    write_dataset(DOCUMENTS, "u2", "other_loss_mask")
+    write_dataset([[1] * length for length in LENGTHS], "u1", "other_loss_mask")
     sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --vocab-size 6000 --split 1"
     rest = f"--tokenizer-type NullTokenizer --batch-size 4 --lr 1 --data-path {data.data_path[0]}"
     given = [*sizes.split(), *rest.split()]
