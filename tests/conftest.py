@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from support import warm_hosts  # noqa: E402
 from support.emulated_cuda import EmulatedCuda, OneGpu  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
@@ -104,6 +105,18 @@ def run_ranks_once(_rank_pools: RankPools) -> Callable[..., list[Any]]:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Start the project's programs the way a user does, with a small data set at hand."""
     return Programs(ROOT, tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the environment of DeepSpeed needs so that its launchers and ranks fork from a process that has torch."""
+    if sys.platform != "linux" or os.geteuid() != 0:  # who alone may enter the namespaces of a host
+        yield {}
+        return
+    folder = tmp_path_factory.mktemp("site")
+    with warm_hosts.start(folder, folder / "log") as server:
+        yield {"PYTHONPATH": str(folder)}
+        server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,13 @@ from megatron.launch.environment import free_port
 from megatron.model.architectures import GPT2
 
 
-def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
+def test_the_quickstart_learns(programs: Programs, warm_python: dict[str, str], tmp_path) -> None:
     """It trains under TP 2 x PP 2 to well below the unigram entropy it prints, and leaves all that it promises."""
     prompt = "Return the"
     finished = programs.run(
         "bash", "examples/quickstart.sh", "--fast",
         time_limit=540, OUT=str(tmp_path), VIRTUAL_ENV=sys.prefix, PROMPT=prompt, MASTER_PORT=str(free_port()),
+        **warm_python,
     ).ok()  # fmt: skip
     assert "4 processes = TP 2 x PP 2 x DP 1, pipeline engine, 2 stages" in finished.output
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.files import check_content, read_manifest
 from megatron.checkpoint.tracker import LATEST, newest
 from megatron.common.errors import CheckpointError
 
-KILLS, KILLS_OF_RUN, ITERATIONS, RANKS = int(os.environ.get("TORTURE_KILLS", 3)), 13, 40, 2
+KILLS, KILLS_OF_RUN, ITERATIONS, RANKS = int(os.environ.get("TORTURE_KILLS", 3)), 7, 24, 2
 SETTINGS = (
     *TINY_MODEL,
     *"--batch-size 2 --gas 2 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1 --save-interval 1".split(),

@@ -256,13 +256,11 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
     assert "[11/13] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
 
 
-def test_a_run_on_an_emulated_gpu_is_on_the_page(
-    programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path
-) -> None:
+def test_a_run_on_an_emulated_gpu_is_on_the_page(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
     """The whole command with one of its stages."""
     folder = tmp_path / "found"
     words = ("benchmarks/gpu/command.py", "--size", "tiny", "--quick", "--stages", "run", "--output", folder)
-    ended = programs.python(*words, EMULATED_CUDA_DEVICES="1", **emulated_cuda.environ).ok()
+    ended = emulated_cuda.run(1, *words, EMULATED_CUDA_DEVICES="1").ok()
     assert ended.output.splitlines()[-2:] == ["1 stage of 1 passed", f"{folder}.tar.gz"]
     content = json.loads((folder / RESULTS).read_text())
     assert content["machine"]["devices"][0]["name"] == "emulated GPU"

@@ -15,11 +15,9 @@ TP2_FP8 = f"tp2 sp {FP8}"
 PAIRS = [
     ("dp1", "tp2 pp2 zero1"),
     ("dp1", "tp4"),  # a padded vocabulary of 512 rows in place of 128
-    ("tp2 pp2 zero1", "dp1"),
     ("tp2 pp2 zero1", "ulysses2 zero2 --zero-round-robin-gradients"),
     ("dp2 zero3", "dp1 zero3 offload --offload-param cpu"),
     ("ulysses2 zero2 --zero-round-robin-gradients", "pp1 cp2 zero1"),
-    ("pp1 cp2 zero1", "tp2 zero1"),
     ("ulysses2 zero2 --zero-round-robin-gradients", "dp2 zero3"),
     ("pp2 dualpipev", "dp2 zero1 offload"),
 ]

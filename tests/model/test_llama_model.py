@@ -176,7 +176,7 @@ def _gathered(part: Tensor, layout: ParallelLayout) -> list[Tensor]:
     return parts
 
 
-NEW_TOKENS = 50
+NEW_TOKENS = 24
 LATER = 3
 """Steps after which the other prompts join the first."""
 PROMPTS = [[5], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [3, 9, 3]]

@@ -15,7 +15,6 @@ KINDS = {
     "full": "--checkpoint-activations",
     "selective": "--recompute-granularity selective",
     "the activation of the MLP": "--recompute-mlp-activation",
-    "partitioned": "--checkpoint-activations --partition-activations",
     "in CPU memory": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
     "contiguous, synchronized and profiled": "--checkpoint-activations --partition-activations"
     " --contigious-checkpointing --synchronize-each-layer --profile-backward",

@@ -18,8 +18,6 @@ SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4"
     [
         "--zero-stage 0",
         "--zero-stage 2 --offload-optimizer cpu",
-        "--zero-stage 3",
-        "--pipe-parallel-size 2",
         "--pipe-parallel-size 2 --zero-stage 1 --bf16",
         "--model-parallel-size 2 --zero-stage 2 --bf16",
         "--zero-stage 3 --bf16",

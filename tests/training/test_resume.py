@@ -15,7 +15,7 @@ EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validatio
     ("processes", "flags"),
     [
         (2, "--pipe-parallel-size 2 --zero-stage 1 --bf16 --checkpoint-activations"),
-        (4, "--model-parallel-size 2 --zero-stage 2"),
+        (2, "--zero-stage 2"),
         (2, "--zero-stage 3"),
         (1, "--pipe-parallel-size 1 --zero-stage 0 --bf16"),  # which is ZeRO 1
         (2, "--model-parallel-size 2 --sequence-parallel --bf16 --fp8-format hybrid --fp8-min-size 16"),

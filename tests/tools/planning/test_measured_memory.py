@@ -41,7 +41,6 @@ LLAMA_ON_ONE = [
 ]
 T5_ON_ONE = [f"{STILL} --decoder-seq-length 32 --vocab-extra-ids 20"]
 ON_TWO = [
-    f"{STILL} --zero-stage 0",
     f"{STILL} --zero-stage 2 --zero-coalesce-grad-reduction {BUCKET}",
     f"{STILL} --bf16 --zero-stage 2 --grad-accum-dtype fp32 {BUCKET}",
     f"{STILL} --model-parallel-size 2 --sequence-parallel",
@@ -49,7 +48,6 @@ ON_TWO = [
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --pipe-parallel-size 2 --pipeline-schedule interleaved --pipeline-partition 1,1,1,1",
     f"{STILL} --pipe-parallel-size 2 --pipeline-schedule zbh1 --make-vocab-size-divisible-by 4096",
-    f"{STILL} --lora-rank 4 --zero-stage 2 {BUCKET}",
     f"{STILL} {LONG} {LLAMA} --num-query-groups 2 --context-parallel-size 2 --reset-attention-mask --tiled-mlp",
     f"{STILL} {LONG} --gas 1 --pipe-parallel-size 1 --context-parallel-size 2 --window-size 100,0 --tiled-mlp",
 ]
