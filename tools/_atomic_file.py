@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from megatron.checkpoint.files import MANIFEST
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, sync, sync_folder
 
@@ -50,7 +51,11 @@ def atomic_path(path: Path, flag: str) -> Iterator[Path]:
 
 
 def check_vacant(path: Path, flag: str) -> None:
-    """Raises ConfigError if ``path`` exists and is not an empty folder."""
+    """Raises ConfigError if ``path`` exists and is not an empty folder, or if it is in a checkpoint."""
+    if (path.parent / MANIFEST).exists():
+        raise ConfigError(
+            f"{flag} {path}: {path.parent} is a checkpoint, and is refused with other files in it; name another place"
+        )
     if path.is_dir() and not any(path.iterdir()) or not os.path.lexists(path):
         return
     raise ConfigError(f"{flag} {path} exists already; name another place, or move it away")

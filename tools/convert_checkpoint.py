@@ -43,7 +43,7 @@ from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, check_values, run_tool
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ def _join_llava(args: argparse.Namespace) -> None:
     pretrain_vlm.py --load-hf FOLDER trains it. If the vocabulary has no row for the placeholder, it gets more.
     """
     check_output(args)
+    check_values(args, {"image_token_id": "[0, inf)"})
 
     from megatron.model.huggingface import HF_CONFIG
     from megatron.tools.convert.huggingface_files import carried_files
@@ -309,8 +310,8 @@ def _reshard(args: argparse.Namespace) -> None:
     Training loads a checkpoint on any layout; this does the work before, and elsewhere.
     """
     stages, copies = args.pipe_parallel_size, args.data_parallel_size
-    if min(args.model_parallel_size, copies, stages + 1) < 1:
-        raise ConfigError("--model-parallel-size and --data-parallel-size must be 1 or more, --pipe-parallel-size 0")
+    sizes = {"model_parallel_size": "[1, inf)", "data_parallel_size": "[1, inf)", "pipe_parallel_size": "[0, inf)"}
+    check_values(args, {**sizes, "time_limit": "(0, inf)"})
     if args.output is None:
         kept = {"tp": args.model_parallel_size, "pp": stages, "dp": copies}
         name = "-".join([args.path.name, *(f"{axis}{size}" for axis, size in kept.items() if size > 1)])

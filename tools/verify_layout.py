@@ -33,7 +33,7 @@ from _atomic_file import atomic_file
 
 from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, check_values, run_tool
 from megatron.tools.planning.explain import explain
 from megatron.tools.verify.request import PROGRAM, make_request, parse_layout, rule_violations, supported_layouts
 
@@ -43,8 +43,8 @@ def main() -> None:
     args, words = _parser().parse_known_args()
     if (args.layouts is None) == (args.all is None):
         raise ConfigError("give --layouts with names, or --all with a number of processes (see --help)")
-    if args.iterations < 1 or (args.all is not None and args.all < 1):
-        raise ConfigError("--iterations and --all must be at least 1")
+    intervals = {"iterations": "[1, inf)", "all": "[1, inf)", "tolerance": "[0, inf)", "time_limit": "(0, inf)"}
+    check_values(args, intervals)
     if args.sample is not None and (args.all is None or args.sample < 1):
         raise ConfigError(f"--sample {args.sample} chooses among the layouts of --all N, at least one: give --all, too")
     named = [parse_layout(name) for name in args.layouts or ()]

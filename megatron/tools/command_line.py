@@ -138,15 +138,22 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out; give it somewhere to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(141)
     except Exception as error:
         if (limit := failure_of_host(error)) is None:
             raise
+        with suppress(OSError):
+            sys.stdout.flush()
+        _discard_output()
         _print_error(limit)
         sys.exit(ResourceError.exit_code)
     sys.exit(0)
+
+
+def _discard_output() -> None:
+    """Give the interpreter, which flushes stdout once more on its way out, somewhere to write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(message: str) -> None:

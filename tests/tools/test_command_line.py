@@ -60,6 +60,12 @@ def test_closed_pipe_is_not_an_error() -> None:
     assert (finished.returncode, finished.stderr) == (141, "")
 
 
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        finished = run("print('x')", stdout=full)
+    assert finished.returncode == 7 and finished.stderr.count("\n") == 1
+
+
 def test_a_repeated_flag_loses_no_value() -> None:
     parser = ToolParser("")
     parser.add_argument("--input", nargs="+", default=["text"])

@@ -132,7 +132,7 @@ def test_a_run_that_fails_is_reported_with_its_last_lines(programs: Programs) ->
     ("words", "message"),
     [
         ([], "give --layouts with names, or --all with a number of processes"),
-        (["--all", "0"], "--iterations and --all must be at least 1"),
+        (["--all", "0"], "--all 0 must be 1 or more"),
         (["--all", "2", "--program", "nowhere.py"], "--program nowhere.py cannot be loaded (FileNotFoundError"),
         (["--all", "2", "--program", "tests/support/pages.py"], "--program tests/support/pages.py defines no ARCHITEC"),
     ],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.huggingface import our_weights
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface import HF_CONFIG, read_json, source_shapes
@@ -32,7 +32,10 @@ def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer:
     Raises CheckpointError for a folder that is none of an encoder or of the Llama family.
     """
     text = read_huggingface(language).config
-    family_of(text)
+    try:
+        family_of(text)
+    except ConfigError as error:
+        raise CheckpointError(f"{language}: it is no model of the Llama family: {error.messages[0]}") from error
     config = replace(_with_encoder(text, encoder, feature_layer), image_token_id=image_token)
     if image_token >= config.vocab_size:
         rows = -(-(image_token + 1) // _MULTIPLE) * _MULTIPLE
