@@ -7,9 +7,9 @@ shorter one first, in the same order.
 
 Three maps hold this, as in every program of the Megatron family:
 
-    documents  [epochs * documents]  documents in the order of the stream, up to the end of the last sample
-    samples    [n + 1, 2]            where sample j starts: position in ``documents``, token offset
-    shuffle    [n]                   the sample that is the i-th to be trained on
+    documents  [positions]  documents in the order of the stream, up to the end of the last sample or a little later
+    samples    [n + 1, 2]   where sample j starts: position in ``documents``, token offset
+    shuffle    [n]          the sample that is the i-th to be trained on
 
 They are built for an epoch at a time, so that neither memory nor the time to start grows with the number of iterations.
 In the maps of an epoch, samples and positions count from its beginning.
@@ -72,18 +72,24 @@ class SampleStream:
         """The epoch in which a sample starts."""
         return sample * self.seq_length // self.tokens
 
+    @cached_property
+    def _tail(self) -> int:
+        """Documents of the epoch in which the last sample of another ends that it can need."""
+        empty = self.lengths.empty if isinstance(self.lengths, DocumentLengths) else np.sum(self.lengths == 0)
+        return min(len(self.lengths), self.seq_length + 1 + int(empty))
+
     def recipe(self, epoch: int) -> Recipe:
         """How the maps of ``epoch`` are built."""
         first, end = self.first_sample(epoch), self.first_sample(epoch + 1)
         samples, documents, longest = end - first, len(self.lengths), int(self.lengths.max())
-        positions = (self.epoch_of(end) + 1 - epoch) * documents
+        positions = (self.epoch_of(end) - epoch) * documents + self._tail
         widest = _fitting(max(positions, longest), np.int32)
         forms = {
             "documents": Form(_fitting(documents, np.int32), (positions,), documents, covers=True),
             "samples": Form(widest, (samples + 1, 2), (positions, longest)),
             "shuffle": Form(_fitting(samples, np.uint32), (samples,), samples, covers=True),
         }
-        return Recipe(forms, 8 * documents + 12 * samples, partial(self.build, epoch), partial(self._fits, epoch))
+        return Recipe(forms, 4 * documents + 12 * samples, partial(self.build, epoch), partial(self._fits, epoch))
 
     def _fits(self, epoch: int, arrays: Arrays) -> bool:
         """Whether each sample starts ``seq_length`` tokens after the one before, within its document."""
@@ -99,9 +105,11 @@ class SampleStream:
         arrays = {key: make(key) if make else np.empty(form.shape, form.dtype) for key, form in forms.items()}
         documents, samples = arrays["documents"], arrays["samples"]
         # Up to the last token of the last sample, which is in a later epoch.
-        orders = enumerate(documents.reshape(-1, len(self.lengths)))
-        shuffles = [partial(self._shuffle, epoch + number, 0, order) for number, order in orders]
-        shuffles.append(partial(self._shuffle, epoch, 1, arrays["shuffle"]))
+        orders = [documents[first : first + len(self.lengths)] for first in range(0, len(documents), len(self.lengths))]
+        shuffles = [
+            partial(self._shuffle, epoch + number, 0, len(self.lengths), order) for number, order in enumerate(orders)
+        ]
+        shuffles.append(partial(self._shuffle, epoch, 1, len(arrays["shuffle"]), arrays["shuffle"]))
         count = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if make and len(documents) > 4 * ROWS else 1
         sums = np.frombuffer(mmap.mmap(-1, 8 * (len(documents) // max(ROWS // count, 1) + 1)), np.int64)
 
@@ -117,16 +125,20 @@ class SampleStream:
                     step()
         return arrays
 
-    def _shuffle(self, epoch: int, purpose: int, order: np.ndarray) -> None:
-        """Fill ``order`` with its positions, shuffled by a generator of its own for every epoch and purpose.
+    def _shuffle(self, epoch: int, purpose: int, count: int, order: np.ndarray) -> None:
+        """Fill ``order`` with the first numbers below ``count``, shuffled by a generator for the epoch and purpose.
 
         ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must continue in
         the same order, which the newer ``Generator`` does not promise.
         """
         seed_words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF]
-        for begin in range(0, len(order), ROWS):
-            order[begin : begin + ROWS] = np.arange(begin, min(begin + ROWS, len(order)))
-        np.random.RandomState([*seed_words, self.salt, epoch, purpose]).shuffle(order)  # as its permutation(count)
+        random = np.random.RandomState([*seed_words, self.salt, epoch, purpose])
+        if len(order) < count:
+            order[:] = first_of_shuffle(random, count, len(order))
+            return
+        for begin in range(0, count, ROWS):
+            order[begin : begin + ROWS] = np.arange(begin, min(begin + ROWS, count))
+        random.shuffle(order)  # as its permutation(count)
 
     def _sample_starts(
         self, epoch: int, documents: np.ndarray, number: int = 0, count: int = 1, sums: np.ndarray | None = None
@@ -165,6 +177,38 @@ class SampleStream:
 MOST_PROCESSES = 8
 """That build the maps of an epoch."""
 _WAIT_SECONDS = 0.001
+
+
+_SWAPS = 1 << 16
+"""Of a shuffle that are drawn at a time."""
+_MARKS = 1 << 22  # a power of two
+
+
+def first_of_shuffle(random: np.random.RandomState, count: int, first: int) -> np.ndarray:
+    """The first numbers of ``random.permutation(count)``, int64 [first], in little memory and half of the time.
+
+    A shuffle swaps each place, from the last one on, with one that is drawn from those up to it. All is drawn forwards,
+    and then again backwards, to follow the first numbers to the places that they come from.
+    """
+    states, end = [], count
+    while end - _SWAPS >= first:
+        states.append((end, random.get_state()))
+        random.randint(0, np.arange(end, end - _SWAPS, -1))
+        end -= _SWAPS
+    numbers = random.permutation(end)[:first]
+    index_at = {place: index for index, place in enumerate(numbers.tolist())}
+    marks = np.zeros(_MARKS, np.bool_)  # where any other place cannot be one of them
+    marks[numbers & (_MARKS - 1)] = True
+    for end, state in reversed(states):
+        random.set_state(state)
+        others = random.randint(0, np.arange(end, end - _SWAPS, -1))  # of the places end - 1, end - 2, ...
+        for row in np.flatnonzero(marks[others & (_MARKS - 1)] | (others >= end - _SWAPS))[::-1].tolist():
+            if (index := index_at.pop(int(others[row]), None)) is not None:
+                index_at[place := end - 1 - row] = index
+                marks[place & (_MARKS - 1)] = True
+    for place, index in index_at.items():
+        numbers[index] = place
+    return numbers
 
 
 def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:

@@ -80,7 +80,7 @@ class IndexedDataset:
             read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
             index, self.modes = read(self.idx_path, header, self._idx_stat.st_size)
             self.dtype, self.sizes, self.pointers, self.doc_idx = index
-            self.num_tokens, self.longest_document, self._is_divided = self._checked(cache)
+            self.num_tokens, self.longest_document, self.empty_documents, self._is_divided = self._checked(cache)
             check_regular(self.bin_path)  # and that it may be read
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
         except OSError as error:
@@ -119,7 +119,7 @@ class IndexedDataset:
     def _unreadable(self, error: OSError) -> DataError:
         return DataError(f"cannot read {error.filename or self.prefix}: {error.strerror}")
 
-    def _checked(self, cache: Path | None) -> tuple[int, int, int]:
+    def _checked(self, cache: Path | None) -> tuple[int, ...]:
         """What ``_check_index`` finds of an index that is right, or was when it was put in a cache."""
 
         def check(_: Make) -> Mapping[str, np.ndarray]:
@@ -129,7 +129,7 @@ class IndexedDataset:
         if cache is None or self._idx_stat.st_size < CHECKED_ONCE:
             return tuple(check(np.empty)["index"].tolist())
         name = f"{Path(self.prefix).name}_{digest(self.content_hash())}"
-        found = cached(cache, name, Recipe({"index": Form(np.int64, (3,), 1 << 62)}, 24, check))
+        found = cached(cache, name, Recipe({"index": Form(np.int64, (4,), 1 << 62)}, 32, check))
         return tuple(found["index"].tolist())
 
     def document_start(self, document: int) -> int:
@@ -207,6 +207,11 @@ class DocumentLengths:
     def max(self) -> int:
         """Tokens of the longest document of the data set, perhaps another one: a bound."""
         return self._indexed.longest_document
+
+    @property
+    def empty(self) -> int:
+        """Empty documents of the data set: a bound."""
+        return self._indexed.empty_documents
 
 
 class Span(NamedTuple):
@@ -304,12 +309,12 @@ def _read_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, np.n
 
 def _check_index(
     path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray
-) -> tuple[int, int, int]:
-    """Tokens in all, of the longest document, and whether a document is not one sequence, in bounded memory.
+) -> tuple[int, int, int, int]:
+    """Tokens in all and of the longest document, empty documents, whether one is not one sequence; in bounded memory.
 
     Raises DataError if entries of the index contradict one another: sequences are contiguous, and so are documents.
     """
-    tokens, longest, is_divided, what = 0, 0, False, ""
+    tokens, longest, empty, is_divided, what = 0, 0, 0, False, ""
     for begin in range(0, len(sizes), ROWS):
         part = sizes[begin : begin + ROWS]
         ends = tokens + np.cumsum(part, dtype=np.int64)
@@ -328,10 +333,11 @@ def _check_index(
             break
         starts = np.full(len(bounds), tokens, np.int64)
         starts[bounds < len(sizes)] = pointers[bounds[bounds < len(sizes)]] // dtype.itemsize
-        longest = max(longest, int(np.diff(starts).max()))
+        lengths = np.diff(starts)
+        longest, empty = max(longest, int(lengths.max())), empty + int(np.sum(lengths == 0))
     if what:
         raise DataError(f"{path} is damaged: the bounds of its {what} contradict one another; copy it again")
-    return tokens, longest, int(is_divided)
+    return tokens, longest, empty, int(is_divided)
 
 
 def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> None:

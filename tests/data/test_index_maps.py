@@ -99,3 +99,28 @@ def test_maps_do_not_depend_on_how_much_is_built_at_a_time(
         for purpose, order in ((0, orders[0]), (1, maps.shuffle)):
             random = np.random.RandomState([1234, 0, 0, epoch, purpose])
             np.testing.assert_array_equal(order, random.permutation(len(order)))
+
+
+@pytest.mark.parametrize(("count", "first"), [(70, 9), (64, 64), (20, 1), (5000, 40)])
+def test_the_first_of_a_shuffle_are_those_of_numpy(monkeypatch, count: int, first: int) -> None:
+    monkeypatch.setattr(gpt2_dataset, "_SWAPS", 16)
+    monkeypatch.setattr(gpt2_dataset, "_MARKS", 64)
+    expected = np.random.RandomState([3, 5]).permutation(count)[:first]
+    np.testing.assert_array_equal(gpt2_dataset.first_of_shuffle(np.random.RandomState([3, 5]), count, first), expected)
+
+
+def test_of_the_next_epoch_there_are_the_documents_that_the_last_sample_can_need(monkeypatch) -> None:
+    monkeypatch.setattr(gpt2_dataset, "_SWAPS", 16)
+    lengths = np.random.RandomState(1).randint(0, 3, 500)
+    stream = SampleStream(lengths, 7, 1234)
+    for epoch in range(3):
+        maps = IndexMaps(**stream.build(epoch))
+        orders = [np.random.RandomState([1234, 0, 0, epoch + later, 0]).permutation(500) for later in range(2)]
+        documents = np.concatenate(orders)
+        assert 500 < len(maps.documents) == 500 + 8 + np.sum(lengths == 0) < 1000
+        np.testing.assert_array_equal(maps.documents, documents[: len(maps.documents)])
+        begins = np.arange(stream.first_sample(epoch), stream.first_sample(epoch + 1) + 1) * 7 - epoch * stream.tokens
+        ends = np.cumsum(lengths[documents])
+        positions = np.searchsorted(ends, begins, "right")
+        assert maps.samples[:, 0].tolist() == positions.tolist()
+        assert maps.samples[:, 1].tolist() == (begins - (ends - lengths[documents])[positions]).tolist()
