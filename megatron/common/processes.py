@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ _DEEPSPEED_RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "_deepspeed_runn
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What schedulers send before they take the machine away, and Ctrl-C."""
+_PASSED_ON = 1.0
+"""Seconds within which a launcher has passed on what a rank has received, too."""
 _CTRL_C = {signal.SIGINT, signal.SIGTERM}
 """What a rank receives after one Ctrl-C: from the terminal, and from a launcher that received it, too."""
 
@@ -124,13 +127,16 @@ class ExitSignal:
         self.number = self.number or number
 
     def _watch(self, reader: int) -> None:
-        received: set[int] = set()
+        received, first = set[int](), 0.0
         while number := os.read(reader, 1)[0]:
             if number not in EXIT_SIGNALS or signal.getsignal(number) != self._receive:
                 continue
+            first = first if received else time.monotonic()
             is_passed_on = number not in received and {number, *received} == _CTRL_C and _has_launcher(os.environ)
             # Slurm sends SIGTERM several times when it takes a job's hosts away, and SIGKILL when they must end.
-            is_repeated = number == signal.SIGTERM and "SLURM_STEP_ID" in os.environ
+            # If all processes of a job receive it, the launcher passes it on besides.
+            is_same = number in received and time.monotonic() - first < _PASSED_ON and _has_launcher(os.environ)
+            is_repeated = number == signal.SIGTERM and ("SLURM_STEP_ID" in os.environ or is_same)
             is_second = bool(received) and not is_passed_on and not is_repeated
             received.add(number)
             self.number = self.number or number  # the main thread may be inside of a library

@@ -75,6 +75,9 @@ from megatron.common.processes import ExitSignal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 received = ExitSignal()
 for name in sys.argv[1:]:
+    if name == "wait":
+        time.sleep(2)
+        continue
     os.kill(os.getpid(), getattr(signal, name))
     time.sleep(0.1)
 sys.exit(received.number)
@@ -91,6 +94,9 @@ sys.exit(received.number)
         ("CROSS_RANK", "SIGTERM SIGINT", 15),
         ("CROSS_RANK", "SIGINT SIGTERM SIGINT", 130),
         ("CROSS_RANK", "SIGUSR1 SIGTERM", 143),
+        ("CROSS_RANK", "SIGTERM SIGTERM", 15),
+        ("CROSS_RANK", "SIGTERM wait SIGTERM", 143),
+        ("", "SIGTERM SIGTERM", 143),
         ("SLURM_STEP_ID", "SIGTERM SIGTERM", 15),
         ("SLURM_STEP_ID", "SIGUSR1 SIGTERM SIGTERM", 10),
         ("SLURM_STEP_ID", "SIGINT SIGINT", 130),
