@@ -218,6 +218,8 @@ def read_manifest(tag_folder: Path) -> Manifest:
             for name, entry in content["files"].items()
         }
     except FileNotFoundError:
+        if not tag_folder.exists():
+            raise CheckpointError(f"{tag_folder} is gone: a run with --keep-last may have removed it") from None
         raise CheckpointError(
             f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
             "wrote the files"

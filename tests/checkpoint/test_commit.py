@@ -242,3 +242,8 @@ def test_a_disk_that_returns_less_than_was_asked_for_damages_no_file(tmp_path: P
     expected, pread = xxh128_of(file), os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 300_000), offset))
     assert xxh128_of(file) == expected
+
+
+def test_a_checkpoint_that_a_run_has_removed_meanwhile(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"global_step2 is gone"):
+        tracker.tag_at(tmp_path / "global_step2")
