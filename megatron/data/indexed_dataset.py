@@ -31,7 +31,7 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.common.reading import check_regular, regular
 from megatron.data.map_cache import CHECKED_ONCE, ROWS, Form, Make, Recipe, cached, digest
-from megatron.data.mapped_file import content_of
+from megatron.data.mapped_file import content_of, read_whole
 
 if TYPE_CHECKING:
     from megatron.data.indexed_dataset_builder import SequenceBuilder
@@ -157,7 +157,7 @@ class IndexedDataset:
 
     def span(self, start: int, length: int) -> np.ndarray:
         """Tokens ``start`` to ``start + length`` of the whole data set, without a copy."""
-        return self._tokens[start : start + length]
+        return read_whole(self._tokens[start : start + length])
 
     def content_hash(self) -> str:
         """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""

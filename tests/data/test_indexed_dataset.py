@@ -199,3 +199,17 @@ def test_writer_continues_from_an_earlier_state(tmp_path: Path) -> None:
         assert (tmp_path / f"data.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
     with pytest.raises(DataError, match="is shorter than when it was left"):
         IndexedDatasetBuilder(tmp_path / "data", "u2", written).__enter__()
+
+
+def test_a_part_is_read_from_the_disk_without_what_is_around_it(write_dataset: Callable[..., str]) -> None:
+    def from_disk() -> int:
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["read_bytes"])
+
+    indexed = IndexedDataset(write_dataset([list(range(50_000))] * 40))
+    with open(indexed.bin_path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = from_disk()
+    assert indexed.span(1_010_000, 2500).tolist() == list(range(10_000, 12_500))
+    assert from_disk() - before < 40_000
