@@ -295,8 +295,11 @@ def _checkpoint(world: int, folder: Path) -> Found:
     size = (saved.path / files.MANIFEST).stat().st_size
     inspected = _seconds_of("tools/inspect_checkpoint.py", str(saved.path))
     merged = _seconds_of("tools/convert_checkpoint.py", "merge", str(saved.path), "--output", str(folder / "merged"))
+    tracker.begin_tag(folder, tracker.tag_name(2))
     began = time.perf_counter()
-    shutil.rmtree(saved.path)
+    tracker.commit_tag(folder, 2, {}, CheckpointConfig(keep_last=1))
+    pruned = time.perf_counter() - began
+    assert not saved.path.exists()
     return {
         "checkpoint: tools/inspect_checkpoint.py": (inspected, "s", 120.0),
         "checkpoint: tools/convert_checkpoint.py merge": (merged, "s", 120.0),
@@ -305,7 +308,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
         "checkpoint: rank 0 commits": (commit, "s", 10.0),
         "checkpoint: a rank reads manifest and sizes": (resume, "s", 10.0),
         "checkpoint: verify, of tiny files": (verified, "s", 60.0),
-        "checkpoint: remove": (time.perf_counter() - began, "s", 60.0),
+        "checkpoint: --keep-last removes it": (pruned, "s", 60.0),
     }
 
 
@@ -440,23 +443,28 @@ def _anonymous(pid: int) -> int:
 
 
 def _data_sets(parts: int, folder: Path) -> Found:
-    """Opening a blend of data sets of 70,000 documents, links to one, without maps and with them."""
-    _write_data_set(folder / "0", 70_000)
+    """Opening a blend of data sets of 20,000 documents, links to one, without maps and with them."""
+    _write_data_set(folder / "0", 20_000)
     for number in range(1, parts):
         for ending in ("bin", "idx"):
             os.link(folder / f"0.{ending}", folder / f"{number}.{ending}")
 
-    def start(count: int) -> float:
+    def start(count: int) -> tuple[float, int, int]:
         names = [word for number in range(count) for word in (str(number + 1), str(folder / str(number)))]
         data = DataConfig(data_path=tuple(names), seq_length=4096)
         began = time.perf_counter()
-        indexed_datasets(data, {"train": 1000, "valid": 0, "test": 0}, vocab_size=1 << 31, seed=1)
-        return time.perf_counter() - began
+        opened = indexed_datasets(data, {"train": 1000, "valid": 0, "test": 0}, vocab_size=1 << 31, seed=1)
+        seconds, files = time.perf_counter() - began, psutil.Process().num_fds()
+        assert opened.train is not None
+        return seconds, files, len(Path("/proc/self/maps").read_text().splitlines())
 
-    first = start(parts)
+    first, _, _ = start(parts)
+    later, files, mapped = start(parts)
     return {
         "blend: first start, by one process": (first, "s", 3600.0),
-        "blend: start of a later rank": (start(parts), "s", 60.0),
+        "blend: start of a later rank": (later, "s", 60.0),
+        "blend: open files of a later rank": (float(files), "files", 1024.0),
+        "blend: parts of its memory that are mapped": (float(mapped), "parts", 65530.0),
     }
 
 
