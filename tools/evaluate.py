@@ -31,7 +31,7 @@ from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.tools.chat.files import template_of_model
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.command_line import ToolParser, progress_bar
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.evaluation.vqa import VQA, is_right, metrics, predict, read_questions

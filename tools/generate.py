@@ -30,7 +30,7 @@ from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.tools.chat.files import template_of_model
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.command_line import ToolParser, check_values
 from megatron.tools.inference.images import ImageReader, read_image
 from megatron.tools.inference.model_flags import (

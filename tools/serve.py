@@ -91,7 +91,7 @@ def main() -> None:
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":
     from megatron.tools.chat.files import template_of_model
-    from megatron.tools.chat.prompts import ChatPrompts
+    from megatron.tools.chat.template import ChatPrompts
     from megatron.tools.serving.protocol import RequestLimits
     from megatron.tools.serving.server import Service
 

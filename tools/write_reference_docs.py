@@ -26,9 +26,8 @@ from megatron.cli.validation import RULES
 from megatron.cli.validation.rules import REASONS, Rule
 from megatron.config import ModelConfig, default_ffn_hidden_size
 from megatron.model.architectures import ARCHITECTURES
-from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, in_flight
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
 from megatron.tools.reporting.pictures import draw_learning_rates, draw_schedules

@@ -27,7 +27,6 @@ from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
 from megatron.engines.transfers import Transfers, as_list
 from megatron.engines.zero import ZeroOptimizer
-from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import (
     FORWARD,
     INPUT_GRADIENTS,
@@ -36,7 +35,7 @@ from megatron.parallel.pipeline.schedule import (
     Instruction,
     Schedule,
 )
-from megatron.parallel.pipeline.simulation import Step, Transfer, program
+from megatron.parallel.pipeline.simulation import Step, Transfer, in_flight, program
 from megatron.parallel.tensor.deferred import Collected, DeferredWeightGradients, compute_weight_gradients
 
 

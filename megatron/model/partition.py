@@ -21,8 +21,8 @@ from megatron.common.reading import LARGEST, read_json
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec
-from megatron.parallel.pipeline.in_flight import counts_in_flight
 from megatron.parallel.pipeline.schedule import Schedule, chunks_of, has_order
+from megatron.parallel.pipeline.simulation import counts_in_flight
 
 EXPLICIT = re.compile(r"[0-9]{1,9}( *, *[0-9]{1,9})*")
 BY_TYPE = "type:"

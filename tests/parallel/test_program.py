@@ -9,9 +9,8 @@ import pytest
 from parallel.conftest import NAMES, every
 
 from megatron.parallel import p2p_lanes
-from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Action, Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, Transfer, program, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, Transfer, in_flight, program, simulate
 
 
 class Issued(NamedTuple):

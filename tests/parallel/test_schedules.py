@@ -10,9 +10,18 @@ import pytest
 from parallel.conftest import NAMES, every
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.parallel.pipeline.in_flight import in_flight, micro_batches_in_flight, peaks, stages_that_keep_most
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
-from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
+from megatron.parallel.pipeline.simulation import (
+    PassSeconds,
+    bubble_ratio,
+    idle_seconds,
+    idle_share,
+    in_flight,
+    micro_batches_in_flight,
+    peaks,
+    simulate,
+    stages_that_keep_most,
+)
 
 TORCH = {
     "1f1b": "Schedule1F1B",

@@ -11,8 +11,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
 from megatron.tools.chat.files import chat_template, find_chat_template
-from megatron.tools.chat.prompts import tokenize_texts
-from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.template import ChatTemplate, tokenize_texts
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
 

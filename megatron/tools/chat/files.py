@@ -10,8 +10,7 @@ from megatron.common.errors import ConfigError
 from megatron.common.reading import parse_json, read_json
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
-from megatron.tools.chat.prompts import special_tokens
-from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.template import ChatTemplate, special_tokens
 from megatron.tools.convert.inspection import Found, read_description
 from megatron.tools.inference.images import MARK
 

@@ -12,7 +12,7 @@ import numpy as np
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.reading import parse_json, read_bytes
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.evaluation.tasks import Sample
 from megatron.tools.inference.images import ImagePrompt, ImageReader, check_placeholders
 from megatron.tools.inference.prompts import StoppingCriteria, checked_length, numbered

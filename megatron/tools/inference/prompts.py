@@ -9,7 +9,7 @@ from typing import Any
 from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.reading import read_bytes
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.inference.images import ImageReader
 
 NEW_TOKENS = 64

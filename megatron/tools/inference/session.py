@@ -12,7 +12,7 @@ from typing import IO, Any, TypeVar
 import torch.distributed as dist
 
 from megatron.common.errors import ConfigError
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.command_line import progress_bar
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator

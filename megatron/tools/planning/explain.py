@@ -18,9 +18,8 @@ from megatron.common.units import with_prefix
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.spec import architecture_of
 from megatron.parallel import axis_sizes, coordinates, groups, groups_along, ring_groups, ulysses_groups
-from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, in_flight, simulate
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.training.preflight import check
 from megatron.training.summary import describe_config, describe_stages

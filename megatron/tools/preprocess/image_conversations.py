@@ -9,8 +9,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.prompts import tokenize_texts
-from megatron.tools.chat.template import ChatTemplate, Text
+from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
 from megatron.tools.inference.images import MARK, as_list, bytes_of_url, decoded, read_image_within
 from megatron.tools.preprocess.image_records import Record, read_records
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job

@@ -17,8 +17,7 @@ from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import check_words
 from megatron.tools.chat.files import chat_template
-from megatron.tools.chat.prompts import tokenize_texts
-from megatron.tools.chat.template import ChatTemplate, Text
+from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
 

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from megatron.common.errors import DataError, one_line
 from megatron.config import ModelConfig
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.inference.images import images_of_messages, with_images
 
 _NEUTRAL: Mapping[str, Any] = {

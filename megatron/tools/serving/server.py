@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from megatron.common.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.prompts import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.access import check_host, check_key
 from megatron.tools.serving.protocol import (

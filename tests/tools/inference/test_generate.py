@@ -10,8 +10,7 @@ import pytest
 from support.programs import Programs
 from support.refusals import refusal
 
-from megatron.tools.chat.prompts import ChatPrompts, special_tokens
-from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.template import ChatPrompts, ChatTemplate, special_tokens
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import Completion
 from megatron.tools.inference.prompts import StoppingCriteria

@@ -14,9 +14,8 @@ from megatron.config.model import padded_vocabulary
 from megatron.model.partition import plan
 from megatron.ops.partial_attention import PartialAttention
 from megatron.parallel import sequence
-from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, bubble, bubble_ratio, idle_seconds, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, bubble, bubble_ratio, idle_seconds, in_flight, simulate
 from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.compute import pass_seconds
 from megatron.tools.planning.machine import DEVICES, TERA, Machine
