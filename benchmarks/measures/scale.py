@@ -270,8 +270,9 @@ def _checkpoint(world: int, folder: Path) -> Found:
     run = replace(run, model=replace(run.model, vocab_size=128, padded_vocab_size=1024))
     described = describe(run, 1, (), ())
     names = [f"rng_state_{rank:05d}.pt" for rank in range(world)]
-    names += [f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt" for rank in range(8)
-              for number in range(world // 8)]  # fmt: skip
+    replicas = parallel.data_parallel_size
+    names += [f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt" for number in range(replicas)
+              for rank in range(world // replicas)]  # fmt: skip
     path = tracker.begin_tag(folder, tracker.tag_name(1))
     (path / RUN_FILE).write_text(json.dumps(described))
     _write_weights(path, run.model, parallel.pipe_parallel_size)

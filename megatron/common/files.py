@@ -56,11 +56,12 @@ def lacks_inodes(path: Path) -> bool:
 
 
 @contextmanager
-def replace_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
+def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Iterator[IO[Any]]:
     """A file to write, binary or UTF-8 ``text``, that replaces ``path`` when the block ends without an exception.
 
-    It is on disk by then, and so is its name. Until then, and after an exception, ``path`` is what it was. If ``path``
-    is a symbolic link, the link is replaced, not its target. A device, such as /dev/null, is written to.
+    If ``durable``, it is on disk by then, and so is its name. Until then, and after an exception, ``path`` is what it
+    was. If ``path`` is a symbolic link, the link is replaced, not its target. A device, such as /dev/null, is written
+    to.
 
     Raises:
         OSError: the file cannot be written.
@@ -77,11 +78,13 @@ def replace_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), **kind) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

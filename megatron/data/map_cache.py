@@ -100,13 +100,16 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
         return in_memory(recipe, key)
 
     def store(arrays: Arrays) -> None:
+        # Of those that are always checked the system may lose some, and a blend has thousands.
+        durable = 2 * sum(array.nbytes for array in arrays.values()) >= CHECKED_ONCE  # files have headers
         for key, array in arrays.items():
             path = folder / f"{name}_{key}.npy"
             if key in unfinished:
-                sync(unfinished[key])
+                if durable:
+                    sync(unfinished[key])
                 os.replace(unfinished[key], path)
             else:
-                with replace_file(path) as file:
+                with replace_file(path, durable=durable) as file:
                     np.save(file, array, allow_pickle=False)
         _record(folder, name, recipe)
 
@@ -126,9 +129,10 @@ def _identities(folder: Path, name: str, recipe: Recipe) -> dict[str, list[int]]
 def _record(folder: Path, name: str, recipe: Recipe) -> None:
     """Record that the stored arrays are right, so that not every process has to check them."""
     identities = _identities(folder, name, recipe)
+    file = folder / f"{name}_checked.json"
     if sum(size for size, _ in identities.values()) >= CHECKED_ONCE:
-        with contextlib.suppress(OSError), replace_file(folder / f"{name}_checked.json", text=True) as file:
-            json.dump(identities, file)
+        with contextlib.suppress(OSError), replace_file(file, text=True, durable=False) as record:
+            json.dump(identities, record)
 
 
 def is_recorded(folder: Path, name: str, recipe: Recipe) -> bool:

@@ -169,3 +169,15 @@ def test_concurrent_processes_have_the_same_maps(tmp_path: Path) -> None:
     expected = IndexMaps(**STREAM.build(2))
     assert results == [[getattr(expected, name).tobytes() for name in ("documents", "samples", "shuffle")]] * 4
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock"}
+
+
+@pytest.mark.parametrize(("checked_once", "flushed"), [(1, 3), (1 << 20, 0)])
+def test_arrays_that_are_not_checked_again_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_once: int, flushed: int
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(map_cache, "CHECKED_ONCE", checked_once)
+    monkeypatch.setattr(os, "fsync", calls.append)
+    assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+    assert len(calls) == flushed
+    assert (tmp_path / "x_checked.json").exists() == bool(flushed)
