@@ -18,7 +18,8 @@ VOCABULARY=1024 SHORT=2048 ITERATIONS=200 MORE=40 LAYERS=2 HIDDEN=64 MEGABYTES=3
 while (($#)); do
     case "$1" in
     --fast) VOCABULARY=300 SHORT=256 ITERATIONS=40 MORE=10 HIDDEN=32 MEGABYTES=0.3 && shift ;;
-    *) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
+    -h | --help) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" && exit ;;
+    *) echo "$(basename "$0"): error: unknown argument ${1@Q}: see --help" >&2 && exit 2 ;;
     esac
 done
 LONG=$((FACTOR * SHORT))

@@ -23,7 +23,8 @@ while (($#)); do
     case "$1" in
     --long) DEFAULT_SEEDS="1 2 3" ITERATIONS=600 && shift ;;
     --fast) VOCABULARY=512 ITERATIONS=50 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 && shift ;;
-    *) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
+    -h | --help) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" && exit ;;
+    *) echo "$(basename "$0"): error: unknown argument ${1@Q}: see --help" >&2 && exit 2 ;;
     esac
 done
 SEEDS=${SEEDS:-$DEFAULT_SEEDS}

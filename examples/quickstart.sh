@@ -22,7 +22,8 @@ while (($#)); do
     case "$1 ${2:-}" in
     "--fast "*) VOCABULARY=512 ITERATIONS=120 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 && shift ;;
     "--model gpt2" | "--model llama") MODEL=$2 && shift 2 ;;
-    *) sed -n '2,/^PROMPT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
+    "-h "* | "--help "*) sed -n '2,/^PROMPT/p' "examples/$(basename "$0")" && exit ;;
+    *) echo "$(basename "$0"): error: unknown argument ${1@Q}: see --help" >&2 && exit 2 ;;
     esac
 done
 KIND=(--num-attention-heads 4 --max-position-embeddings 128)

@@ -24,7 +24,8 @@ PICTURES=8000 CAPTIONS=200 QUESTIONS=700 TESTS=250
 while (($#)); do
     case "$1" in
     --fast) PICTURES=200 CAPTIONS=4 QUESTIONS=4 TESTS=10 && shift ;;
-    *) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
+    -h | --help) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" && exit ;;
+    *) echo "$(basename "$0"): error: unknown argument ${1@Q}: see --help" >&2 && exit 2 ;;
     esac
 done
 PROCESSES=$((TP * (PP > 1 ? PP : 1)))

@@ -1,8 +1,9 @@
 """The example programs: they run under a launcher and without one, and show what they promise."""
 
 import re
+import subprocess
 
-from support.programs import Programs
+from support.programs import ROOT, Programs
 
 
 def test_a_small_model_is_trained_saved_and_loaded_on_other_layouts(programs: Programs, tmp_path) -> None:
@@ -12,6 +13,19 @@ def test_a_small_model_is_trained_saved_and_loaded_on_other_layouts(programs: Pr
     assert re.findall(r"TP (\d): logits", output) == ["2", "4", "1"]
     differences = re.findall(r"loaded at TP (\d): largest difference of ([\d.e+-]+)", output)
     assert [size for size, _ in differences] == ["4", "1"] and all(float(value) < 1e-5 for _, value in differences)
+
+
+SCRIPTS = [*ROOT.glob("examples/*.sh"), *(script for script in ROOT.glob("recipes/*.sh") if script.name != "common.sh")]
+
+
+def test_help_of_a_script_starts_nothing(tmp_path) -> None:
+    assert len(SCRIPTS) > 15
+    for script in SCRIPTS:
+        finished = subprocess.run(
+            ["/bin/bash", script, "--help"], env={}, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert finished.returncode == 0 and not finished.stderr and finished.stdout, script
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_wrong_number_of_ranks_is_an_error_of_one_line(programs: Programs) -> None:

@@ -1,5 +1,9 @@
 # shellcheck shell=bash
-# Sourced by scripts: with DRY_RUN=1, "run COMMAND ..." prints the command instead of running it.
+# Sourced by scripts: with DRY_RUN=1, "run COMMAND ..." prints the command instead of running it. With --help a script
+# shows the comment at its top, and does nothing.
+case " $* " in
+*" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
+esac
 
 quoted() { # words as one types them
     local word

@@ -218,6 +218,10 @@ def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> 
     file = sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t * 1.01))
     with pytest.raises(CheckpointError, match=f"{file}: 3.input_layernorm.weight.* 0.0.* in {LAYER}"):
         lazy_weights(newest(folder))
+    sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t / 1.01))
+    sealed(folder, LAYER, put("attention.dense.weight", with_element(math.nan)))
+    with pytest.raises(CheckpointError, match=f"{folder}/global_step3: 3.attention.dense.weight is from nan to nan"):
+        list(lazy_weights(newest(folder)).values())
 
 
 LAYOUTS = [

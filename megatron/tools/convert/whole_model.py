@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import check_disk_space
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, no_floats, shards_of
+from megatron.checkpoint.schema import check_numbers
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
@@ -70,7 +71,8 @@ def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) ->
         source: where they come from, for messages.
 
     Raises:
-        CheckpointError: with a line for each of the first weights that are missing, unknown or of another shape.
+        CheckpointError: with a line for each of the first weights that are missing, unknown or of another shape; later,
+            when one is read, if it is not finite.
     """
     expected = architecture_of(config).named_parameters(config)
     outlines = outlines_of(weights)
@@ -86,7 +88,12 @@ def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) ->
         raise CheckpointError(
             problems[:_SHOWN] + [f"{source}: {len(problems)} such lines in all"] * (len(problems) > _SHOWN)
         )
-    return LazyTensors({name: outlines[name] for name in expected}, weights.__getitem__)
+
+    def read(name: str) -> Tensor:
+        check_numbers(source, name, tensor := weights[name])
+        return tensor
+
+    return LazyTensors({name: outlines[name] for name in expected}, read)
 
 
 _SHOWN = 4
