@@ -3,7 +3,8 @@
 import re
 import subprocess
 
-from support.programs import ROOT, Programs
+from support.pages import ROOT
+from support.programs import Programs
 
 
 def test_a_small_model_is_trained_saved_and_loaded_on_other_layouts(programs: Programs, tmp_path) -> None:
