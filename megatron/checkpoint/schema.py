@@ -36,7 +36,7 @@ def form_errors(place: Path) -> Iterator[None]:
     """Convert the errors of a block that reads ``place``, if its content has another form than what is saved."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration) as error:
         if "inline_container" in str(error):
             raise  # of torch's writer, if a disk is full
         problem = f"{type(error).__name__}: {first_line(error)}"
@@ -86,6 +86,8 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
             check_tensor(
                 place, f"{name}.{key}", value, shapes.get(key, shape), None if key == WEIGHT else torch.float32
             )
+        elif not isinstance(value, Tensor | int | float | None):
+            raise _wrong(place, f"{name}.{key}", _outline(value), "a tensor or a number")
     if "exp_avg_sq" not in state:
         return None
     step = state.get("step")

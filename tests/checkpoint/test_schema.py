@@ -130,6 +130,8 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (ZERO, put(f"{BASE}/state/0/exp_avg", lambda t: t[:-8].clone()), r"state\[0\].exp_avg is float32"),
         (ZERO, put(f"{BASE}/state/1/exp_avg_sq", with_element(-1)), r"state\[1\].exp_avg_sq is from -1 on"),
         (ZERO, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
+        (ZERO, put(f"{BASE}/state/1/exp_avg", lambda t: t.tolist()), "exp_avg is of type list"),
+        (ZERO, put(f"{BASE}/param_groups", lambda _: []), "numbers of the parameters in the groups"),
         (
             ZERO,
             put("optimizer_state_dict/single_partition_of_fp32_groups/0", with_element(math.nan)),
