@@ -25,8 +25,8 @@ _REMOVED = ("flex_attention", "images_per_sample", "next_tokens", "scaled_upper_
 """Fields of the model that earlier versions had, and on which no weight depends."""
 
 
-def _saved_as(key: str, within: str | None = None, **options: Any) -> Any:
-    return field(metadata={"key": key, "within": within}, **options)
+def _saved_as(key: str, within: str | None = None, *, choices: tuple[str, ...] = (), **options: Any) -> Any:
+    return field(metadata={"key": key, "within": within, "choices": choices}, **options)
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class SavedLayout:
     ds_sequence_parallel_size: int = _saved_as("--ds-sequence-parallel-size", _SIZE)
     data_parallel_size: int = _saved_as("data-parallel size", _SIZE)
     zero_stage: int = _saved_as("--zero-stage", "[0, 3]")
-    offload_optimizer: str = _saved_as("--offload-optimizer")
+    offload_optimizer: str = _saved_as("--offload-optimizer", choices=("none", "cpu", "nvme"))
     cpu_torch_adam: bool = _saved_as("--cpu-torch-adam")
-    precision: str = _saved_as("precision")
+    precision: str = _saved_as("precision", choices=("fp32", "bf16", "fp16"))
     zero_round_robin_gradients: bool = _saved_as("--zero-round-robin-gradients")
     """With the next two: the order of parameters in ZeRO's files."""
     parameter_alignment: int | None = _saved_as("parameter_alignment")

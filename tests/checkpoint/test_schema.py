@@ -227,6 +227,7 @@ def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> 
 
 
 LAYOUTS = [
+    ("dp1", "precision", "int8", "precision is 'int8': choose from fp32, bf16, fp16"),
     ("dp1", "data-parallel size", 2, "has 2 ranks with random states, but there are files of 1"),
     ("tp2 pp2 zero1", "data-parallel size", 2, "has 2 partitions of the optimizer, but there are files of 1"),
     ("tp2 pp2 zero1", "--model-parallel-size", 1, "has 1 tensor-parallel shards, but there are files of 2"),
