@@ -184,6 +184,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     kind = tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
     return [
         *image_rules(args),
+        (any("/" in key for key in args.json_keys), "--json-keys: a key with / cannot be part of the name of a file"),
         (
             args.split_sentences and args.append_eod and kind.startswith("BertWordPiece"),
             "--append-eod and --split-sentences exclude each other: BERT's samples end with [SEP]",

@@ -207,8 +207,10 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
         for flag, text in (("--include", launch.include), ("--exclude", launch.exclude)):
-            if any(part.partition(":")[0] not in ("localhost", "") for part in text.split("@")):
-                raise ConfigError(f"{flag} {text}: without a hostfile there is only localhost: add --hostfile")
+            if text and not re.fullmatch(r"localhost(:[0-9]{1,4}(,[0-9]{1,4})*)?", text):
+                raise ConfigError(
+                    f"{flag} {text}: without a hostfile there is only localhost, as in localhost:0,1: add --hostfile"
+                )
         return []
     hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)
     if (launch.num_nodes or 0) > len(hosts):
@@ -262,12 +264,22 @@ def _plain_problem(text: str) -> str | None:
     return None if is_plain(text) else "contains a character that a shell interprets; use letters, digits and @_+=:,./-"
 
 
+def _cores_problem(text: str) -> str | None:
+    last = -1
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
+        if found is None or not last < int(found[1]) <= int(found[2] or found[1]):
+            return "give numbers of cores and ranges in ascending order, such as 1,3-5"
+        last = int(found[2] or found[1])
+    return None
+
+
 _VALUES: dict[str, Callable[[str], str | None]] = {
     "master_addr": name_problem,
     "launcher_args": _words_problem,
     "venv_script": _plain_problem,
     "enable_each_rank_log": _plain_problem,
-    "bind_core_list": _plain_problem,
+    "bind_core_list": _cores_problem,
 }
 """By flag: a function that describes the problem of a value, if it has one."""
 

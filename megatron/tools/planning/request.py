@@ -149,7 +149,7 @@ def _fillers(
         s = given["seq_length"].value if "seq_length" in given else PRESETS[model].flags["seq_length"] if model else 1
         varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
         size = given["global_batch_size"].value if "global_batch_size" in given and not varies else 1
-        found["train_samples" if varies else "train_iters"] = max(round(tokens / max(size * s, 1)), 1)
+        found["train_samples" if varies else "train_iters"] = max(round(tokens / (size * s)), 1) if size * s > 0 else 1
     placeholders = [
         word
         for name, value in found.items()

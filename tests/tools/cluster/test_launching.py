@@ -157,6 +157,12 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
     [
         (["-i", "host-a:0@localhost", "x.py"], "--include host-a:0@localhost: without a hostfile"),
         (["-e", "host-b", "x.py"], "--exclude host-b: without a hostfile"),
+        (["-i", "@@", "x.py"], "--include @@: without a hostfile"),
+        (["-i", "localhost:7-3", "x.py"], "--include localhost:7-3: without a hostfile"),
+        *(
+            (["--bind_core_list", cores, "x.py"], f"--bind_core_list '{cores}': give numbers of cores")
+            for cores in ("5-1", "a", "1,1", "1-2-3", "3,1-2")
+        ),
         (["absent.py"], "absent.py: no such file"),
         (["megatron"], "megatron: no such file"),
     ],
