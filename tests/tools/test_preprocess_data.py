@@ -178,6 +178,7 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable, run: Callab
             2,
             "--append-eod and --split-sentences exclude each other",
         ),
+        (["--json-keys", "../a"], 2, "a key with / cannot be part"),
         (["--workers", "0"], 2, "--workers 0 must be from 1 to"),
         (["--image-tokens", "4"], 2, "--image-tokens without --format images"),
         (["--format", "images", "--image-tokens", "4"], 2, "needs --image-tokens and --image-token-id"),
