@@ -219,7 +219,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
         }
     except FileNotFoundError:
         if not tag_folder.exists():
-            raise CheckpointError(f"{tag_folder} is gone: a run with --keep-last may have removed it") from None
+            raise gone(tag_folder) from None
         raise CheckpointError(
             f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
             "wrote the files"
@@ -235,6 +235,11 @@ def read_manifest(tag_folder: Path) -> Manifest:
     if text != _render(records):
         raise CheckpointError(f"{file} is damaged")
     return records
+
+
+def gone(place: Path) -> CheckpointError:
+    """That ``place`` is not there any more."""
+    return CheckpointError(f"{place} is gone: a run with --keep-last may have removed it meanwhile")
 
 
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:

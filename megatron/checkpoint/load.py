@@ -149,7 +149,7 @@ def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout,
     contents = read_rank_files(engine, saved, optimizer=with_optimizer, progress=not config.finetune, has_spec=has_spec)
     if has_spec:
         check_share_of_copies(SavedStates(saved, verified=True))
-    with engine.checkpoint_engine.holding(contents):
+    with engine.checkpoint_engine.holding(contents), form_errors(saved.path):
         engine.load_checkpoint(
             str(saved.folder),
             tag=saved.tag,

@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
+from megatron.checkpoint.files import gone
 from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, numbered_state
 from megatron.checkpoint.run_file import SavedRun
 from megatron.common.errors import CheckpointError, first_line
@@ -31,14 +32,19 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """What else DeepSpeed loads of these files, besides the state of the base optimizer."""
 
 
+_FORM = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration)
+
+
 @contextmanager
 def form_errors(place: Path) -> Iterator[None]:
-    """Convert the errors of a block that reads ``place``, if its content has another form than what is saved."""
+    """Convert the errors of a block that reads ``place``, if it has another form than what is saved, or was removed."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration) as error:
-        if "inline_container" in str(error):
-            raise  # of torch's writer, if a disk is full
+    except (*_FORM, OSError, AssertionError) as error:
+        if not place.exists():
+            raise gone(place) from error
+        if not isinstance(error, _FORM) or "inline_container" in str(error):
+            raise  # the last is of torch's writer, if a disk is full
         problem = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{place} lacks a part, or holds one of another form ({problem})") from error
 

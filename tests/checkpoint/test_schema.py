@@ -17,6 +17,7 @@ from support.layouts import layout
 from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.schema import form_errors
 from megatron.checkpoint.tracker import newest, tag_at, write_description
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.load_and_save import lazy_weights
@@ -224,6 +225,16 @@ def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> 
     sealed(folder, LAYER, put("attention.dense.weight", with_element(math.nan)))
     with pytest.raises(CheckpointError, match=f"{folder}/global_step3: 3.attention.dense.weight is from nan to nan"):
         list(lazy_weights(newest(folder)).values())
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, AssertionError, RuntimeError, KeyError])
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, error: type[Exception]) -> None:
+    """What a reader, such as DeepSpeed, raises then. Of a checkpoint that is there only its form is doubted."""
+    with pytest.raises(CheckpointError, match="is gone"), form_errors(tmp_path / "gone"):
+        raise error
+    is_form = error in (RuntimeError, KeyError)
+    with pytest.raises(CheckpointError if is_form else error), form_errors(tmp_path):
+        raise error
 
 
 LAYOUTS = [
