@@ -16,7 +16,7 @@ def patched(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pro
     """The programs of a copy with the patch."""
     folder = tmp_path_factory.mktemp("patched")
     for name in ("megatron", "tools"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pretrain_gpt2.py", folder)
     page = (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8")
     for patch in re.findall(r"```diff\n(.*?)```", page, re.DOTALL):

@@ -1,18 +1,12 @@
 """``--compile``: a transformer layer is one graph, also with dropout, whose masks are those of the layer as it is."""
 
-import importlib.util
-import json
-import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.emulated_cuda import EmulatedCuda
-from support.programs import Programs
 from torch import Tensor, fx
 from torch.testing import assert_close
 
@@ -76,23 +70,3 @@ def run_layer(layout: ParallelLayout, config: ModelConfig) -> list[Tensor]:
     gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
     states = [torch.get_rng_state(), *get_rng_tracker().get_states().values()]
     return [output.detach(), hidden.grad, *gradients, *states]
-
-
-TRITON = importlib.util.find_spec("triton")
-
-
-@pytest.mark.skipif(TRITON is None, reason="kernels of --compile need Triton, see docs/gpu-status.md")
-@pytest.mark.parametrize(("capability", "tensor_parallel_size"), [("80", 1), ("90", 2)])
-def test_the_layer_becomes_kernels_of_a_gpu(
-    programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path, capability: str, tensor_parallel_size: int
-) -> None:
-    """Forward and backward pass in bf16 with dropout: one graph, and each of its kernels as machine code."""
-    paths = os.pathsep.join([emulated_cuda.environ["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
-    environ = {**emulated_cuda.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    words = ("tests/support/emulated_cuda/lower.py", tmp_path / "found", capability, str(tensor_parallel_size))
-    programs.python(*words, **environ).ok()
-    found = json.loads((tmp_path / "found").read_text())
-    assert found["graphs"] == 1
-    kernels = found["kernels"]
-    assert all("cubin" in made for made in kernels.values())
-    assert any("dropout" in name for name in kernels) and any("backward" in name for name in kernels)

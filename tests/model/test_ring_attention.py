@@ -113,7 +113,7 @@ def test_merged_parts_are_the_whole(fused: bool, dropout: float) -> None:
         assert_close(one, other)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_ring_attention_equals_serial_attention() -> None:
     """Forward and gradients, by both ways to the keys of others; a mask of padding, documents, windows, groups."""
     generator = torch.Generator().manual_seed(3)

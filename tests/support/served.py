@@ -88,10 +88,10 @@ def events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def served(programs: Programs, log: Path, *command: str | Path, key: str = "") -> Iterator[Served]:
+def served(programs: Programs, log: Path, *command: str | Path, key: str = "", **environ: str) -> Iterator[Served]:
     """A server from the moment it listens; ``command`` starts it."""
-    keys = {"SERVE_API_KEY": key} if key else {}
-    with programs.started(log, *command, "--port", "0", **keys) as process:
+    environ |= {"SERVE_API_KEY": key} if key else {}
+    with programs.started(log, *command, "--port", "0", **environ) as process:
         end = time.monotonic() + TIME_LIMIT
         while (found := re.search(r" at http://127\.0\.0\.1:(\d+)$", log.read_text(), re.MULTILINE)) is None:
             assert process.poll() is None and time.monotonic() < end, log.read_text()

@@ -15,7 +15,7 @@ LLAMA = (
     " --disable-bias-linear --qk-layernorm --untie-embeddings-and-output-weights --reset-position-ids"
 )
 
-WORDS = {"llama": LLAMA, "tiled": "--tiled-mlp --tiled-mlp-num-shards 5"}
+WORDS = {"llama": LLAMA, "tiled": "--tiled-mlp --tiled-mlp-num-shards 3"}
 LAYOUTS = [
     "tp2 pp2 dp2",
     "pp2 zero1 offload recompute --checkpoint-num-layers 2",
@@ -27,20 +27,17 @@ LAYOUTS = [
     "documents tp2 pp2 sbh selective",
     "tp2 dp2 sp zero2 --ddp-bucket-size 5000",
     "tp2 overlap",
-    "llama tp2 dp2 sp overlap",
-    "tp2 pp2 zbh1 sp zero1 overlap sbh",
+    "llama tp2 sp overlap",
     "pp4 --pipeline-partition 0,2,2,0",
-    "tp2 pp2 dualpipev zero1 recompute --pipeline-partition 2,1,1,0",
-    "documents pp2 dualpipev in-place",
+    "documents pp2 dualpipev zero1 recompute in-place --pipeline-partition 2,1,1,0",
     "documents tp2 ulysses2 sp zero1 sbh",
-    "ulysses2 dp2 zero3",
     "cp2 zero3 recompute --zero-coalesce-grad-reduction",
     "cp2 pp2 zero1 recompute",
     "tp2 sp zero1 in-place",
-    "tp2 pp2 sp zero1 recompute tiled sbh",
+    "tp2 sp zero1 recompute tiled sbh",
     "llama tp2 sp zero3 tiled",
     "llama pp1 cp2 ulysses2 --cp-comm-type all_gather",
-    "llama tp2 ulysses2 zero2 recompute",
+    "llama tp2 ulysses2 zero3 recompute",
 ]
 
 

@@ -18,11 +18,12 @@ from megatron.launch.environment import free_port
 SAMPLED = {"prompt": ["Hello", "World!"], "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.2}
 
 
-def test_two_ranks_generate_the_same_and_exit_together(programs, endless, server, tmp_path):
+def test_two_ranks_generate_the_same_and_exit_together(programs, endless, server, warm_python, tmp_path):
     words = "--model-parallel-size 2 --max-tokens 200000 --grace-seconds 1".split()
-    launcher = (BIN / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()))
+    port = str(free_port())
+    launcher = (BIN / "deepspeed", "--num_gpus", "2", "--master_port", port)
     command = (*launcher, "tools/serve.py", "--load", endless, *words)
-    with served(programs, tmp_path / "log", *command) as two:
+    with served(programs, tmp_path / "log", *command, **warm_python) as two:
         abandoned = two.open(prompt="Hello", max_tokens=190_000, stream=True)
         next(events(abandoned))
         assert two.texts(**SAMPLED) == server.texts(**SAMPLED), "texts depend on what is generated together"
@@ -32,15 +33,21 @@ def test_two_ranks_generate_the_same_and_exit_together(programs, endless, server
         last = two.open(prompt="Hello", max_tokens=190_000, stream=True)
         bits = events(last)
         next(bits)
-        first_rank = next(
-            process
-            for process in psutil.Process(two.process.pid).children(recursive=True)
-            if "--local_rank=0" in process.cmdline() and "tools/serve.py" in process.cmdline()[2]
-        )
+        place = {"RANK": "0", "MASTER_PORT": port}
+        ranks = [one for one in psutil.process_iter() if place.items() <= environment_of(one).items()]
+        first_rank = min(ranks, key=psutil.Process.create_time)  # the others are its own processes
         first_rank.send_signal(signal.SIGTERM)
         *_, farewell = bits
         assert farewell["error"]["message"] == "the server is shutting down"
         assert two.process.wait(TIME_LIMIT) == 0, (tmp_path / "log").read_text()
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Nothing of a process that has ended, or is another user's."""
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 @pytest.fixture
