@@ -232,7 +232,7 @@ class GPT2Dataset(SourceSamples):
         self.stream = stream = SampleStream(lengths, data.seq_length, seed, SPLITS.index(name))
         super().__init__(source, stream.first_sample(stream.epoch_of(samples - 1) + 1))
         self._vocab_size = vocab_size
-        origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length))
+        origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length, stream.recipe(0).forms))
         folder = cache_folder(data, indexed.prefix)
         cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch"
 
