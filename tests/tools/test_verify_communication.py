@@ -199,7 +199,7 @@ LAYOUTS = {
     "an interleaved pipeline": ("pretrain_gpt2.py", 4, "--model-parallel-size 2 --pipe-parallel-size 2"
                                 " --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --sequence-parallel"),
     "context and ZeRO 2": ("pretrain_gpt2.py", 4, "--context-parallel-size 2 --zero-stage 2"),
-    "experts of more ranks than are run": ("pretrain_gpt2.py", 16, "--model-parallel-size 2 --pipe-parallel-size 2"
+    "experts of more ranks than are run": ("pretrain_gpt2.py", 16, "--model-parallel-size 4 --pipe-parallel-size 2"
                                            " --num-experts 4 --expert-model-parallel-size 2"),
     "T5, split backward passes": ("pretrain_t5.py", 4, "--pipe-parallel-size 4 --decoder-seq-length 16"
                                   " --pipeline-schedule zbh1"),

@@ -25,12 +25,13 @@ Prepare = Callable[[int], None]
 
 
 _IMPORTED_LATE = (
-    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
-    "megatron.checkpoint.resharding", "megatron.checkpoint.huggingface", "megatron.checkpoint.snapshot_recovery",
-    "megatron.cli.settings_file", "megatron.tools.reporting.tracing", "megatron.training.setup",
+    "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory", "encodings.idna", "megatron.checkpoint.huggingface", "megatron.checkpoint.resharding",
+    "megatron.checkpoint.snapshot_recovery", "megatron.cli.settings_file", "megatron.data.fingerprint",
+    "megatron.tools.reporting.tracing", "megatron.training.measurements", "megatron.training.preflight",
+    "megatron.training.setup", "pydantic.dataclasses", "pydantic.type_adapter", "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
 )  # fmt: skip
-"""Modules that every rank would import for itself."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,7 @@ class Job:
 def extract(job: Job, ranks: Sequence[int], processes: int) -> Iterator[Trace]:
     """The traces of ``ranks``, each as soon as it is there. Raises LaunchError if the program of one fails."""
     context = multiprocessing.get_context("fork")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # whose import would start others
-    for module in _IMPORTED_LATE:
-        importlib.import_module(module)
+    import_late()
     left = list(ranks)
     running: dict[Any, Any] = {}
     try:
@@ -78,6 +77,13 @@ def extract(job: Job, ranks: Sequence[int], processes: int) -> Iterator[Trace]:
         for _, process in running.values():
             process.kill()
             process.join()
+
+
+def import_late() -> None:
+    """Import what every rank would import for itself."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # whose import would start others
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
 
 
 def _run(job: Job, rank: int) -> None:

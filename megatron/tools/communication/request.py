@@ -80,9 +80,9 @@ def _checked(start: Start, environ: Mapping[str, str], architecture: object) -> 
 
 
 def representatives(run: RunConfig) -> list[int]:
-    """For each rank the one that is run for it: of the same stage, and first or last in its groups like it.
+    """For each rank the one that is run for it: of the same stage, the first in all groups or the last.
 
-    Those of a stage: the first in all groups, the last tensor-parallel rank beside it, and the last in all groups.
+    The first stands for the tensor-parallel ranks beside it, whose parts of ZeRO's are as large, or for itself.
     """
     parallel = run.parallel
     sizes = parallel.data_parallel_size, parallel.sequence_ranks, parallel.model_parallel_size
@@ -92,10 +92,8 @@ def representatives(run: RunConfig) -> list[int]:
         stage, within = divmod(rank, of_stage)
         if parallel.world_size <= EVERY_RANK:
             chosen = within
-        elif within == 0:
-            chosen = 0
         else:
-            chosen = sizes[2] - 1 if within < sizes[2] else of_stage - 1
+            chosen = 0 if within == 0 or within < sizes[2] < of_stage else of_stage - 1
         found.append(stage * of_stage + chosen)
     return found
 

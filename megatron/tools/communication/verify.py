@@ -1,20 +1,25 @@
 """Extract every start of a run, and check it: what is found, as text and as JSON."""
 
+import multiprocessing
 import random
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import LaunchError
+from megatron.common.processes import die_with_parent
 from megatron.common.units import with_prefix
 from megatron.config import RunConfig
 from megatron.tools.command_line import progress_bar
 from megatron.tools.communication.check import Counterexample, check, programs
 from megatron.tools.communication.checkpoint import gather
-from megatron.tools.communication.extract import Job, Prepare, extract
+from megatron.tools.communication.extract import Job, Prepare, extract, import_late
 from megatron.tools.communication.request import ITERATIONS, Start, make_starts, representatives
 from megatron.tools.communication.trace import Issue, Trace
 from megatron.tools.verify.request import Layout, Request, without
@@ -44,6 +49,7 @@ def verify(
     sample: int = 0,
     seed: int = 1,
     prepare: Prepare | None = None,
+    shown: bool = True,
 ) -> Iterator[Finding]:
     """Extract and check the ``starts`` one after the other. Files are kept in ``folder`` meanwhile."""
     of_run = representatives(run)
@@ -63,7 +69,7 @@ def verify(
             for rank in ranks:
                 shutil.copytree(folder / start.loads, job.folder_of(rank) / "checkpoint")
         running = extract(job, [*ranks, *compared], processes)
-        bar = progress_bar(running, total=len(ranks) + len(compared), desc=start.name, unit=" ranks")
+        bar = progress_bar(running, total=len(ranks) + len(compared), desc=start.name, unit=" ranks", shown=shown)
         traces = {trace.rank: trace for trace in bar}
         yield (
             _compared(start, chosen, traces, expected)
@@ -73,31 +79,55 @@ def verify(
         expected = expected or traces
         if start.name in loaded:
             saved = [job.folder_of(rank) / "checkpoint" for rank in stands_for]
-            gather(saved, folder / start.name)
+            gather(saved, folder / start.name, run.parallel.model_parallel_size if len(chosen) > 1 else 1)
         shutil.rmtree(job.folder)
 
 
 def verify_layouts(
     request: Request, layouts: Sequence[Layout], folder: Path, processes: int
 ) -> Iterator[tuple[Layout, list[Finding]]]:
-    """``verify`` of each of ``layouts``, which loads the checkpoint of the one before it in place of one rank's."""
+    """``verify`` of each of ``layouts``, in pieces, as many at a time as there may be ``processes``."""
+    import_late()
+    pieces = [layouts[begin : begin + _IN_TURN] for begin in range(0, len(layouts), _IN_TURN)]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, context, die_with_parent) as pool:
+        for found in pool.map(partial(_verify_in_turn, request, folder), pieces):
+            yield from found
+
+
+_IN_TURN = 8
+"""Layouts of which each loads the checkpoint of the one before it."""
+
+
+def _verify_in_turn(request: Request, parent: Path, layouts: Sequence[Layout]) -> list[tuple[Layout, list[Finding]]]:
+    """``verify`` of ``layouts``, which load each other's checkpoints in place of one rank's."""
     words = without(list(request.words), ["--eval-iters", "0"])
-    before = ""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    before, found = "", []
     for layout in layouts:
-        flags = [*words, *layout.flags]
+        flags = [*words, *layout.flags, "--batch-size", str(_micro_batch(layout, request))]
         run, (*own, _, loading) = make_starts(flags, layout.processes, request.environ, request.program)
         starts = [*own, replace(loading, name=f"from {before}", loads=before)] if before else own
         findings: list[Finding] = []
         try:
-            findings.extend(verify(run, starts, request.program, folder, processes=processes, sample=1))
+            findings.extend(verify(run, starts, request.program, folder, processes=1, sample=1, shown=False))
         except LaunchError as error:  # a rank does not run
             shutil.rmtree(folder / str(len(findings)))
             findings.append(Finding(starts[len(findings)].name, problems=error.messages))
-        yield layout, findings
+        found.append((layout, findings))
         if (saved := folder / own[0].name).exists():
             shutil.rmtree(folder / before) if before else None
             before = layout.name
             saved.rename(folder / before)
+    shutil.rmtree(folder)
+    return found
+
+
+def _micro_batch(layout: Layout, request: Request) -> int:
+    """The largest size that leaves two micro-batches for each pipeline stage: more repeat what these communicate."""
+    of_replica = request.run(request.first).train.global_batch_size // layout.data
+    wanted = min(2 * max(layout.pipe, 1), of_replica)
+    return next(size for size in range(of_replica // wanted, 0, -1) if of_replica % size == 0)
 
 
 def _compared(start: Start, chosen: Sequence[int], traces: dict[int, Trace], expected: dict[int, Trace]) -> Finding:

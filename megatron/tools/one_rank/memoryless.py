@@ -267,6 +267,7 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
             (setup, "device_facts", lambda device: DeviceFacts("cuda", (9, 0), has_varlen=False)),
             (trainer, "max_across_ranks", _agreed_by(trainer.max_across_ranks)),
             (save, "check_disk_space", lambda *_: None),
+            (os, "fsync", lambda _: None),  # files that this process alone reads
             (preflight, "check_memory", lambda *_: None),
             (setup, "check_device", lambda *_: None),
             (setup, "check_fp8", lambda *_: None),
