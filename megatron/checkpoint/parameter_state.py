@@ -72,6 +72,7 @@ class SavedStates:
         )
         self.state = cache(self._state)
         self.groups = cache(self._groups)
+        self._module = cache(self._checked_module)
 
     def _state(self, name: str, tensor_rank: int) -> State:
         """The state of a parameter on a tensor-parallel rank; of one that is not trained only the weight."""
@@ -139,7 +140,7 @@ class SavedStates:
         """The same, but only with the experts of the first rank of the expert group."""
         path = self.saved.path
         if self.layout.pipe_parallel_size == 0:
-            file = self._model(tensor_rank)
+            file = self._module(tensor_rank)
             if name in file.find(["module"]):
                 return file.entry("module", name)
         for index, layer in enumerate(architecture_of(self._config).layers(self._config)):
@@ -243,6 +244,14 @@ class SavedStates:
 
     def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
         return next((number, group) for number, group in enumerate(self.groups(stage)) if name in group)
+
+    def _checked_module(self, tensor_rank: int) -> StoredFile:
+        """The weights of a tensor-parallel rank. Raises CheckpointError if the model lacks one of them."""
+        file = self._model(tensor_rank)
+        unknown = file.find(["module"]).keys() - self.specs.keys() - set(file.content.get("buffer_names") or ())
+        if unknown:
+            raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
+        return file
 
     def _model(self, mp_rank: int, zero_rank: int = 0) -> StoredFile:
         return self._opened(model_file(self.saved.path, self.layout, mp_rank, zero_rank))

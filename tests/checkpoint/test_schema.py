@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,17 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, error: ty
     is_form = error in (RuntimeError, KeyError)
     with pytest.raises(CheckpointError if is_form else error), form_errors(tmp_path):
         raise error
+
+
+def test_weights_and_tokens_that_the_model_lacks_are_refused_by_readers(saved_on, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved_on("dp1"), tmp_path / "saved")
+    file = sealed(folder, RANK, put("module", lambda m: m | {"more": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=f"{file} holds more, which the model does not have"):
+        lazy_weights(newest(folder))
+    saved = newest(saved_on("dp1"))
+    config = {**saved.config, "model": {**saved.config["model"], "eod_token": 10**6}}
+    with pytest.raises(CheckpointError, match="eod_token 1000000 is not one of"):
+        replace(saved, description={**saved.description, "config": config}).whole_model_config()
 
 
 LAYOUTS = [
