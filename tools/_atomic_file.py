@@ -20,9 +20,10 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
     Missing parent folders are created. ``flag`` is the flag that named the path, for messages.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or is in a checkpoint.
         ResourceError: the disk is full.
     """
+    _check_outside(path, flag)
     with _os_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path, text=not binary) as file:
@@ -52,13 +53,17 @@ def atomic_path(path: Path, flag: str) -> Iterator[Path]:
 
 def check_vacant(path: Path, flag: str) -> None:
     """Raises ConfigError if ``path`` exists and is not an empty folder, or if it is in a checkpoint."""
+    _check_outside(path, flag)
+    if path.is_dir() and not any(path.iterdir()) or not os.path.lexists(path):
+        return
+    raise ConfigError(f"{flag} {path} exists already; name another place, or move it away")
+
+
+def _check_outside(path: Path, flag: str) -> None:
     if (path.parent / MANIFEST).exists():
         raise ConfigError(
             f"{flag} {path}: {path.parent} is a checkpoint, and is refused with other files in it; name another place"
         )
-    if path.is_dir() and not any(path.iterdir()) or not os.path.lexists(path):
-        return
-    raise ConfigError(f"{flag} {path} exists already; name another place, or move it away")
 
 
 @contextmanager

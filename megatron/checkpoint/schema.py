@@ -177,13 +177,15 @@ def _check_counts(
     counts = {key: saved.description.get(key) for key in ("iteration", "consumed_samples")}
     for key, count in {**counts, "mp_world_size": engine.mp_world_size}.items():
         if found.get(key, count) != count:
-            raise _wrong(place, key, str(found[key]), str(count))
+            raise _wrong(place, key, repr(found[key]), str(count))
     iterations = {key: found[key] for key in ("global_steps", "skipped_steps")}
     if progress:
         iterations["lr_scheduler.num_iters"] = found["lr_scheduler"]["num_iters"]
     for key, count in iterations.items():
         if type(count) is not int or not 0 <= count <= saved.iteration:
-            raise _wrong(place, key, str(count), f"a number of iterations, at most {saved.iteration}")
+            raise _wrong(place, key, repr(count), f"a number of iterations, at most {saved.iteration}")
+    if type(found["global_samples"]) is not int:
+        raise _wrong(place, "global_samples", repr(found["global_samples"]), "a number of samples")
     return found["skipped_steps"]
 
 
@@ -220,6 +222,8 @@ def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str,
             check_tensor(place, name, found[name], tensor.shape, tensor.dtype)
         elif isinstance(tensor, Tensor):
             _check_outline(place, name, found[name], tensor.shape, tensor.dtype)
+        if isinstance(found[name], Tensor) and found[name].is_meta and not tensor.is_meta:
+            raise _wrong(place, name, "without data", "with data")
 
 
 def _check_outline(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None) -> None:

@@ -68,7 +68,7 @@ class ResourceError(UserError):
 
 _MOST = 100
 """Messages of an error; a hostile file may be wrong in thousands of places."""
-_LONGEST = 1000
+_LONGEST = 900
 """Characters of a message, of which names and values of hostile files may be any part."""
 
 

@@ -60,3 +60,11 @@ def test_a_bad_file_is_one_line(tool: Callable, tmp_path: Path, content: bytes, 
     assert (result.returncode, len(result.stderr.splitlines())) == (3, 1)
     assert expected in result.stderr
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_nothing_is_written_into_a_checkpoint(tool: Callable, metrics: Path, tmp_path: Path):
+    (tmp_path / "manifest.json").touch()
+    before = {*tmp_path.iterdir()}
+    result = tool("plot_metrics", metrics, "--output", tmp_path / "loss.svg")
+    assert result.returncode == 2 and "is a checkpoint, and is refused with other files in it" in result.stderr
+    assert {*tmp_path.iterdir()} == before
