@@ -257,10 +257,6 @@ class SavedRun:
             config = ModelConfig(**self.model)
         except TypeError as error:
             raise CheckpointError(f"{self.path} was saved by another version: {error}") from None
-        if config.eod_token >= config.vocab_size:
-            raise CheckpointError(
-                f"{self.path / RUN_FILE}: eod_token {config.eod_token} is not one of {config.vocab_size} tokens"
-            )
         return replace(config, padded_vocab_size=config.vocab_size, dtype="fp32")
 
 

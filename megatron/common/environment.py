@@ -129,6 +129,8 @@ def check_place(environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"the environment sets local rank {local} of {of_host} on this host, counted from 0: {_START}"
         )
+    if "DEEPSPEED_TIMEOUT" in environ:  # which DeepSpeed reads when it is imported
+        _number(environ, "DEEPSPEED_TIMEOUT", minimum=1)
     # Under mpirun DeepSpeed gets the rest from MPI.
     if "RANK" in environ:
         missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]

@@ -33,6 +33,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         ["MASTER_PORT=http: set a whole number from 1 on"],
     ),
     "a port that there is not": ("", {**TWO, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536: ports end at 65535"]),
+    "a timeout that is no number": ("", {"DEEPSPEED_TIMEOUT": "x"}, ["DEEPSPEED_TIMEOUT=x: set a whole number from 1"]),
     "a device that there is not": ("", {"DS_ACCELERATOR": "gpu"}, ["DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu"]),
     "all at once": (
         "--hidden-size 33 --zero-stage 3 --pipe-parallel-size 3 --fp16 --adam-beta1 1 --checkpoint-activations "

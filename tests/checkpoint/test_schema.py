@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,15 +240,11 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, error: ty
         raise error
 
 
-def test_weights_and_tokens_that_the_model_lacks_are_refused_by_readers(saved_on, tmp_path: Path) -> None:
+def test_weights_that_the_model_lacks_are_refused_by_readers(saved_on, tmp_path: Path) -> None:
     folder = shutil.copytree(saved_on("dp1"), tmp_path / "saved")
     file = sealed(folder, RANK, put("module", lambda m: m | {"more": torch.ones(1)}))
     with pytest.raises(CheckpointError, match=f"{file} holds more, which the model does not have"):
         lazy_weights(newest(folder))
-    saved = newest(saved_on("dp1"))
-    config = {**saved.config, "model": {**saved.config["model"], "eod_token": 10**6}}
-    with pytest.raises(CheckpointError, match="eod_token 1000000 is not one of"):
-        replace(saved, description={**saved.description, "config": config}).whole_model_config()
 
 
 LAYOUTS = [
