@@ -45,7 +45,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "--hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36",
             "2 processes cannot be split into --model-parallel-size 1 x --pipe-parallel-size 3: use 3 processes",
             "--zero-stage 3 cannot be combined with --pipe-parallel-size 3",
-            "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
+            "--fp16 needs CUDA, and this run is on cpu: remove it",
             "--checkpoint-in-cpu needs --partition-activations: add it, or remove --checkpoint-in-cpu",
         ],
     ),
@@ -74,7 +74,7 @@ def test_a_config_file_is_refused(place: Path) -> None:
     assert code == 2 and lines == [
         "train_batch_size 7 in ds.json is not a multiple of --batch-size 2 x data-parallel size 1 = 2: "
         "set a global batch of 6 or 8",
-        "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
+        "--fp16 needs CUDA, and this run is on cpu: remove it",
     ]
 
 
