@@ -111,6 +111,12 @@ def read_hostfile(path: Path) -> list[Host]:
     return list(hosts.values())
 
 
+def check_one_filter(include: str, exclude: str) -> None:
+    """Raises ConfigError if both are set."""
+    if include and exclude:
+        raise ConfigError("--include and --exclude are both set: remove one")
+
+
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
     """The hosts and slots of a run, in the order of the hostfile.
 
@@ -122,8 +128,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
     Raises:
         ConfigError: both are set; one is malformed, or names what the hostfile does not have; or nothing is left.
     """
-    if include and exclude:
-        raise ConfigError("--include and --exclude are both set: remove one")
+    check_one_filter(include, exclude)
     if not (include or exclude):
         return list(hosts)
     flag, text = ("--include", include) if include else ("--exclude", exclude)

@@ -20,7 +20,7 @@ from megatron.cli.validation import value_problems
 from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, runs_here_alone, select
+from megatron.tools.cluster.hostfile import Host, check_one_filter, name_problem, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
 from megatron.tools.cluster.supervise import MOST_FAILURES
 from megatron.tools.command_line import ToolParser
@@ -203,6 +203,7 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
         raise ConfigError(
             "--num_nodes and --num_gpus are not supported with --include and --exclude: remove one or the other"
         )
+    check_one_filter(launch.include, launch.exclude)
     # DeepSpeed's default.
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():

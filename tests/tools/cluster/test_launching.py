@@ -157,6 +157,7 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
     [
         (["-i", "host-a:0@localhost", "x.py"], "--include host-a:0@localhost: without a hostfile"),
         (["-e", "host-b", "x.py"], "--exclude host-b: without a hostfile"),
+        (["-i", "localhost", "-e", "localhost:0", "x.py"], "--include and --exclude are both set"),
         (["-i", "@@", "x.py"], "--include @@: without a hostfile"),
         (["-i", "localhost:7-3", "x.py"], "--include localhost:7-3: without a hostfile"),
         *(
