@@ -14,7 +14,6 @@ SETTINGS = (
 ).split()
 TWO = [
     "documents pp2 interleaved --pipeline-partition 0,2,1,2,2,1",
-    "documents pp2 zbv zero1 --recompute-mlp-activation",
     "pp1 tp2 sp zero1 zbh1 overlap sbh",
     "pp2 zbv recompute --pipeline-partition 3,2,3,0",
 ]
@@ -24,7 +23,7 @@ FOUR = [
     "pp4 zbh1 zero1 recompute in-place",
     "pp2 cp2 zbv",
     "documents pp2 tp2 sp zbv recompute",
-    "pp4 zbv",
+    "pp4 zbv --recompute-mlp-activation",
 ]
 SIX = "--train-iters 6"
 CHAIN = [

@@ -8,7 +8,7 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.ops.fp8 import kernel_of
@@ -167,12 +167,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: _Overlap) -> Tensor:
         ctx.overlap = overlap
+        # Hooks of saved tensors return another tensor in its place, which would get the gradient that comes later.
+        ctx.parameter = weight if isinstance(weight, nn.Parameter) else None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return overlap.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.overlap.backward(grad, *ctx.saved_tensors, ctx.needs_input_grad), None
+        x, weight = ctx.saved_tensors
+        weight = weight if ctx.parameter is None else ctx.parameter
+        return *ctx.overlap.backward(grad, x, weight, ctx.needs_input_grad), None
 
 
 # ``_Linear`` as an operator that the compiler does not look into: it supports no asynchronous collectives, and keeps
