@@ -313,17 +313,21 @@ def pretrain(
         forward_step_func, model_type = model_type, ModelType.encoder_or_decoder
 
     def main() -> int | None:
-        if forward_step_func is None:
-            raise ConfigError("pretrain: forward_step_func is missing, the function of a data iterator and the model")
-        if getattr(model_type, "name", "") == "encoder_and_decoder":
-            raise ConfigError("pretrain: ModelType.encoder_and_decoder is not supported: pretrain_t5.py trains T5")
         provider = ClassicProvider(
             model_provider,
             lambda run, samples: train_valid_test_datasets_provider(list(samples)),
-            forward_step_func,
+            _checked(forward_step_func, model_type),
             extra_args_provider,
             args_defaults or {},
         )
         return pretraining.main(provided_architecture(provider))
 
     run_rank(main)
+
+
+def _checked(forward_step_func: Callable[..., Any] | None, model_type: Any) -> Callable[..., Any]:
+    if forward_step_func is None:
+        raise ConfigError("pretrain: forward_step_func is missing, the function of a data iterator and the model")
+    if getattr(model_type, "name", "") == "encoder_and_decoder":
+        raise ConfigError("pretrain: ModelType.encoder_and_decoder is not supported: pretrain_t5.py trains T5")
+    return forward_step_func

@@ -127,6 +127,7 @@ PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_fac
         (PRESCALED | DIVIDED_BY_4, "--zero-stage 1", None),
         (PRESCALED, "--zero-stage 2 --no-zero-reduce-scatter", None),
         (DIVIDED_BY_4, "--zero-stage 2 --no-zero-reduce-scatter", None),
+        ({"gradient_predivide_factor": 2}, "--zero-stage 3 --no-zero-reduce-scatter", None),
         ({"prescale_gradients": False, "gradient_predivide_factor": 1.0}, "--zero-stage 2", None),
     ],
 )  # fmt: skip

@@ -280,14 +280,16 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iter
     runtime/zero/stage3.py, and ``gradient_reduction_w_predivide`` in stage_1_and_2.py, which is right without sequence
     parallelism.
     """
-    zero, stage, shares_samples = run.zero, run.zero.zero_stage, run.parallel.sequence_ranks > 1
+    zero, stage, sequence = run.zero, run.zero.zero_stage, run.parallel.sequence_ranks
     prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
     adds_up_bf16_in_fp32 = run.precision.bf16 and run.precision.grad_accum_dtype == "fp32" and stage == 1
     has_no_norm = file.get(ZERO, {}).get("compute_grad_norm") is False
     if has_no_norm and adds_up_bf16_in_fp32 and zero.offload_optimizer == "none":
         yield "compute_grad_norm false does not work with fp32 sums of bf16 gradients at ZeRO 1: remove it"
     scatters = stage >= 2 and zero.zero_reduce_scatter
-    is_wrong = stage == 3 or (stage > 0 and shares_samples and not zero.zero_reduce_scatter)
+    divides_twice = stage == 3 or (stage > 0 and sequence > 1 and not zero.zero_reduce_scatter)
+    ranks = run.parallel.data_parallel_size * sequence if run.parallel.replica_size >= 1 else 0
+    is_wrong = divides_twice and factor == ranks
     if prescales and scatters:
         yield f"prescale_gradients true does not work with reduce-scatter at ZeRO {stage}: remove it"
     if factor != 1 and (scatters or (is_wrong and not prescales)):
