@@ -1,14 +1,13 @@
 """A rehearsed rank beside the real one: the step of two ranks, their CPU time, and the peak of memory.
 
 Both ranks are rehearsed at the same time, since two real ones share caches and memory, too. Communication is measured:
-two real ranks repeat each operation that the rehearsed ones issue. By CPU time, what waits for another rank does not
-count, so that a busy machine disturbs it less. Experts are padded to their capacity: a rehearsed router sends all
-experts as many tokens, which a real one that has learned nothing does not.
+two ranks replay the rehearsed iterations, compute as long before each operation as the rehearsed ones, and do it with
+each other. So a step has the waits for a rank that comes later. By CPU time, these do not count, so that a busy machine
+disturbs it less. Experts are padded to their capacity: a rehearsed router sends all experts as many tokens, which a
+real one that has learned nothing does not.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparing import Quantity
-from benchmarks.measures.ranks import ROOT, measured_by_ranks
+from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import Shape
 
-SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=128, batch=4, vocabulary=8192)
+SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=256, batch=4, vocabulary=2048)
 LAYOUTS = {
     "TP 2": ("--model-parallel-size", "2"),
     "PP 2": ("--pipe-parallel-size", "2"),
@@ -30,32 +29,25 @@ LAYOUTS = {
         *("--moe-expert-capacity-factor", "1", "--moe-pad-expert-input-to-capacity"),
     ),
 }
-MICRO_BATCHES = 4
-STEPS = 5
+MICRO_BATCHES = 2
+STEPS = 4
 """Timed iterations of a round."""
 
 
 def measure(rounds: int) -> list[Quantity]:
     """Every layout, rehearsed and trained in turn."""
-    from megatron.cli import parse_run
-    from megatron.tools.planning.machine import DEVICES, Machine
-    from megatron.tools.rehearsal.estimate import Expected
-    from megatron.training.preflight import check
-
     results = []
     for name, flags in LAYOUTS.items():
         words = [*SHAPE.words, *flags, *f"--gas {MICRO_BATCHES} --vocab-size {SHAPE.vocabulary}".split()]
         words += "--mock-data --train-iters 1000 --num-workers 0".split()
-        run, _ = check(parse_run(words, {"WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}))
         found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for _ in range(rounds):
-            rehearsed, real = _rehearsed(words), _real(words)
-            for rank, measured in zip(rehearsed, _communication(words, rehearsed), strict=True):
-                rank["communication"] = measured
-            expected = Expected(run, Machine(DEVICES["cpu"], 2), rehearsed)
+            with tempfile.TemporaryDirectory() as folder:
+                rehearsed, replayed = (_by_ranks(what, folder, words) for what in ("rehearsed", "replayed"))
+                real = _by_ranks("trained", folder, words)
             for what, values in (
-                ("step with measured communication", (max(one["seconds"]["wall"] for one in real), expected.seconds)),
-                ("CPU time of a step of both ranks", (_cpu_seconds(real), _cpu_seconds(rehearsed))),
+                ("step with measured communication", (_slowest(real), _slowest(replayed))),
+                ("CPU time of a step of both ranks", (_cpu_seconds(real), _cpu_seconds(replayed))),
                 ("peak of live tensors", (_peak(real), _peak(rehearsed))),
             ):
                 for values_of, value in zip(found[what], values, strict=True):
@@ -66,46 +58,18 @@ def measure(rounds: int) -> list[Quantity]:
     return results
 
 
-def _rehearsed(words: list[str]) -> list[dict[str, Any]]:
-    """Both ranks, as ``tools/rehearse.py`` writes them."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, str(rank)) for rank in range(2)]
-        of_tool = [sys.executable, "tools/rehearse.py", "--world-size", "2", "--steps", str(STEPS), "--device", "cpu"]
-        processes = [
-            subprocess.Popen(
-                [*of_tool, "--rank", file.name, "--json", file, *words], cwd=ROOT, stdout=subprocess.DEVNULL
-            )
-            for file in files
-        ]
-        for process in processes:
-            assert process.wait() == 0
-        return [json.loads(file.read_text())["ranks"][0] for file in files]
+def _by_ranks(what: str, folder: str, words: list[str]) -> list[dict[str, Any]]:
+    """What both ranks leave in ``folder``."""
+    measured_by_ranks(2, "rehearsal_ranks", what, folder, str(STEPS), *words, DS_ACCELERATOR="cpu")
+    return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
 
 
-def _real(words: list[str]) -> list[dict[str, Any]]:
-    """The same of two ranks that train together."""
-    with tempfile.TemporaryDirectory() as folder:
-        measured_by_ranks(2, "rehearsal_ranks", folder, str(STEPS), *words)
-        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
-
-
-def _communication(words: list[str], rehearsed: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What the rehearsed ranks send, with the seconds that two ranks take for it."""
-    with tempfile.NamedTemporaryFile("w") as file:
-        issued = [rank["communication"] for rank in rehearsed]
-        between = rehearsed[0]["seconds"]["wall"] / sum(one["times"] for one in issued[0])
-        json.dump([issued, between], file)
-        file.flush()
-        return measured_by_ranks(2, "rehearsal_ranks", file.name, "0", *words)
+def _slowest(ranks: Iterable[dict[str, Any]]) -> float:
+    return max(rank["seconds"]["wall"] for rank in ranks)
 
 
 def _cpu_seconds(ranks: Iterable[dict[str, Any]]) -> float:
-    """Of a step of all ``ranks``, with their communication where it is not part of the step."""
-    return sum(
-        rank["seconds"]["cpu"]
-        + sum(one["times"] * one["seconds"]["cpu"] for one in rank["communication"] if "seconds" in one)
-        for rank in ranks
-    )
+    return sum(rank["seconds"]["cpu"] for rank in ranks)
 
 
 def _peak(ranks: Iterable[dict[str, Any]]) -> float:

@@ -203,9 +203,7 @@ class Expected:
         return max((self._link_seconds(one) for one in rank["communication"] if one["kind"] == "send"), default=0.0)
 
     def _link_seconds(self, one: Mapping[str, Any]) -> float:
-        """Of one operation, if it has not been measured."""
-        if "seconds" in one:
-            return one["seconds"][self.clock]
+        """Of one operation."""
         sent = _SENT.get(one["kind"], lambda n, ranks: n)(one["size"], one["ranks"])
         return sent / self.machine.bandwidth(one["span"]) if one["ranks"] > 1 else 0.0
 
