@@ -93,7 +93,7 @@ class Timeline:
         from megatron.tools.one_rank.group import FinishedWork
 
         def noted(group: Any, deliver: Any, kind: str, *arguments: Any) -> Any:
-            written, read, peer = (*arguments, (), (), None)[:3] if len(arguments) < 3 else arguments[:3]
+            written, read, peer = (*arguments, *((), (), None)[len(arguments) :])[:3]
             size = max(sum(x.nbytes for x in written), sum(x.nbytes for x in read))
             if group.size() == 1 or not size:
                 return do(group, deliver, kind, *arguments)
@@ -195,11 +195,10 @@ def _issued(kind: str, size: int, peer: int | None) -> Any:
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, async_op=True),
-        "broadcast": lambda: dist.broadcast(whole, peer, async_op=True),
         "send": lambda: dist.isend(whole, peer),
         "recv": lambda: dist.irecv(whole, peer),
     }
-    return table[kind]()
+    return table.get(kind, lambda: dist.broadcast(whole, peer or 0, async_op=True))()
 
 
 @cache
