@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.common.errors import exit_without_package  # noqa: E402 (found by the line above)
+from megatron.common.packages import exit_without_package  # noqa: E402 (found by the line above)
 from megatron.launch.host_limits import LEAST_DATA  # noqa: E402
 
 sys.excepthook = exit_without_package

@@ -41,7 +41,7 @@ from megatron.checkpoint.collective_errors import gathered
 from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
-from megatron.common.files import make_subfolder, placed
+from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import indexed_datasets

@@ -20,8 +20,8 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import check_share_of_copies, form_errors, read_rank_files
 from megatron.checkpoint.tensor_files import check_identity, read_checked_file
 from megatron.checkpoint.tracker import resolve
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
-from megatron.common.files import located
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name
 from megatron.model.architectures import architecture_of

@@ -35,8 +35,8 @@ from torch import Tensor
 from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
-from megatron.common.files import located
 from megatron.config import RunConfig
 from megatron.engines.state import parameter_states
 from megatron.model.architectures import architecture_of

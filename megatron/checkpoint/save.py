@@ -30,8 +30,8 @@ from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, with_identity, write_file
+from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError, UserError, first_line
-from megatron.common.files import make_subfolder, placed
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name, save_state
 from megatron.launch.rank import exit_now

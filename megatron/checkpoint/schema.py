@@ -19,8 +19,8 @@ from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ran
 from megatron.checkpoint.files import gone
 from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, numbered_state
 from megatron.checkpoint.run_file import SavedRun
+from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError, first_line
-from megatron.common.files import located
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
 
 Shape = Sequence[int]

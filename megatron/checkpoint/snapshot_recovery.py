@@ -23,8 +23,8 @@ from megatron.checkpoint.snapshot_files import (
     snapshot_folder,
     this_host,
 )
+from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError
-from megatron.common.files import make_subfolder, placed
 from megatron.config import RunConfig
 
 Work = Mapping[int, Sequence[tuple[int, Shard]]]

@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.common.files import located
+from megatron.common.checkpoint_folders import located
 from megatron.config import RunConfig
 from megatron.config.training import LR_MULTIPLIER
 from megatron.data.loader import Batch

@@ -15,8 +15,9 @@ from typing import NoReturn
 
 from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, required_packages
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
 from megatron.common.files import restrict_new_files
+from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
 from megatron.common.screen import ignore_lost_output
 from megatron.launch.host_limits import check_host, failure_of_host

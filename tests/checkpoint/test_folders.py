@@ -11,8 +11,8 @@ from support.training import RankTraining, pretrain
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.files import check_sizes, read_manifest
-from megatron.common import files
-from megatron.common.files import FLAT, located, placed
+from megatron.common import checkpoint_folders
+from megatron.common.checkpoint_folders import FLAT, located, placed
 from megatron.tools.convert.inspection import find, verify
 from megatron.tools.convert.load_and_save import read_versions, read_weights
 
@@ -37,7 +37,7 @@ def test_the_folder_of_each_file(tmp_path: Path) -> None:
 
 
 def pretrain_as_if_many(words: list[str]) -> tuple[int, str]:
-    with patch.object(files, "FLAT", 1), patch.object(files, "_BLOCK", 1):
+    with patch.object(checkpoint_folders, "FLAT", 1), patch.object(checkpoint_folders, "_BLOCK", 1):
         return pretrain(words)
 
 
@@ -53,7 +53,7 @@ def test_a_run_saves_and_resumes(
     (path,) = tmp_path.glob("global_step*")
     assert len([one for one in path.iterdir() if one.is_dir()]) == folders
     expected = [line["lm_loss"] for line in read_metrics(uninterrupted / "metrics")[SAVED:]]
-    with patch.object(files, "_BLOCK", 1):
+    with patch.object(checkpoint_folders, "_BLOCK", 1):
         verify(path)
         assert read_versions(find(path))["checkpoint"] == 3.0
         assert all(tensor.numel() for tensor in read_weights(find(path)).values())
