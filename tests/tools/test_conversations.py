@@ -71,7 +71,8 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
     ],
 )
 def test_a_template_that_does_harm_ends_in_one_line(monkeypatch, source: str, message: str) -> None:
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 1.0)
+    if message.startswith("took"):  # else memory must run out first, also on a busy machine
+        monkeypatch.setattr(sandbox, "MOST_SECONDS", 1.0)
     with pytest.raises((ConfigError, DataError), match=message) as caught:
         ChatTemplate(source, SPECIAL).conversation(MESSAGES)
     assert len(caught.value.messages) == 1
