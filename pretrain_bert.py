@@ -6,6 +6,7 @@ Its data are sentences: tools/preprocess_data.py --split-sentences. --help lists
 pretrain_gpt2.py; the flags, the layers, the loss and the micro-batches follow from the architecture.
 """
 
+import megatron.common.ctrl_c  # noqa: F401
 import pretrain_gpt2
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import BERT

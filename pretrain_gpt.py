@@ -1,5 +1,6 @@
 """Pretrain GPT: pretrain_gpt2.py under the name that Megatron-LM 2 and later give it."""
 
+import megatron.common.ctrl_c  # noqa: F401
 from megatron.launch.rank import run_rank
 from megatron.tools.pretraining import main
 

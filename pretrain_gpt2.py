@@ -6,6 +6,7 @@ Starts alike under deepspeed, torchrun, mpirun and plain python; --help lists ev
 megatron/tools/pretraining.py: main() parses, checks and starts, train() is what every rank runs.
 """
 
+import megatron.common.ctrl_c  # noqa: F401
 from megatron.launch.rank import run_rank
 from megatron.tools.pretraining import ARCHITECTURE, main, pretrain, train
 

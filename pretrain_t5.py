@@ -6,6 +6,7 @@ The model is T5 1.1. Its data are sentences: tools/preprocess_data.py --split-se
 steps are those of pretrain_gpt2.py; the flags, the layers and the micro-batches follow from the architecture.
 """
 
+import megatron.common.ctrl_c  # noqa: F401
 import pretrain_gpt2
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import T5

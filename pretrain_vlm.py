@@ -6,6 +6,7 @@ Its data are conversations with images. --help lists every flag. The steps are t
 layers and the micro-batches follow from the architecture.
 """
 
+import megatron.common.ctrl_c  # noqa: F401
 import pretrain_gpt2
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import LLAVA

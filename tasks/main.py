@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import megatron.common.ctrl_c  # noqa: E402, F401
 from megatron.cli import ParsedRun  # noqa: E402
 from megatron.common.environment import rank  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402

@@ -1,6 +1,6 @@
 """Import this first in a tool: ``python tools/x.py`` then finds the package without an install.
 
-From then on a required package that is not installed is one line.
+From then on a required package that is not installed is one line, and Ctrl-C is none.
 """
 
 import resource
@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.common.packages import exit_without_package  # noqa: E402 (found by the line above)
+import megatron.common.ctrl_c  # noqa: E402, F401 (found by the line above)
+from megatron.common.packages import exit_without_package  # noqa: E402
 from megatron.launch.host_limits import LEAST_DATA  # noqa: E402
 
 sys.excepthook = exit_without_package

@@ -3,6 +3,7 @@
 import argparse
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -128,6 +129,8 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
     """
     ignore_lost_output(terminals_only=True)
     try:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see megatron.common.ctrl_c
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         restrict_new_files(os.environ)
         main()
         sys.stdout.flush()

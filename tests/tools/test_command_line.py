@@ -1,5 +1,6 @@
 """Exit codes of a tool, and what it prints."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_each_error_has_its_exit_code(body: str, code: int, stderr: str) -> None
 def test_an_error_is_the_last_line() -> None:
     finished = run("print('found'); raise errors.ConfigError('why')", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert finished.stdout == "found\n-c: error: why\n"
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt2.py", "tasks/main.py", "tools/plan.py"])
+def test_ctrl_c_during_the_imports_is_silent(program: str) -> None:
+    script = (
+        "import runpy, signal, sys; from megatron.common import errors; sys.path.append('tools'); del sys.argv[0]; "
+        "find = lambda name, *_: signal.raise_signal(signal.SIGINT) if name == 'megatron.config' else None; "
+        "sys.meta_path.insert(0, type('Finder', (), {'find_spec': find})); runpy.run_path(sys.argv[0], {}, '__main__')"
+    )
+    words = [sys.executable, "-c", script, program, "--help"]
+    finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_bug_keeps_its_traceback() -> None:
