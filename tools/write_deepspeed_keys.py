@@ -34,6 +34,9 @@ BETAS = {
     "description": "a list of two numbers from 0 to 1, 1 excluded",
 }
 _DTYPE = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
+_HALF = [name for kind in ("float16", "bfloat16") for name in (kind, f"torch.{kind}")] + ["fp16", "half", "bf16"]
+_NAMED_DTYPE = {"type": "string", "enum": [*_HALF, "fp32", "float", "float32", "torch.float32"]}
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -52,18 +55,21 @@ _WITHOUT_MODEL: dict[str, Any] = {
     "managed_gradient_accumulation": BOOL,
     "gradient_clipping": AMOUNT,
     "optimizer": _section(type=TEXT, params=OBJECT, legacy_fusion=BOOL),
-    "torch_autocast": _section(enabled=BOOL, dtype=TEXT, lower_precision_safe_modules=TEXTS),
+    "torch_autocast": _section(
+        enabled=BOOL, dtype={"type": "string", "enum": _HALF}, lower_precision_safe_modules=TEXTS
+    ),
     "data_types": _section(
         grad_accum_dtype=_or_null(_DTYPE),
-        param_dtype=_or_null(TEXT),
-        buffer_dtype=_or_null(TEXT),
+        param_dtype=_or_null(_NAMED_DTYPE),
+        buffer_dtype=_or_null(_NAMED_DTYPE),
         keep_in_fp32_modules={"anyOf": [{"enum": ["auto"]}, TEXTS], "description": '"auto" or a list of strings'},
     ),
     "communication_data_type": _or_null(_DTYPE),
     "seq_parallel_communication_data_type": _or_null(_DTYPE),
     "prescale_gradients": BOOL,
-    "gradient_predivide_factor": AMOUNT,
+    "gradient_predivide_factor": {"type": "number", "exclusiveMinimum": 0, "description": "a number above 0"},
     "gradient_allreduce_op": {"enum": ["mean", "sum"]},
+    "compile": OBJECT,
     "zero_allow_untested_optimizer": BOOL,
     "zero_force_ds_cpu_optimizer": BOOL,
     "checkpoint": _section(
@@ -71,14 +77,11 @@ _WITHOUT_MODEL: dict[str, Any] = {
         load_universal=BOOL,
         parallel_write=_section(pipeline_stage=BOOL),
     ),
-    # Checked by DeepSpeed's own models when it starts.
-    "compile": OBJECT,
-    "comet": OBJECT,
     "steps_per_print": _or_null(COUNT),
     "wall_clock_breakdown": BOOL,
     "memory_breakdown": BOOL,
     "dump_state": BOOL,
-    "log_level": _or_null(TEXT),
+    "log_level": _or_null({"type": "string", "pattern": f"(?i){'|'.join(_LEVELS)}", "description": ", ".join(_LEVELS)}),
     "disable_python_gc": BOOL,
     "disable_allgather": BOOL,
     "vocabulary_size": _or_null(COUNT),
@@ -155,7 +158,7 @@ def deepspeed_keys() -> dict[str, Any]:
 def _keys_with_model() -> dict[str, Any]:
     """A schema of each section for which DeepSpeed has a pydantic model or a dictionary of defaults."""
     from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
     from deepspeed.runtime.config import get_pipeline_config
@@ -172,6 +175,7 @@ def _keys_with_model() -> dict[str, Any]:
         "tensorboard": TensorBoardConfig,
         "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
+        "comet": CometConfig,
     }
     defaults = {
         "activation_checkpointing": ACT_CHKPT_DEFAULT,
@@ -197,7 +201,7 @@ def _schema_of_model(model: Any) -> dict[str, Any]:
 
 
 def _simplified(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Type and range only, with definitions in place of references. DeepSpeed checks deeper objects itself."""
+    """Type and range only, with definitions in place of references."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     options = [_simplified(option, definitions) for option in schema.get("anyOf", ())]
@@ -205,10 +209,14 @@ def _simplified(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str
     if options:
         return objects[0] if objects else {"anyOf": options}
     if "properties" in schema:
-        known = schema["title"] in ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig")
         inner = {name: _simplified(each, definitions) for name, each in schema["properties"].items()}
-        return {"type": "object", **({"properties": inner} if known else {})}
+        return {"type": "object", "properties": inner}
     kept = {name: schema[name] for name in ("type", "enum", "minimum", "maximum") if name in schema}
+    if "items" in schema:
+        kept |= {
+            "items": _simplified(schema["items"], definitions),
+            "description": f"a list of {schema['items']['type']}s",
+        }
     if "enum" in kept:
         kept["enum"] = list(dict.fromkeys(kept["enum"]))
     if schema.get("type") == "integer" and "exclusiveMinimum" in schema:

@@ -77,6 +77,9 @@ def _up_to(iteration: int, segment: Segment) -> Segment:
     return replace(segment, last=iteration, end_place=segment.sample_indices(iteration).stop)
 
 
+_MOST_SAMPLES = 1 << 60
+
+
 def check_history(description: Mapping[str, Any], path: str) -> None:
     """Raises CheckpointError unless the history in a ``run.json``, its counts and the skipped samples fit together."""
     finished, place, skipped, problem = 0, 0, 0, ""
@@ -94,6 +97,8 @@ def check_history(description: Mapping[str, Any], path: str) -> None:
         if not skipped <= start < stop:
             problem = problem or f"the skipped samples {start} to {stop} are not after sample {skipped}"
         skipped = stop
+    if max(place, skipped) > _MOST_SAMPLES:
+        problem = problem or f"no run reads {max(place, skipped):,} samples"
     if problem:
         raise CheckpointError(f"{path}: the history of samples is wrong: {problem}")
 

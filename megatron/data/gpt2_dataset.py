@@ -230,7 +230,8 @@ class GPT2Dataset(SourceSamples):
         indexed, documents = source.indexed, source.documents
         lengths = DocumentLengths(indexed, documents)
         self.stream = stream = SampleStream(lengths, data.seq_length, seed, SPLITS.index(name))
-        super().__init__(source, stream.first_sample(stream.epoch_of(samples - 1) + 1))
+        epochs = stream.epoch_of(samples - 1) + 1
+        super().__init__(source, stream.first_sample(epochs), epochs)
         self._vocab_size = vocab_size
         origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length, stream.recipe(0).forms))
         folder = cache_folder(data, indexed.prefix)

@@ -77,7 +77,8 @@ class SFTDataset(SourceSamples):
         order = np.lexsort((self._images[self._documents], -self._sizes))
         self._members, self._bins = pack(self._sizes[order], data.seq_length)
         self.samples_per_epoch = len(self._bins) - 1
-        super().__init__(source, -(-samples // self.samples_per_epoch) * self.samples_per_epoch)
+        epochs = -(-samples // self.samples_per_epoch)
+        super().__init__(source, epochs * self.samples_per_epoch, epochs)
         self._loss_mask = _loss_mask_of(indexed)
         self._seq_length, self._vocab_size = data.seq_length, vocab_size
         self._seed_words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, SPLITS.index(name)]

@@ -91,7 +91,10 @@ class SourceSamples(OrderedSamples):
         documents: the documents to use.
     """
 
-    def __init__(self, source: Source, samples: int) -> None:
+    def __init__(self, source: Source, samples: int, epochs: int = 1) -> None:
+        if epochs > _MOST_EPOCHS:
+            most = f"{_MOST_EPOCHS:,} epochs at most: train on fewer samples, or load another checkpoint"
+            raise DataError(f"{source.indexed.prefix}: {samples:,} samples are {epochs:,} epochs, and a run has {most}")
         super().__init__(samples)
         self.indexed, self.documents = source.indexed, source.documents
 
@@ -99,6 +102,10 @@ class SourceSamples(OrderedSamples):
     @abstractmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
         """An error message for a source that does not hold a single sample of the split ``name``, else None."""
+
+
+_MOST_EPOCHS = 1 << 32
+"""The number of an epoch is a seed of 32 bits."""
 
 
 def words_of(data: DataConfig, name: str, source: Source) -> str:

@@ -191,8 +191,10 @@ def _check_outputs(run: RunConfig) -> None:
     }
     for monitor in ("csv_monitor", "tensorboard"):
         section = run.ds_config.get(monitor) or {}
-        if section.get("enabled") and section.get("output_path"):
-            folders[f"{monitor}.output_path"] = section["output_path"]
+        if section.get("enabled") and (
+            named := [section[key] for key in ("output_path", "job_name") if section.get(key)]
+        ):
+            folders[f"{monitor}.output_path"] = os.path.join(*named)
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
     folder_problems = {

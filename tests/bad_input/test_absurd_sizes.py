@@ -72,9 +72,10 @@ def test_outputs_that_are_no_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     with pytest.raises(ConfigError, match=f"--metrics-file {fifo} is no file"):
         _check_outputs(parse(f"--metrics-file {fifo}"))
-    (path := tmp_path / "ds.json").write_text('{"csv_monitor": {"enabled": true, "output_path": "a\\u0000"}}')
-    with pytest.raises(ConfigError, match="csv_monitor.output_path .*: embedded null byte"):
-        _check_outputs(parse(f"--deepspeed_config {path}"))
+    for key in ("output_path", "job_name"):
+        (path := tmp_path / "ds.json").write_text(json.dumps({"csv_monitor": {"enabled": True, key: "a\0"}}))
+        with pytest.raises(ConfigError, match="csv_monitor.output_path .*: embedded null byte"):
+            _check_outputs(parse(f"--deepspeed_config {path}"))
 
 
 def test_a_warmup_of_less_than_one_iteration_is_announced() -> None:

@@ -181,6 +181,15 @@ def test_keys_without_a_flag_are_passed_on(config_file) -> None:
         ('{"zero_optimization": true}', ", line 1: zero_optimization: true must be an object"),
         ('{"gradient_clipping": 1,\n\n "gradient_clipping": 1}', ", line 3: gradient_clipping was already given in "),
         ('{"scheduler": {"type": "WarmupLR"}}', ", line 1: scheduler: the learning-rate schedule is set on the comm"),
+        ('{"compile": {"deepcompile": true}}', ", line 1: compile: the model is compiled by the program: use --com"),
+        ('{"comet": {"online": "no"}}', ', line 1: comet.online: "no" must be true or false, or null'),
+        ('{"log_level": "shout"}', ', line 1: log_level: "shout" must be debug, info, warning, error, critical'),
+        ('{"data_types": {"param_dtype": "float7"}}', ', line 1: data_types.param_dtype: "float7" must be one of'),
+        ('{"torch_autocast": {"dtype": "fp32"}}', ', line 1: torch_autocast.dtype: "fp32" must be one of'),
+        ('{"gradient_predivide_factor": 0}', ", line 1: gradient_predivide_factor: 0 must be a number above 0"),
+        ('{"zero_optimization": {"zenflow": {}}}', ", line 1: zero_optimization.zenflow: not supported"),
+        ('{"zero_optimization": {"legacy_stage1": true}}', ", line 1: zero_optimization.legacy_stage1: DeepSpeed no"),
+        ('{"zero_optimization": {"leaf_module": {"names": [5]}}}', ", line 1: zero_optimization.leaf_module.names: "),
         ('{"gradient_clipping": 1,}', ", line 1, column "),
         ('{"gradient_clipping": NaN}', ": NaN is not JSON"),
         ("[1]", ": must hold a JSON object"),
@@ -192,9 +201,14 @@ def test_errors_of_a_file_name_the_line(text: str, message: str, config_file_err
     assert printed.startswith(f"ds.json{message}")
 
 
-def test_a_list_of_objects_has_no_duplicates(config_file) -> None:
-    text = '{"compile": {"a": [{"x": 1}, {"x": 2}], "b": ["x\\":", "{"]}}'
-    assert parse(config_file(text)).ds_config["compile"] == json.loads(text)["compile"]
+def test_quantized_weights_need_a_gpu(config_file_errors) -> None:
+    refused = ["zero_optimization.zero_quantized_weights needs a GPU, and this host has none: remove it"]
+    assert config_file_errors('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}') == refused
+
+
+def test_a_list_of_objects_has_no_duplicates(config_file_errors) -> None:
+    (printed,) = config_file_errors('{"other": {"a": [{"x": 1}, {"x": 2}], "b": ["x\\":", "{"]}}')
+    assert "other: unknown key" in printed
 
 
 def test_an_unreadable_file(tmp_path: Path) -> None:

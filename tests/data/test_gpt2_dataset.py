@@ -138,3 +138,8 @@ def test_the_default_split_of_a_small_corpus(
     sizes = {**SIZES, "eval_iters": eval_iters, "vocab_size": 10}
     built = build_datasets(data, **sizes)
     assert built.train is not None and built.test is None and (built.valid is None) == (eval_iters == 0)
+
+
+def test_epochs_beyond_their_seeds_are_refused(data: DataConfig) -> None:
+    with pytest.raises(DataError, match="epochs, and a run has 4,294,967,296 epochs at most"):
+        build_datasets(data, **{**SIZES, "train_iters": 2**40})

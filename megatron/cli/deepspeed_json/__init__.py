@@ -267,6 +267,9 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
         if file.get(name, {}).get("enabled") and find_spec(package) is None:
             remedy = f"pip install {package}, or set it to false"
             yield f"{name}.enabled true needs {package}, which is not installed: {remedy}"
+    quantized = [key for key, value in file.get(ZERO, {}).items() if key.startswith("zero_quantized_") and value]
+    if quantized and run.parallel.device == "cpu":
+        yield f"{ZERO}.{quantized[0]} needs a GPU, and this host has none: remove it"
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
         yield "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
     yield from _gradient_scaling_conflicts(run, file)

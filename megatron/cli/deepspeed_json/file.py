@@ -26,6 +26,7 @@ _WRITER = "checkpoints have their own writer: remove it; --async-save writes dur
 _UNSUPPORTED = "not supported by the training programs: remove it"
 
 REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no longer supports it: remove it") | {
+    "compile": "the model is compiled by the program: use --compile",
     "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
     "--lr-decay-iters and --warmup",
     "bfloat16": 'the old name of "bf16": rename it',
@@ -40,6 +41,8 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "zero_optimization.cpu_offload": 'outdated: write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'outdated: write "offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer supports it: remove it",
+    "zero_optimization.zenflow": _UNSUPPORTED,
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
     '_model_save"',
     **dict.fromkeys(("checkpoint.writer", "checkpoint.checkpoint_serialization", "datastates_ckpt"), _WRITER),
@@ -186,6 +189,7 @@ _CHECKS: dict[str, Callable[[Any, Any], bool]] = {
     "anyOf": lambda value, options: any(accepts(option, value) for option in options),
     "enum": lambda value, choices: not isinstance(value, bool) and value in choices,
     "minimum": lambda value, limit: value >= limit,
+    "exclusiveMinimum": lambda value, limit: value > limit,
     "maximum": lambda value, limit: value <= limit,
     "exclusiveMaximum": lambda value, limit: value < limit,
     "items": lambda value, schema: all(accepts(schema, item) for item in value),
