@@ -419,14 +419,21 @@ def _index_maps(documents: int, folder: Path) -> Found:
 
 
 def _write_data_set(prefix: Path, documents: int) -> None:
-    sizes = np.random.default_rng(1).integers(1000, 4000, documents, dtype=np.int32)
-    pointers = np.cumsum(sizes, dtype=np.int64) * 4 - sizes.astype(np.int64) * 4
+    """Some documents at a time: an index can be larger than memory."""
+    random, tokens = np.random.default_rng(1), 0
     with open(f"{prefix}.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 4, documents, documents + 1))
-        for array in (sizes, pointers, np.arange(documents + 1, dtype=np.int64)):
-            array.tofile(file)
+        for begin in range(0, documents, 1 << 22):
+            sizes = random.integers(1000, 4000, min(1 << 22, documents - begin), dtype=np.int32)
+            ends = np.cumsum(sizes, dtype=np.int64) + tokens
+            bounds = np.arange(begin, begin + len(sizes) + 1, dtype=np.int64)
+            for place, array in ((4 * begin, sizes), (4 * documents + 8 * begin, (ends - sizes) * 4),
+                                 (12 * documents + 8 * begin, bounds)):  # fmt: skip
+                file.seek(HEADER.size + place)
+                file.write(array.data)
+            tokens = int(ends[-1])
     with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(int(sizes.sum(dtype=np.int64)) * 4)
+        file.truncate(tokens * 4)
 
 
 def _watch_memory(found: list[int], ended: threading.Event) -> None:

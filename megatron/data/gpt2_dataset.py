@@ -136,9 +136,9 @@ class SampleStream:
         if len(order) < count:
             order[:] = first_of_shuffle(random, count, len(order))
             return
-        for begin in range(0, count, ROWS):
-            order[begin : begin + ROWS] = np.arange(begin, min(begin + ROWS, count))
-        random.shuffle(order)  # as its permutation(count)
+        numbers = np.arange(count, dtype=order.dtype)
+        random.shuffle(numbers)  # as its permutation(count)
+        order[:] = numbers  # pages of a file that are written in random order reach the disk again and again
 
     def _sample_starts(
         self, epoch: int, documents: np.ndarray, number: int = 0, count: int = 1, sums: np.ndarray | None = None

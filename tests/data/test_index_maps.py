@@ -124,3 +124,20 @@ def test_of_the_next_epoch_there_are_the_documents_that_the_last_sample_can_need
         positions = np.searchsorted(ends, begins, "right")
         assert maps.samples[:, 0].tolist() == positions.tolist()
         assert maps.samples[:, 1].tolist() == (begins - (ends - lengths[documents])[positions]).tolist()
+
+
+def test_each_number_of_a_map_is_written_once() -> None:
+    """The pages of a large file that are written in random order reach the disk many times."""
+
+    class File(np.ndarray):
+        written = 0
+
+        def __setitem__(self, key: object, value: object) -> None:
+            File.written += self[key].size
+            super().__setitem__(key, value)
+
+    stream = SampleStream(np.random.RandomState(1).randint(1, 9, 500), 7, 1234)
+    maps = stream.build(0, lambda name: in_memory(stream.recipe(0), name).view(File))
+    assert File.written == sum(array.size for array in maps.values())
+    for name, array in stream.build(0).items():
+        np.testing.assert_array_equal(maps[name], array)
