@@ -17,7 +17,6 @@ LORA = "--finetune --lora-rank 4 --lora-alpha 8 --checkpoint-activations --train
 LAYOUTS = {
     "tp2": "--model-parallel-size 2 --sequence-parallel --zero-stage 1",
     "dp2": "--zero-stage 2",
-    "tp2-zbh1": "--model-parallel-size 2 --sequence-parallel --pipe-parallel-size 1 --pipeline-schedule zbh1",
     "tp2-zbh1-offload": "--model-parallel-size 2 --sequence-parallel --pipe-parallel-size 1 --pipeline-schedule zbh1"
     " --zero-stage 1 --offload-optimizer cpu",
 }

@@ -23,29 +23,25 @@ def test_norm_of_blocks_equals_the_full_norm(dtype: torch.dtype, shape: tuple[in
     assert norms.double().norm().item() == pytest.approx(gradient.double().norm().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["", "--pipe-parallel-size 1"])
-def test_sums_in_fp32_count_the_gradients_that_tensor_parallel_ranks_sum(train_in_ranks, tmp_path, engine: str) -> None:
-    """In bf16 with TP 2 and sequence parallelism, as on one process."""
-    flags = "--model-parallel-size 2 --sequence-parallel"
-    expected, found = (metrics(train_in_ranks, tmp_path, n, f"{engine} {more}") for n, more in ((1, ""), (2, flags)))
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=3e-3)
+UNTIED = "--untie-embeddings-and-output-weights"  # the ends of a model in one process add up their gradients in bf16
+TENSOR = "--model-parallel-size 2 --sequence-parallel"
 
 
-@pytest.mark.parametrize("flags", ["--zero-stage 1", "--pipe-parallel-size 2 --ddp-bucket-size 5000"])
-def test_sums_in_fp32_over_data_parallel_ranks_lose_nothing(train_in_ranks, tmp_path, flags: str) -> None:
-    """In bf16 beside one process, which adds up the same gradients of micro-batches."""
-    untied = "--untie-embeddings-and-output-weights"  # the ends of a model in one process add up theirs in bf16
-    processes = 4 if "pipe" in flags else 2
-    expected, found = (metrics(train_in_ranks, tmp_path, n, f"{untied} {f}") for n, f in ((1, ""), (processes, flags)))
-    for name in ("lm_loss", "grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
-
-
-def metrics(train_in_ranks, folder, processes: int, flags: str) -> dict[str, list[float]]:
-    """Losses and norms of three steps in bf16 with sums in fp32."""
-    settings = "--bf16 --grad-accum-dtype fp32 --train-iters 3 --batch-size 2 --global-batch-size 8 --eval-iters 0"
-    words = [*settings.split(), *flags.split(), "--attention-dropout", 0, "--hidden-dropout", 0]
-    train_in_ranks(processes, *words, "--metrics-file", folder / str(processes))
-    lines = [line for line in read_metrics(folder / str(processes)) if "grad_norm" in line]
-    assert len(lines) == 3
-    return {name: [line[name] for line in lines] for name in ("lm_loss", "grad_norm")}
+@pytest.mark.parametrize(
+    ("shared", "processes", "flags", "bound"),
+    [
+        ("", 2, TENSOR, 3e-3),
+        ("--pipe-parallel-size 1", 2, TENSOR, 3e-3),
+        (UNTIED, 2, "--zero-stage 1", 1e-4),
+        (UNTIED, 4, "--pipe-parallel-size 2 --ddp-bucket-size 5000", 1e-4),
+    ],
+)
+def test_sums_in_fp32_lose_nothing(train_in_ranks, tmp_path, shared: str, processes: int, flags: str, bound) -> None:
+    """In bf16 on tensor-parallel and data-parallel ranks, beside one process with the same micro-batches."""
+    found = []
+    for name, ranks, more in (("one", 1, ""), ("ranks", processes, flags)):
+        settings = "--bf16 --grad-accum-dtype fp32 --train-iters 2 --batch-size 2 --global-batch-size 8 --eval-iters 0"
+        words = f"{settings} --attention-dropout 0 --hidden-dropout 0 --metrics-file {tmp_path / name} {shared} {more}"
+        train_in_ranks(ranks, *words.split())
+        found.append([line["grad_norm"] for line in read_metrics(tmp_path / name)])
+    assert len(found[0]) == 2 and found[1] == pytest.approx(found[0], rel=bound)

@@ -7,7 +7,7 @@ from support.programs import read_metrics
 
 from megatron.checkpoint.tracker import publish
 
-SETTINGS = ("--train-iters 6 --batch-size 2 --gas 2 --eval-iters 1 --eval-interval 2 --num-workers 1").split()
+SETTINGS = ("--train-iters 4 --batch-size 2 --gas 2 --eval-iters 1 --eval-interval 2 --num-workers 1").split()
 EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validation_loss", "test_loss")
 
 
@@ -25,18 +25,18 @@ EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validatio
 def test_resume_is_bit_identical(programs, train_in_ranks, tmp_path, processes, flags):
     """With dropout on, gradient accumulation and a validation between: losses, rates and samples continue exactly."""
     layout, saves = flags.split(), ("--save", tmp_path / "ck", "--load", tmp_path / "ck")
-    train_in_ranks(processes, *SETTINGS, *layout, *saves, "--save-interval", "3", "--metrics-file", tmp_path / "whole")
-    shutil.rmtree(tmp_path / "ck" / "global_step6")
-    publish(tmp_path / "ck", "global_step3", 3)
+    train_in_ranks(processes, *SETTINGS, *layout, *saves, "--save-interval", "2", "--metrics-file", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "ck" / "global_step4")
+    publish(tmp_path / "ck", "global_step2", 2)
     second = programs.pretrain(processes, *SETTINGS, *layout, *saves, "--metrics-file", tmp_path / "parts").ok()
-    assert "resuming after iteration 3" in second.output
+    assert "resuming after iteration 2" in second.output
     whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
-    rest = [line for line in whole if line["iteration"] > 3]
-    assert len(rest) == 6  # two validations and the test
+    rest = [line for line in whole if line["iteration"] > 2]
+    assert len(rest) == 4  # a validation and the test
     assert [{name: line.get(name) for name in EXACT} for line in parts] == [
         {name: line.get(name) for name in EXACT} for line in rest
     ]
-    assert (tmp_path / "ck" / "latest").read_text() == "global_step6"
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step4"
 
 
 def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks, tmp_path):
@@ -45,11 +45,11 @@ def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks
     once = read_metrics(tmp_path / "metrics")
     output = train_in_ranks(2, *SETTINGS, *folder)
     assert (
-        "> already finished: " in output and "is from iteration 6 of 6; to continue, increase --train-iters" in output
+        "> already finished: " in output and "is from iteration 4 of 4; to continue, increase --train-iters" in output
     )
-    assert "validation" not in output and "iteration 6/6" not in output and read_metrics(tmp_path / "metrics") == once
-    assert "test after iteration 6" in train_in_ranks(2, *SETTINGS, *folder, "--skip-train")
+    assert "validation" not in output and "iteration 4/4" not in output and read_metrics(tmp_path / "metrics") == once
+    assert "test after iteration 4" in train_in_ranks(2, *SETTINGS, *folder, "--skip-train")
     assert read_metrics(tmp_path / "metrics") == [*once, *once[-2:]]
-    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "4"
     weights = ("--load", tmp_path / "ck", "--finetune", "--skip-train")
     assert "validation after iteration 0" in train_in_ranks(1, *SETTINGS, *weights)

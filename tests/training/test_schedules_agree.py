@@ -13,16 +13,16 @@ SETTINGS = (
     " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --eod-mask-loss --warmup 0 --batch-size 2"
 ).split()
 TWO = [
-    "documents pp2 interleaved --pipeline-partition 0,2,1,2,2,1",
-    "pp1 tp2 sp zero1 zbh1 overlap sbh",
-    "pp2 zbv recompute --pipeline-partition 3,2,3,0",
+    "documents pp2 interleaved --batch-size 4 --pipeline-partition 0,2,1,2,2,1",
+    "pp1 tp2 sp zero1 zbh1 overlap sbh --batch-size 4",
+    "pp2 zbv recompute --batch-size 4 --pipeline-partition 3,2,3,0",
 ]
 FOUR = [
     "pp4 interleaved --pipeline-partition 0,1,1,2,1,2,1,0",
-    "pp2 tp2 sp zero1 --num-virtual-stages-per-pipeline-rank 3",
+    "pp2 tp2 sp zero1 --batch-size 4 --num-virtual-stages-per-pipeline-rank 3",
     "pp4 zbh1 zero1 recompute in-place",
-    "pp2 cp2 zbv",
-    "documents pp2 tp2 sp zbv recompute",
+    "pp2 cp2 zbv --batch-size 4",
+    "documents pp2 tp2 sp zbv recompute --batch-size 4",
     "pp4 zbv --recompute-mlp-activation",
 ]
 SIX = "--train-iters 6"
@@ -53,11 +53,11 @@ def runs(_rank_pools: RankPools, programs: Programs, tmp_path_factory: pytest.Te
         outputs = ["--metrics-file", str(folder / "metrics"), "--save", str(folder / "checkpoint")]
         return [*words, *SETTINGS, *layout(name)[1].split(), *more.split(), *outputs]
 
-    ones = [command(name) for name in ("dp1", "documents", SIX)]
+    ones = [command(name, "--batch-size 16") for name in ("dp1", "documents", SIX)]
     _rank_pools.run_once(1, pretrain_each, ones)
     commands, saved = [command(name) for name in TWO], ""
     for name in CHAIN:
-        commands.append(command(name, f"{SIX} --exit-interval 1 {saved}"))
+        commands.append(command(name, f"{SIX} --batch-size 4 --exit-interval 1 {saved}"))
         saved = f"--load {folders[name] / 'checkpoint'}"
     _rank_pools.run_once(2, pretrain_each, commands, time_limit=60 * len(commands))
     _rank_pools.run_once(4, pretrain_each, [command(name) for name in FOUR])
