@@ -23,10 +23,13 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 WITH_ADAPTERS = replace(CONFIG, lora_rank=2, lora_dropout=0.25)
+WITH_ROTATION = replace(CONFIG, position_embedding_type="rope", swiglu=True, normalization="RMSNorm")
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "config"), [(False, CONFIG), (True, CONFIG), (True, WITH_ADAPTERS)], ids=["", "sp", "lora"]
+    ("sequence_parallel", "config"),
+    [(False, CONFIG), (True, CONFIG), (True, WITH_ADAPTERS), (False, WITH_ROTATION)],
+    ids=["", "sp", "lora", "rope"],
 )
 @pytest.mark.ranks(2)
 def test_a_compiled_layer_is_one_graph_with_the_masks_of_the_plain_one(

@@ -62,9 +62,12 @@ class LayoutRuns:
         return self._train.into_folder(self._new_folder("layout"), processes, *self._settings, *flags.split())
 
     def on_one_process(self, flags: str = "") -> Path:
-        """The run with these flags that others are compared with, trained when it is asked for first."""
+        """The run with these flags that others are compared with, trained when it is asked for first.
+
+        Without micro-batches, unless the flags have them.
+        """
         if flags not in self._references:
-            self._references[flags] = self(1, flags)
+            self._references[flags] = self(1, f"--batch-size 8 {flags}")
         return self._references[flags]
 
 

@@ -9,10 +9,10 @@ from support.layouts import COMPARED, LayoutRuns, check_resumed, compare_runs, l
 from support.programs import Programs
 from support.training import RankTraining
 
-ITERATIONS = 5
+ITERATIONS = 2
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 5"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 2"
 ).split()
 
 LAYOUTS = [
@@ -48,7 +48,7 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, one_process: Path, nam
 
 def test_bert_resumes_from_a_checkpoint_of_another_layout(runs: LayoutRuns) -> None:
     """The vocabulary is padded to another size, and so is the bias of its words."""
-    check_resumed(runs, "tp2", "pp2", after=3)
+    check_resumed(runs, "tp2", "pp2", after=1)
 
 
 def test_the_audit_names_the_sentences_of_both_spans(one_process):
@@ -59,8 +59,9 @@ def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, t
     folder = one_process / "checkpoint"
     refused = programs.pretrain(1, "--train-iters", "9", "--batch-size", "2", "--load", folder)
     assert refused.returncode == 4
-    assert f"error: the model is GPT-2, but BERT in {folder}/global_step5: load a model of the same shape" in (
-        refused.output
+    assert (
+        f"error: the model is GPT-2, but BERT in {folder}/global_step{ITERATIONS}: load a model of the same shape"
+        in (refused.output)
     )
     refused = programs.warm(1, "tools/generate.py", "--load", folder, "--prompt", "Baka")
     assert refused.returncode == 2 and len(refused.output.splitlines()) == 1

@@ -4,10 +4,10 @@ import pytest
 from support.layouts import LayoutRuns, check_resumed, compare_runs, layout
 from support.training import RankTraining
 
-ITERATIONS = 4
+ITERATIONS = 3
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --eod-mask-loss"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 3 --eod-mask-loss"
 ).split()
 
 LLAMA = (
@@ -24,20 +24,17 @@ LAYOUTS = [
     "pp1 dualpipev dp2 zero1",
     "pp2 dp2 zero1 --ddp-bucket-size 5000",
     "dp2 zero2 --zero-coalesce-grad-reduction --zero-reduce-bucket-size 5000",
-    "documents tp2 pp2 sbh selective",
+    "documents tp2 pp2 sbh selective --pipeline-partition 0,4",
     "tp2 dp2 sp zero2 --ddp-bucket-size 5000",
-    "tp2 overlap",
-    "llama tp2 sp overlap",
-    "pp4 --pipeline-partition 0,2,2,0",
+    "llama tp2 sp zero1 overlap in-place --batch-size 4",
     "documents pp2 dualpipev zero1 recompute in-place --pipeline-partition 2,1,1,0",
     "documents tp2 ulysses2 sp zero1 sbh",
-    "cp2 zero3 recompute --zero-coalesce-grad-reduction",
-    "cp2 pp2 zero1 recompute",
-    "tp2 sp zero1 in-place",
-    "tp2 sp zero1 recompute tiled sbh",
-    "llama tp2 sp zero3 tiled",
+    "cp2 zero3 recompute --zero-coalesce-grad-reduction --batch-size 4",
+    "cp2 pp2 zero1 recompute --pipeline-partition 4,0",
+    "tp2 sp zero1 recompute tiled sbh --batch-size 4",
+    "llama tp2 sp zero3 tiled --batch-size 4",
     "llama pp1 cp2 ulysses2 --cp-comm-type all_gather",
-    "llama tp2 ulysses2 zero3 recompute",
+    "llama ulysses2 zero3 recompute --batch-size 4",
 ]
 
 
@@ -58,7 +55,7 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, runs_in_blocks: Layout
     reference = runs.on_one_process(layout(kind, **WORDS)[1])
     folder = (runs_in_blocks if kind == "documents" else runs)(*layout(name, **WORDS))
     found = compare_runs(reference, folder, ITERATIONS)
-    assert len(found) == ITERATIONS + 3  # two validations and the test
+    assert len(found) == ITERATIONS + 2  # a validation and the test
 
 
 def test_llama_resumes_on_another_layout(runs: LayoutRuns) -> None:

@@ -5,12 +5,12 @@ from support.layouts import COMPARED, LayoutRuns, compare_metrics, compare_runs,
 from support.programs import read_metrics
 from support.training import RankTraining
 
-ITERATIONS = 4
+ITERATIONS = 3
 SETTINGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
     " --moe-shared-expert-intermediate-size 16 --swiglu --disable-bias-linear"
     f" --train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 4 --log-interval 1 --log-params-norm"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 3 --log-interval 1 --log-params-norm"
 ).split()
 LAYOUTS = [
     "dp2 ep2 zero2 recompute",
@@ -19,7 +19,6 @@ LAYOUTS = [
     "cp2 zero1",
     "pp2 zbv",
     "dp2 pp2 ep2 zbh1",
-    "dp2 tp2 pp2 ep2 zero1 recompute",
 ]
 OF_EXPERTS = {"params_norm", "load_balancing_loss", "z_loss", "router_entropy"}
 OF_EXPERTS |= {"largest_expert_load", "smallest_expert_load"}
@@ -44,10 +43,9 @@ def test_a_balanced_global_batch_agrees_with_one_process(runs: LayoutRuns) -> No
 
 
 def test_training_resumes_with_other_numbers_of_expert_ranks(runs: LayoutRuns) -> None:
-    """From one rank to two, four, and one again, each time for one iteration."""
+    """From one rank to four, and then to two, each time for one iteration."""
     folder = runs(1, "--exit-interval 1")
-    for after, name in enumerate(("dp2 ep2", "dp4 ep4 zero1", "dp1"), start=1):
-        last = "" if after == 3 else f"--exit-interval {after + 1}"
-        folder = runs(*layout(f"{name} --load {folder / 'checkpoint'} {last}"))
-    expected = [line for line in read_metrics(runs.on_one_process() / "metrics") if line["iteration"] > 3]
+    for name in ("dp4 ep4 zero1 --exit-interval 2", "dp2 ep2"):
+        folder = runs(*layout(f"{name} --load {folder / 'checkpoint'}"))
+    expected = [line for line in read_metrics(runs.on_one_process() / "metrics") if line["iteration"] > 2]
     compare_metrics(expected, read_metrics(folder / "metrics"), COMPARED | OF_EXPERTS)
