@@ -5,12 +5,14 @@ Not shown here: NCCL, kernels of a GPU, streams that overlap, speed. See docs/gp
 
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.emulated_cuda import EmulatedCuda
 from support.layouts import layout
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+from support.warm import places
 
 ITERATIONS, SAVED = 4, 2
 SETTINGS = (
@@ -168,7 +170,7 @@ def test_a_process_without_a_gpu_is_named(programs: Programs, emulated_cuda: Emu
     """By itself: the first process of the host has one, and does not see what is wrong."""
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS, "--save", tmp_path)
-    finished = programs.python(*words, EMULATED_CUDA_DEVICES="1", **emulated_cuda.environ, **place)
+    finished = emulated_cuda.run(1, *words, EMULATED_CUDA_DEVICES="1", **place)
     assert finished.returncode == 7, finished.output[-3000:]
     assert "error: rank 1: process 1 of this host has no device: torch finds 1 of cuda; start fewer" in finished.output
 
@@ -178,7 +180,10 @@ def test_ranks_can_share_a_gpu(runs: Runs, programs: Programs, emulated_cuda: Em
     words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, *NO_DROPOUT, *layout(PIPELINE)[1].split())
     folders = ("--metrics-file", tmp_path / "metrics", "--save", tmp_path)
     environ = {**emulated_cuda.environ, "EMULATED_CUDA_DEVICES": "1", "ONE_GPU": "1"}
-    programs.torchrun(2, "pretrain_gpt2.py", *words, *folders, **environ).ok()
+    command = ("pretrain_gpt2.py", *words, *folders)
+    with ThreadPoolExecutor() as pool:
+        for started in [pool.submit(programs.python, *command, **rank) for rank in places(2, environ)]:
+            started.result().ok()
     assert losses(tmp_path / "metrics") == pytest.approx(runs.losses(PIPELINE), rel=1e-6)
 
 

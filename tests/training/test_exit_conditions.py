@@ -12,7 +12,7 @@ SETTINGS = "--train-iters 6 --batch-size 2 --global-batch-size 8 --eval-iters 0"
 
 def test_a_signal_to_one_rank_makes_all_save_and_exit(programs, train_in_ranks, tmp_path) -> None:
     """With dropout on, in a pipeline with tensor parallelism; resuming gives what an uninterrupted run gives."""
-    layout = "--model-parallel-size 2 --pipe-parallel-size 2".split()
+    layout = "--model-parallel-size 2 --pipe-parallel-size 2 --batch-size 4".split()
     train_in_ranks(4, *SETTINGS, *layout, "--metrics-file", tmp_path / "whole")
     parts = (*layout, "--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
     left = programs.faulty(4, "signal 2 3 SIGTERM", *SETTINGS, *parts)
@@ -45,14 +45,12 @@ def test_exit_codes(programs, tmp_path, signals: str, save: bool, code: int) -> 
     assert (tmp_path / "ck" / "latest").exists() == (save and not at_once)
 
 
-@pytest.mark.parametrize(("signals", "save", "code"), [("SIGTERM", True, 75), ("SIGUSR1", False, 138)])
-def test_a_signal_before_the_first_iteration_ends_the_run_at_once(programs, tmp_path, signals, save, code) -> None:
+def test_a_signal_before_the_first_iteration_ends_the_run_at_once(programs, tmp_path) -> None:
     """Also while a library has the main thread, which can handle no signal then."""
-    places = ("--save", tmp_path / "ck") if save else ()
-    left = programs.faulty(1, f"start 0 {signals}", *SETTINGS, *places)
-    line = f"pretrain_gpt2.py: error: received {signals} before the first iteration; nothing was saved"
+    left = programs.faulty(1, "start 0 SIGTERM", *SETTINGS, "--save", tmp_path / "ck")
+    line = "pretrain_gpt2.py: error: received SIGTERM before the first iteration; nothing was saved"
     assert left.output.splitlines()[-1] == line and left.output.count("pretrain_gpt2.py") == 1
-    assert left.returncode == code and not list(tmp_path.glob("ck/global_step*"))
+    assert left.returncode == 75 and not list(tmp_path.glob("ck/global_step*"))
 
 
 def test_ctrl_c_under_deepspeed(programs, tmp_path) -> None:

@@ -10,13 +10,13 @@ from support.ranks import RankPools
 from support.training import RankTraining, pretrain
 
 SETTINGS = (
-    "--train-iters 4 --batch-size 2 --global-batch-size 8 --eval-iters 1 --eval-interval 2"
+    "--train-iters 3 --batch-size 2 --global-batch-size 8 --eval-iters 1 --eval-interval 2"
     " --bf16 --fp8-format hybrid --fp8-min-size 16"
 ).split()
 LAYOUTS = [
     "dp2 zero3",
-    "tp2 zero1 --fp8-recipe rowwise",
-    "tp2 sp zero1 overlap recompute",
+    "tp2 zero1 --fp8-recipe rowwise --batch-size 4",
+    "tp2 sp zero1 overlap recompute --batch-size 4",
     "pp2 dualpipev zero1 in-place --gas 4",
 ]
 
@@ -30,17 +30,16 @@ def test_kept_weights_change_nothing(_rank_pools: RankPools, programs: Programs,
         train, file = RankTraining(_rank_pools.run_once, programs.data_arguments, run), tmp_path / run.__name__
         counts.append(int(train(processes, *SETTINGS, *flags.split(), "--metrics-file", file)))
         metrics.append([line.get("lm_loss", line.get("validation_loss")) for line in read_metrics(file)])
-    assert metrics[0] == metrics[1] and len(metrics[0]) == 7
+    assert metrics[0] == metrics[1] and len(metrics[0]) == 6
     if "zero3" in name:
         assert counts[0] == counts[1], "weights are gathered, and quantized, for each call"
-    else:  # in each of four steps, and in the test after the last one, which has no backward pass
-        assert counts[0] == (9 if "rowwise" in name else 5) < counts[1]
+    else:  # in each of three steps, and in the test after the last one, which has no backward pass
+        assert counts[0] == (7 if "rowwise" in name else 4) < counts[1]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_frozen_weights_are_quantized_once(_rank_pools: RankPools, programs: Programs, stage: int) -> None:
+def test_frozen_weights_are_quantized_once(_rank_pools: RankPools, programs: Programs) -> None:
     train = RankTraining(_rank_pools.run_once, programs.data_arguments, keeping)
-    assert train(1, *SETTINGS, "--lora-rank", "4", "--zero-stage", str(stage)) == "1"
+    assert train(1, *SETTINGS, "--lora-rank", "4", "--zero-stage", "2") == "1"
 
 
 def keeping(words: list[str]) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from support.emulated_cuda import EmulatedCuda
 UNLOGGED, LOGGED = 2, 3
 """Iterations after the first, in which buffers are made and DeepSpeed records the order of layers."""
 MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
     f" --vocab-size 512 --batch-size 2 --gas 2 --train-iters {LOGGED} --log-interval {LOGGED} --eval-iters 0"
     " --num-workers 0 --lr 1e-3"
 ).split()
@@ -37,7 +37,7 @@ LONG = "--seq-length 256 --max-position-embeddings 256"
 VARLEN = f"--zero-stage 1 --reset-attention-mask --attention-dropout 0 {LONG}"
 EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-aux-loss-coeff 0.01"
 EP = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 16"
-PP = "--pipe-parallel-size 2 --num-layers 4"
+PP = "--pipe-parallel-size 2 --num-layers 2"
 CAPACITY = "--moe-expert-capacity-factor 1.5"
 ZERO_3 = {REDUCED_3: 2, NORM_MARK_3: 2, NORM_IS_VALID: 1, GATHERED_3: 1}
 
@@ -67,7 +67,7 @@ RANKS = {
         "--zero-stage 2 --model-parallel-size 2 --sequence-parallel --fp8-format hybrid --fp8-min-size 16", 4, 3, {}
     ),
     "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
-    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 4}),
+    "ZeRO 1, EP 2": Rank(f"--zero-stage 1 {EXPERTS} {EP}", 4, 3, {SENT_TO_EXPERTS: 2}),
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
