@@ -11,7 +11,7 @@ from megatron.checkpoint.tracker import publish
 
 SAVED = 3
 SETTINGS = (
-    "--train-iters 8 --batch-size 8 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
+    "--train-iters 7 --batch-size 16 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
 ).split()
 """More samples than the tiny corpus has, so that a second epoch begins after iteration 5."""
 
@@ -20,7 +20,7 @@ FP8 = "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-recipe rowwise --fp8-min-
 
 @pytest.fixture(scope="session")
 def uninterrupted(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``metrics`` of all 8 iterations on one process, and ``ck``, which points to iteration 3 of it."""
+    """A folder with ``metrics`` of all 7 iterations on one process, and ``ck``, which points to iteration 3 of it."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     words = ("--save", folder / "ck", "--save-interval", str(SAVED), "--metrics-file", folder / "metrics")
     train_in_ranks(1, *SETTINGS, *words)

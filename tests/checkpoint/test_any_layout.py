@@ -13,13 +13,11 @@ from support.training import RankTraining
 
 TP2_FP8 = f"tp2 sp {FP8}"
 PAIRS = [
-    ("dp1", "tp2 pp2 zero1"),
-    ("dp1", "tp4"),  # a padded vocabulary of 512 rows in place of 128
+    ("dp1", "tp2 pp2 zero1"),  # a padded vocabulary of 256 rows in place of 128
     ("tp2 pp2 zero1", "ulysses2 zero2 --zero-round-robin-gradients"),
     ("dp2 zero3", "dp1 zero3 offload --offload-param cpu"),
     ("ulysses2 zero2 --zero-round-robin-gradients", "pp1 cp2 zero1"),
-    ("ulysses2 zero2 --zero-round-robin-gradients", "dp2 zero3"),
-    ("pp2 dualpipev", "dp2 zero1 offload"),
+    ("pp2 dualpipev --batch-size 8", "dp2 zero1 offload"),
 ]
 
 
@@ -48,6 +46,7 @@ def expected(uninterrupted: Path) -> list[dict]:
 def test_the_next_losses_are_those_of_the_uninterrupted_run(resume, expected, source: str, target: str):
     printed, found = resume(source, target)
     assert "resuming after iteration 3" in printed
+    assert printed.count("random streams restart from --seed and the iteration") == 1
     for name in ("iteration", "consumed_samples", "learning_rate"):
         assert [line[name] for line in found] == [line[name] for line in expected]
     for name in ("lm_loss", "grad_norm"):
@@ -63,15 +62,6 @@ def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
     training = split_documents(indexed.num_documents, "8,1,1")[0]
     samples = (int(indexed.document_starts[training.stop]) - 1) // 32
     assert expected[0]["consumed_samples"] < samples < expected[-1]["consumed_samples"]
-
-
-def test_other_files_are_logged_once(resume, saved_on):
-    place = saved_on("dp1") / "global_step3"
-    printed, _ = resume("dp1", "dp1", "--zero-stage", "1")
-    assert printed.count(f"{place}: saved on TP 1, PP 1, DP 1, ZeRO 0, fp32; each rank reads its parts") == 1
-    assert "random streams" not in printed, "the ranks are the same"
-    printed, _ = resume("dp1", "tp2 zero1")
-    assert printed.count("random streams restart from --seed and the iteration") == 1
 
 
 @pytest.mark.parametrize(("source", "target"), [("tp2 pp2 zero1", "dp2 zero3"), ("dp2 zero3", "tp2 pp2 zero1")])
@@ -118,8 +108,11 @@ def bytes_of_loading(words: list[str]) -> tuple[int, int]:
     return sum(counted), 4 * (weights + moments + compared)
 
 
-def test_another_precision(resume, expected):
-    _, found = resume("dp1", "dp1", "--bf16", "--zero-stage", "1")
+def test_another_precision(resume, saved_on, expected):
+    printed, found = resume("dp1", "dp1", "--bf16", "--zero-stage", "1")
+    place = saved_on("dp1") / "global_step3"
+    assert printed.count(f"{place}: saved on TP 1, PP 1, DP 1, ZeRO 0, fp32; each rank reads its parts") == 1
+    assert "random streams" not in printed, "the ranks are the same"
     assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
     assert [line["lm_loss"] for line in found] == pytest.approx([line["lm_loss"] for line in expected], rel=1e-3)
     assert found[0]["lm_loss"] != expected[0]["lm_loss"]
@@ -130,7 +123,7 @@ def test_fp8_on_another_layout(resume):
     found = [resume(TP2_FP8, target, *FP8.split())[1] for target in (TP2_FP8, "dp1")]
     for name, bound in (("iteration", 0), ("lm_loss", 1e-3), ("grad_norm", 2e-2)):
         one, other = ([line[name] for line in lines] for lines in found)
-        assert len(one) == 5 and one == pytest.approx(other, rel=bound), name
+        assert len(one) == 4 and one == pytest.approx(other, rel=bound), name
 
 
 def test_weights_alone_on_another_layout(resume):
@@ -138,6 +131,6 @@ def test_weights_alone_on_another_layout(resume):
     losses = {}
     for source in ("dp1", "dp2 zero3"):
         _, found = resume(source, "dp1", "--finetune")
-        assert [line["iteration"] for line in found] == list(range(1, 9))
+        assert [line["iteration"] for line in found] == list(range(1, 8))
         losses[source] = [line["lm_loss"] for line in found]
     assert losses["dp2 zero3"] == pytest.approx(losses["dp1"], rel=1e-5)

@@ -82,27 +82,23 @@ BASE = "optimizer_state_dict/base_optimizer_state"
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
     "dp1": [
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.flatten()[:5].clone()), r"state\[0\].exp_avg is float32 \[5\]"),
-        (RANK, put(f"{STATE}/exp_avg_sq", lambda t: torch.zeros(0)), r"state\[0\].exp_avg_sq is float32 \[0\]"),
         (RANK, put(f"{STATE}/exp_avg_sq", with_element(-1)), r"state\[0\].exp_avg_sq is from -1 on"),
         (RANK, put(f"{STATE}/exp_avg", with_element(math.nan)), r"state\[0\].exp_avg is from nan to nan"),
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.half()), r"state\[0\].exp_avg is float16"),
         (RANK, drop(f"{STATE}/exp_avg"), r"the state of state\[0\] is exp_avg_sq, step"),
         (RANK, drop(STATE), r"the state of state\[0\] is empty"),
-        (RANK, put("optimizer/state", lambda _: {}), r"the state of state\[0\] is empty"),
         *(
             (RANK, put(f"{STATE}/step", lambda _, step=step: torch.tensor(step)), r"state\[0\].step is ")
-            for step in (1e30, -5.0, math.nan, 2.5)
+            for step in (1e30, -5.0, 2.5)
         ),
         (RANK, put(f"{STATE}/step", lambda _: torch.tensor(1.0)), r"step counts are \[1, 3\]"),
         (RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight is int32"),
-        (RANK, put("module/3.attention.dense.weight", lambda t: t > 0), "dense.weight is bool"),
         (RANK, put("module/3.attention.dense.weight", with_element(math.inf)), "dense.weight is from .* to inf"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t[:1]), r"dense.weight is float32 \[1, 32\]"),
         (RANK, drop("module/3.attention.dense.weight"), "dense.weight is missing"),
         (RANK, put("module", lambda m: m | {"more": torch.ones(1)}), "more is there"),
         (RANK, put("global_steps", lambda _: 10**9), "global_steps is 1000000000"),
-        (RANK, put("consumed_samples", lambda _: 0), "consumed_samples is 0, and should be 96"),
         (RANK, put("mp_world_size", lambda _: 0), "mp_world_size is 0, and should be 1"),
         (RANK, put("lr_scheduler/num_iters", lambda _: 10**9), "lr_scheduler.num_iters is 1000000000"),
         (RANK, put("lr_scheduler", lambda _: None), "lacks a part"),
@@ -111,14 +107,11 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.to("meta")), "lacks a part"),
         (RANK, put("global_samples", str), "global_samples is '96'"),
         (RANK, drop("optimizer"), "lacks a part"),
-        (RANK, put("optimizer", lambda _: [1]), "lacks a part"),
         (RANK, lambda content: [content], "lacks a part"),
         (RNG, drop("cuda_rng_state"), "lacks a part"),
         (RNG, lambda content: [content], "lacks a part"),
         (RNG, put("cuda_rng_state", str), "lacks a part"),
         (RNG, put("np_rng_state", lambda s: (*s[:2], -7, *s[3:])), "position -7 of NumPy's state"),
-        (RNG, put("rng_tracker_states", lambda _: {}), "lacks a part"),
-        (RNG, put("rng_tracker_states/model-parallel-rng", lambda t: t.float()), "lacks a part"),
         (RNG, put("rng_tracker_states/model-parallel-rng", torch.zeros_like), "lacks a part"),
         (RNG, put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
     ],

@@ -35,7 +35,8 @@ def without_keys_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2 pp2 zero1", "ulysses2 zero2 --zero-round-robin-gradients", "dp2 zero3", "pp2 dualpipev"]
+    "layout",
+    ["tp2 pp2 zero1", "ulysses2 zero2 --zero-round-robin-gradients", "dp2 zero3", "pp2 dualpipev --batch-size 8"],
 )
 def test_moments_are_those_of_one_process(universal_of, layout: str):
     """There torch's Adam has each moment separately, and nothing is merged."""
@@ -143,7 +144,7 @@ def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
 
 
 def test_the_tool_converts_once(programs: Programs, saved_on):
-    folder = saved_on("pp2 dualpipev")
+    folder = saved_on("pp2 dualpipev --batch-size 8")
     place = folder / "global_step3"
     cached(newest(folder))
     tool = ("tools/convert_checkpoint.py", "to-universal")

@@ -14,6 +14,7 @@ hold RANK ITERATION           that rank hangs and holds Python's lock
 raise RANK ITERATION          that rank fails
 command RANK ITERATION WORDS  that rank runs the words in a shell, and waits for it
 memory RANK ITERATION MB      that rank can allocate so much more memory, and no more than that
+files BYTES                   no file can be larger
 write RANK FILE               that rank waits before each file of a checkpoint but the first one until FILE is there
 """
 
@@ -143,6 +144,8 @@ def write_file(path, content):
     return real_write_file(path, content)
 
 
+if kind == "files":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(numbers[0]),) * 2)
 setup.build_engine, saving.write_file = build_engine, write_file
 training.train_batch, training.eval_batch = train_batch, eval_batch
 losses.lm_loss, GPT2Dataset.take = lm_loss, take
