@@ -19,7 +19,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from megatron.engines.transfers import Transfers
 from megatron.launch import progress as progress_module
-from megatron.launch.progress import Position, ProgressState, record_into, recorded_file
+from megatron.launch.progress import Position, ProgressState
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, run_rank
 from megatron.parallel import sequence
 from megatron.parallel.pipeline.simulation import Transfer
@@ -213,15 +213,3 @@ def is_at_call(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
     return any(call in line for call in (".item()", ".wait()"))
-
-
-def test_torch_writes_its_flight_recorder_beside_the_checkpoints(tmp_path: Path) -> None:
-    environ: dict[str, str] = {}
-    record_into(environ, tmp_path)
-    assert environ == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-recorder-rank"}
-    assert recorded_file(environ, 3) is None
-    (tmp_path / "flight-recorder-rank3").touch()
-    assert recorded_file(environ, 3) == tmp_path / "flight-recorder-rank3"
-    own = {"TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/"}
-    record_into(own, tmp_path)
-    assert own == {"TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/"}

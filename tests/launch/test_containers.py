@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import stat
 import sys
 import tempfile
@@ -16,29 +15,20 @@ from pathlib import Path
 
 import pytest
 from support.hosts import INTERFACE, ROOT, Hosts, make_key, why_not
-from support.programs import BIN, TINY_MODEL, Finished, Programs
+from support.programs import BIN, Finished, Programs
 
 USER = 10_000
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
 ENTRYPOINT = ["bash", str(ROOT / "docker" / "entrypoint.sh")]
-SETTINGS = (
-    *TINY_MODEL,
-    *"--pipe-parallel-size 2 --gas 2 --train-iters 2 --batch-size 2 --eval-iters 0".split(),
-)
-
-
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 @pytest.fixture(scope="module")
-def folder(programs: Programs) -> Iterator[Path]:
-    """Where that user may read and write: a key and the data."""
+def folder() -> Iterator[Path]:
+    """Where that user may read and write, with a key."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_key(folder / "cluster_key")
-        data, vocabulary = (Path(programs.data_arguments[place]) for place in (1, 3))
-        for file in (*data.parent.glob(f"{data.name}.*"), vocabulary):
-            shutil.copy(file, folder)
         for path in (folder, *folder.rglob("*")):
             os.chown(path, USER, USER)
         (folder / "cluster_key").chmod(0o400)

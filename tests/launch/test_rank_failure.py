@@ -1,17 +1,16 @@
-"""A rank that dies: the others exit, the cause is the last line printed, and the next start resumes exactly."""
+"""A rank that dies: the others exit, and the cause is the last line printed. tests/test_torture.py resumes."""
 
 import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.bare_ranks import BareRanks, await_processes
-from support.programs import TINY_MODEL, read_metrics
+from support.programs import TINY_MODEL
 
 from megatron.common.errors import LaunchError
 from megatron.common.processes import EXIT_SIGNALS, ExitSignal
@@ -19,24 +18,17 @@ from megatron.launch import rank_failure
 from megatron.launch.environment import free_port
 
 SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0".split()
-LAYOUT = ("--pipe-parallel-size", "2")
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes(programs, train_in_ranks, tmp_path: Path) -> None:
-    train_in_ranks(2, *SETTINGS, *LAYOUT, "--metrics-file", tmp_path / "whole")
-    words = (*SETTINGS, *LAYOUT, "--save", tmp_path / "ck", "--save-interval", "1", "--auto-resume")
-    words = (*words, "--metrics-file", tmp_path / "parts")
+def test_a_killed_rank_is_named_under_torchrun(programs) -> None:
     program = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments)
-    ended = programs.torchrun(2, *program, *words, FAULT="signal 1 3 SIGKILL")
+    ended = programs.torchrun(2, *program, *SETTINGS, "--pipe-parallel-size", "2", FAULT="signal 1 3 SIGKILL")
     printed, _, report = ended.output.partition("Root Cause (first observed failure):")
     # The kernel reports the signal only until torchrun has reaped the process, which may happen first.
     found = "^pretrain_gpt2.py: error: rank 1 was killed( by SIGKILL)? in iteration 3$"
     assert re.search(found, printed, re.MULTILINE)
     assert printed.count(": error: ") == 1, "no other rank prints an error"
     assert "rank      : 1 " in report and "(SIGKILL)" in report
-    train_in_ranks(2, *words)
-    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
-    assert [line["lm_loss"] for line in parts] == [line["lm_loss"] for line in whole]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +83,11 @@ run_rank(lambda: Path(sys.argv[-1], os.environ["RANK"]).touch() or time.sleep(10
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun --nproc_per_node", f"{sys.executable} tools/launch.py --num_gpus"])
-def test_ranks_exit_with_their_launcher(programs, tmp_path: Path, launcher: str) -> None:
+def test_ranks_exit_with_torchrun(programs, tmp_path: Path) -> None:
+    """As they do with tools/launch.py: tests/tools/cluster/test_launching.py."""
     (tmp_path / "rank.py").write_text(STUCK)
-    port = ["--master_port", str(free_port())]
-    command, environ = [*launcher.split(), "2", *port, tmp_path / "rank.py", tmp_path], {"PYTHONPATH": os.getcwd()}
-    with programs.started(tmp_path / "log", *command, **environ) as started:
+    command = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), tmp_path / "rank.py", tmp_path]
+    with programs.started(tmp_path / "log", *command, PYTHONPATH=os.getcwd()) as started:
         while not all((tmp_path / rank).exists() for rank in "01"):
             with pytest.raises(subprocess.TimeoutExpired):
                 started.wait(0.1)
