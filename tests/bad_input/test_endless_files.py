@@ -10,24 +10,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.command_lines import parse
 from support.fuzzing import outcome
 
-from megatron.checkpoint.files import copy_file, read_manifest
+from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedRun, checked_description, describe
-from megatron.checkpoint.safetensors_files import read_entries
 from megatron.checkpoint.snapshot_files import read_start
-from megatron.checkpoint.tensor_files import check_identity, read_checked_file
+from megatron.checkpoint.tensor_files import read_checked_file
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.common import reading
 from megatron.common.errors import CheckpointError, UserError
-from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import config_of
 from megatron.tokenizer.base import read_text
-from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.preprocess import corpus, file_lines
 from megatron.tools.preprocess.corpus import read_chunks
 
@@ -42,32 +38,6 @@ def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def chunks(path: Path, kind: str = "jsonl") -> list[Any]:
     return list(read_chunks(path, kind, ["text"], size=1000))
-
-
-OPENED: dict[str, Callable[[Path], object]] = {
-    "manifest.json": lambda path: read_manifest(path.parent),
-    "model.pt": read_checked_file,
-    "weights.pt": lambda path: check_identity(path, 1),
-    "model.safetensors": read_entries,
-    "copied": lambda path: copy_file(path, path.with_name("copy")),
-    "map_rows.npy": lambda path: _load(path.parent, "map", Recipe({"rows": Form(np.int64, (-1,), 1)}, 8, dict)),
-    ".metadata": lambda path: read_shards(path.parent),
-    "latest": lambda path: read_shards(path.parent),
-    "mp_rank_00_model_states.pt": lambda path: read_shards(path.parent),
-    "corpus.jsonl": chunks,
-    "corpus.parquet": lambda path: chunks(path, "parquet"),
-}
-
-
-@pytest.mark.parametrize("name", OPENED)
-def test_what_is_no_file_is_never_waited_for(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises((UserError, OSError)):
-        OPENED[name](tmp_path / name)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises((UserError, OSError)):
-        OPENED[name](tmp_path / name)
 
 
 def test_a_snapshot_of_a_fifo_is_none(tmp_path: Path) -> None:

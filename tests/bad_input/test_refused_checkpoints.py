@@ -40,15 +40,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "latest missing": (lambda ck: (ck / "latest").unlink(), "ck/latest is missing", TWO),
     "latest dangling": (latest(b"global_step9"), "ck/latest names global_step9, which is not in ck", TWO),
     "latest garbage": (latest(b"\0\1 what?"), r"ck/latest contains '\x00\x01 what?', which is not the name", TWO),
-    "latest not UTF-8": (latest(b"\xff\xfe"), "ck/latest is not UTF-8 text", TWO),
     "latest leads elsewhere": (latest(b"../../x"), "ck/latest contains '../../x', which is not the name of", TWO),
-    "latest is a folder": (
-        lambda ck: ((ck / "latest").unlink(), (ck / "latest").mkdir()), "ck/latest cannot be read (Is a directory)", TWO
-    ),
     "latest may not be read": (
         lambda ck: (ck / "latest").chmod(0), "ck/latest cannot be read (Permission denied)", TWO
     ),
-    "latest is very long": (latest(b"g" * 200_000_000), "ck/latest cannot be read (200,000,000 bytes, more than", TWO),
     "latest is a pipe": (
         lambda ck: ((ck / "latest").unlink(), os.mkfifo(ck / "latest")), "ck/latest cannot be read (a FIFO, not", TWO
     ),

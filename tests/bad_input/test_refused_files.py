@@ -46,14 +46,12 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         3,
         [f"{BIN} is truncated: it has 100 bytes, its index says"],
     ),
-    "tokens that may not be read": (locked(BIN), "", 3, [f"cannot read {BIN}: Permission denied"]),
     "a corpus too small for one sample": (
         whole,
         "--seq-length 9000 --max-position-embeddings 9000 --split 1",
         3,
         ["(documents 0 to 199 of 200: 6875 tokens) holds no sample of 9000+1 tokens: use a smaller --seq-length"],
     ),
-    "a name that is too long": (whole, f"--data-path {'x' * 300}", 3, [f"{'x' * 300}.bin: File name too long"]),
     "a folder for the vocabulary": (whole, "--vocab-file ck", 3, ["--vocab-file ck: is a folder"]),
     "a tokens file for the vocabulary": (whole, f"--vocab-file {IDX}", 3, [f"{IDX}: byte 18 is not UTF-8"]),
     "everything at once": (
@@ -80,12 +78,6 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         f"--metrics-file {BIN}",
         2,
         [f"--metrics-file {BIN} holds something else; name another file"],
-    ),
-    "a description to append metrics to": (
-        whole,
-        "--metrics-file ck/global_step1/run.json",
-        2,
-        ["--metrics-file ck/global_step1/run.json holds something else; name another file"],
     ),
     "a folder for the metrics": (whole, "--metrics-file ck", 2, ["--metrics-file ck is a folder; name a file"]),
     "metrics that may not be written": (

@@ -1,23 +1,32 @@
 """What is no ordinary file is refused by name and never waited for; hostile JSON and numbers are one line each."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.command_lines import complaints
 
+from megatron.checkpoint.files import copy_file, read_manifest
+from megatron.checkpoint.safetensors_files import read_entries
+from megatron.checkpoint.tensor_files import read_checked_file
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.settings_file import read_settings_file
+from megatron.common import reading
 from megatron.common.environment import world_size
 from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.common.files import replace_file
 from megatron.common.reading import unreadable_words
+from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import read_json
 from megatron.tokenizer.base import read_text, read_vocab_json
 from megatron.tools.cluster.hostfile import read_hostfile
+from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.finetuning.tables import content_hash
 from megatron.tools.inference.prompts import read_prompts
+from megatron.tools.preprocess.corpus import read_chunks
 from megatron.tools.preprocess.job import Journal
 from megatron.tools.reporting.files import read_metrics, read_timeline
 from megatron.tools.serving.access import read_key
@@ -32,28 +41,46 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics": lambda path: list(read_metrics(path)),
     "trace": read_timeline,
     "key": lambda path: read_key(path, {}),
+    "manifest.json": lambda path: read_manifest(path.parent),
+    "model.pt": read_checked_file,
+    "model.safetensors": read_entries,
+    ".metadata": lambda path: read_shards(path.parent),
+    "corpus.jsonl": lambda path: list(read_chunks(path, "jsonl", ["text"], size=1000)),
+    "corpus.parquet": lambda path: list(read_chunks(path, "parquet", ["text"], size=1000)),
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_a_fifo_or_a_device_is_refused_by_name(tmp_path: Path, reader: str) -> None:
-    os.mkfifo(fifo := tmp_path / "fifo")
-    for path, kind in ((fifo, "a FIFO"), (Path("/dev/zero"), "a device"), (tmp_path, "")):
+@pytest.mark.parametrize("name", READERS)
+def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.01)
+    signal.alarm(60)  # a process that opens a FIFO would wait for ever
+    os.mkfifo(fifo := tmp_path / name)
+    for target in (None, "/dev/zero"):
+        if target:
+            fifo.unlink()
+            fifo.symlink_to(target)
         with pytest.raises(UserError) as caught:
-            READERS[reader](path)
+            READERS[name](fifo)
         (line,) = caught.value.messages
-        assert str(path) in line and kind in line
-    with pytest.raises(OSError, match="a FIFO, not a file"):
-        content_hash([fifo])
+        assert str(tmp_path) in line
+    signal.alarm(0)
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
-    os.mkfifo(fifo := tmp_path / "fifo")
+def test_what_is_no_file_is_not_replaced_copied_or_mapped(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "map_rows.npy")
     (link := tmp_path / "link").symlink_to("/dev/null")
     for path in (fifo, link):
         with pytest.raises(OSError, match="not a file"), replace_file(path):
             pass
+        with pytest.raises(OSError):
+            copy_file(path, tmp_path / "copy")
     assert fifo.is_fifo() and link.is_symlink()
+    with pytest.raises(OSError, match="a FIFO, not a file"):
+        content_hash([fifo])
+    with pytest.raises((UserError, OSError)):
+        _load(tmp_path, "map", Recipe({"rows": Form(np.int64, (-1,), 1)}, 8, dict))
 
 
 def test_thousands_of_messages_are_a_hundred() -> None:
@@ -102,11 +129,6 @@ def test_thousands_of_digits_are_one_line() -> None:
     assert len(complaints(f"--train-iters {digits}")) == 1
     with pytest.raises(ConfigError, match="set a whole number"):
         world_size({"WORLD_SIZE": digits})
-
-
-def test_a_hostfile_may_have_windows_line_ends(tmp_path: Path) -> None:
-    (path := tmp_path / "hostfile").write_bytes(b"worker-1 slots=2\r\nworker-2 slots=2\r\n")
-    assert [host.name for host in read_hostfile(path)] == ["worker-1", "worker-2"]
 
 
 def test_an_argument_that_is_not_utf8_is_named() -> None:
