@@ -19,7 +19,6 @@ from megatron.common.errors import ConfigError
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, 2, 0),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}, 4, None),
         ({"SLURM_NTASKS": "4"}, 1, None),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, None),
     ],
 )
 def test_variables_of_launchers(environ: dict[str, str], size: int, rank: int | None) -> None:
@@ -50,7 +49,6 @@ def test_a_task_of_srun_is_a_rank(nodes: str, first: str) -> None:
     [
         {"RANK": "3"},  # torchrun or deepspeed, started by srun
         {"OMPI_COMM_WORLD_RANK": "3"},  # mpirun, whose daemons srun has started
-        {"PMI_RANK": "3", "PMI_SIZE": "60"},  # another mpirun
         {"SLURM_NTASKS": "1"},  # a shell
     ],
 )

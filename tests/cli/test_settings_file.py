@@ -112,7 +112,6 @@ def test_later_layers_replace_values_and_what_they_exclude() -> None:
 SECTIONS = "sections are not supported: write each flag in its own line, not indented"
 WRONG = {
     "hiden-size: 64": ", line 1: unknown flag --hiden-size: did you mean --hidden-size?",
-    "zero-stage: 1\nzero_stage: 1": ", line 2: zero_stage was already given in line 1",
     "batch-size: 2\nmicro-batch-size: 3": ", line 1: --batch-size 2 and run.yaml, line 2: --micro-batch-size 3 set the "
     "same thing: remove one",
     "lr: much": ", line 1: --lr much: must be a number",
@@ -120,12 +119,10 @@ WRONG = {
     "bf16: yes": ", line 1: --bf16 is a switch: write true or false",
     "lr: [1, 2]": ", line 1: unexpected argument '2': every value follows its flag",
     "save: ~": ", line 1: save has no value: write one, or remove the line",
-    "data-path: []": ", line 1: data-path has no value: write one, or remove the line",
     "save: ''": ", line 1: --save '': must not be empty",
     'save: "a\\0b"': ", line 1: save: 'a\\x00b' has a character that is not printable: remove it",
     "save: " + "a" * 5000: ", line 1: save: 5,000 characters: write at most 4,096",
     "data-path: [a, --save]": ", line 1: --data-path: '--save' looks like a flag; write a value",
-    "data-path: [[a]]": ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
     "model:\n  num-layers: 4": f", line 2: {SECTIONS}",
     "save: &x a": ", line 1: anchors and aliases are not supported: write the value",
     "save: !!python/object/apply:os.system [id]": ", line 1: the tag 'tag:yaml.org,2002:python/object/apply:os.system' "
@@ -135,7 +132,6 @@ WRONG = {
     "- lr": ", line 1: not a setting: write lines of FLAG: VALUE",
     "# nothing\n": ": holds no settings: write lines of FLAG: VALUE",
     "config: other.yaml": ", line 1: --config is for the command line: remove it",
-    "lr: -1": ", line 1: --lr -1 must be more than 0",
     "[" * 100_000: ", line 1: not a setting: write lines of FLAG: VALUE",
     "lr: " + "[" * 100_000: ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
 }
@@ -176,10 +172,3 @@ def test_tools_that_describe_runs_read_it(tmp_path: Path) -> None:
     assert (request.given["hidden_size"].value, request.given["lr"].value) == (64, 2)
     words = verified(["--config", str(file)], 4, None, CPU).words
     assert "--config" not in words and words[words.index("--hidden-size") + 1] == "64" and "--bf16" in words
-
-
-def test_the_example_is_a_legal_run() -> None:
-    example = ROOT / "examples" / "run.yaml"
-    parsed = read_run(["--config", str(example)], {**CUDA, "WORLD_SIZE": "8"})
-    assert (parsed.problems, parsed.warnings) == ([], [])
-    assert example.read_text().strip() in (ROOT / "docs" / "training.md").read_text()
