@@ -57,7 +57,6 @@ def test_the_script_needs_a_python_with_torch(programs: Programs, tmp_path: Path
         (replace(NO_GPU, expected="cpu", driver=None), 7, "there is none here: run it on a machine that has one"),
         (replace(NO_GPU, cuda=None), 2, "torch 2.13.0 is built without CUDA, and this machine has a GPU: install anot"),
         (replace(NO_GPU, driver="535.1"), 7, "driver 535.1 is too old for CUDA 13.0.*update it to 580 or later"),
-        (replace(NO_GPU, driver="520.1", cuda="12.6"), 7, "driver 520.1 is too old for CUDA 12.6.*to 525 or later"),
         (replace(NO_GPU, error="CUDA unknown error"), 7, "finds no GPU, although this .* has one: CUDA unknown error"),
         (replace(MACHINE, error="ImportError: x"), 2, "torch or DeepSpeed cannot be used: ImportError: x"),
         (replace(MACHINE, expected="cpu"), 2, "DS_ACCELERATOR selects cpu, and this measures CUDA devices: unset it"),
@@ -321,13 +320,12 @@ def test_the_time_is_kept_and_what_it_did_not_suffice_for_is_named(programs: Pro
     assert "[1/3] hangs ..." in again.output and archived(tmp_path / "found")[0]["good"] == ("passed", None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_check_leaves_an_archive(number: int, programs: Programs, tmp_path: Path) -> None:
+def test_an_interrupted_check_leaves_an_archive(programs: Programs, tmp_path: Path) -> None:
     words = ("python", "-c", FAKE_STAGES, json.dumps(asdict(MACHINE)), "--output", tmp_path / "found")
     log = tmp_path / "found/logs/hangs.txt"
     with programs.started(tmp_path / "output", *words) as process:
         wait_for(lambda: log.exists() and len(pids(log.read_text())) == 2)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 130
     assert (tmp_path / "output").read_text().splitlines()[-1] == str(tmp_path / "found.tar.gz")
     stages, text = archived(tmp_path / "found")
