@@ -67,7 +67,6 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
         ("{{ '%*d' % (1999999999, 1) }}", "1024 MiB"),
         ("{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "calls itself without end"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
-        ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
 def test_a_template_that_does_harm_ends_in_one_line(monkeypatch, source: str, message: str) -> None:
@@ -90,7 +89,6 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
         (said("a", name="</s>"), "message 1 contains '</s>'"),
         (said("a\ufdd0b\ufdd1"), r"message 1 contains '\\ufdd0'"),
         (said(None, "assistant"), "the content of message 1 is null"),
-        ([{"role": "user"}], "the content of message 1 is missing"),
         (said({"text": "a"}), 'the content of message 1 is {"text": "a"}: it must be text'),
         (said([{"type": "image_url", "image_url": "a"}]), 'the content of message 1 is "image_url"'),
     ],
@@ -195,7 +193,6 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
         ({"messages": [{"role": "asistant", "content": "a"}]}, "messages", "'asistant' .* did you mean assistant"),
         ({"prompt": "a", "completion": "b"}, "messages", '1: no key "messages", which --format messages reads'),
         ({"messages": "a"}, "messages", '1: "messages" must be a list of objects'),
-        ({"prompt": "a"}, "prompt-completion", '1: no key "completion"'),
         ({"prompt": "a", "completion": " "}, "prompt-completion", "1: no token to train on"),
     ],
 )

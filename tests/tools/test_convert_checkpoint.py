@@ -157,10 +157,6 @@ def test_merged_weights_are_those_of_the_layout(
             2,
         ),
         ("merge {trained} --output {trained}/global_step3/m.safetensors", "is a checkpoint, and is refused with", 2),
-        ("reshard {trained} --output {out} --time-limit 0", "--time-limit 0 must be more than 0", 2),
-        ("join-llava {foreign} {foreign} --output {out} --image-token-id -1", "--image-token-id -1 must be 0 or", 2),
-        ("to-hf {trained}", "--output", 2),
-        ("squeeze {trained}", "squeeze", 2),
     ],
 )
 def test_a_mistake_is_one_line_before_torch(

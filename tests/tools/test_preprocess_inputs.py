@@ -74,10 +74,15 @@ def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callabl
     write_parquet(tmp_path / "rows.parquet", TEXTS)
     write_parquet(tmp_path / "words.parquet", TEXTS, pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))
     write_parquet(tmp_path / "large.parquet", TEXTS, pyarrow.large_string())
+    table = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS})
+    for name, writer in {"stream.arrow": pyarrow.ipc.new_stream, "file.arrow": pyarrow.ipc.new_file}.items():
+        with writer(str(tmp_path / name), table.schema) as file:
+            file.write_table(table, max_chunksize=70)
     convert(tmp_path / "plain.jsonl", "plain")
     expected = content(tmp_path, "plain")
     assert len(IndexedDataset(tmp_path / "plain_text_document")) == len(TEXTS)
-    for name in ("zipped.jsonl.gz", "packed", "squeezed", "rows.parquet", "words.parquet", "large.parquet"):
+    others = "zipped.jsonl.gz packed squeezed rows.parquet words.parquet large.parquet stream.arrow file.arrow"
+    for name in others.split():
         summary = convert(tmp_path / name, "other")
         assert content(tmp_path, "other") == expected, name
         assert summary.documents == len(TEXTS)
@@ -198,23 +203,6 @@ def test_a_word_of_megabytes_is_an_error_of_its_line(tmp_path: Path, convert: Ca
     summary = convert(tmp_path / "in.jsonl", skip_errors=True)
     assert (summary.documents, summary.bad_lines) == (2, 1) and len(convert.messages) == 1
     assert "space of 2,000,000 characters" in str(pytest.raises(DataError, check_words, "a" + " " * 2_000_000).value)
-
-
-@pytest.mark.parametrize("writer", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
-def test_arrow_files_give_the_data_set_of_jsonl(tmp_path: Path, convert, writer) -> None:
-    (lines := tmp_path / "lines.jsonl").write_bytes(jsonl(TEXTS))
-    table = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS})
-    with writer(str(tmp_path / "rows.arrow"), table.schema) as file:
-        file.write_table(table, max_chunksize=70)
-    convert(lines, "lines")
-    convert(tmp_path / "rows.arrow", "rows")
-    assert content(tmp_path, "rows") == content(tmp_path, "lines")
-
-
-def test_damaged_arrow_file_is_an_error(tmp_path: Path, convert) -> None:
-    (path := tmp_path / "rows.arrow").write_bytes(b"ARROW1" + b"\xff" * 300)
-    with pytest.raises(DataError, match="rows.arrow"):
-        convert(path)
 
 
 def test_a_file_may_be_one_document(tmp_path: Path, convert) -> None:

@@ -78,12 +78,3 @@ def test_files_that_do_not_fit(tmp_path: Path, settings: dict, words: list[str],
         preprocess(job, lambda summary: None, print)
     assert len(caught.value.messages) == 1 and all(message in str(caught.value) for message in messages)
     assert {path.name for path in tmp_path.iterdir()} == {"corpus", "vocab.json"}
-
-
-def test_a_line_of_a_named_format_is_not_taken_for_text(tmp_path: Path) -> None:
-    (tmp_path / "corpus.jsonl").write_text("w1 w2\n")
-    vocabulary = write_vocabulary(tmp_path / "vocab.json", [*WORDS, "<unk>", "<|endoftext|>"])
-    kind = {"tokenizer_type": "WhitespaceTokenizer", "vocab_file": str(vocabulary)}
-    with pytest.raises(DataError) as caught:
-        preprocess(Job(inputs=(tmp_path / "corpus.jsonl",), output_prefix=f"{tmp_path}/own", **kind), print, print)
-    assert "not JSON" in str(caught.value) and "--input-format" not in str(caught.value)

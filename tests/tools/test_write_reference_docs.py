@@ -30,20 +30,6 @@ def test_the_pages_are_up_to_date(writer: ModuleType, tmp_path: Path, monkeypatc
     assert len(written) > 10 and not stale, "run python tools/write_reference_docs.py"
 
 
-def test_the_table_knows_what_deepspeed_refuses() -> None:
-    """ZeRO 2 and 3 on the pipeline engine."""
-    lines = [line.split("|")[1:-1] for line in (DOCS / "layouts.md").read_text().splitlines() if line.startswith("|")]
-    engines = [engine.strip().split("<br>") for engine in lines[0][1:]]
-    table = {(setting, engine): cell.strip() for settings, *cells in lines[1:] if len(cells) == len(engines)
-             for setting in settings.strip().split("<br>") for column, cell in zip(engines, cells, strict=True)
-             for engine in column}  # fmt: skip
-    rule = next(line[0].strip() for line in lines if line[1].strip() == "The pipeline runs at ZeRO 0 or 1")
-    for stages, pipeline in (("0, 1", "yes"), ("2, 3", rule)):
-        cells = [table[f"fp32, ZeRO {stages}", engine] for engine in ("no pipeline", "no pipeline, TP")]
-        assert cells == ["yes", "yes"]
-        assert {table[f"fp32, ZeRO {stages}", engine] for engine in ("pipeline", "DualPipeV, TP")} == {pipeline}
-
-
 def test_recipes_fit_and_are_among_the_fastest_layouts(writer: ModuleType) -> None:
     """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 5 % faster."""
     found = {recipe.script.stem: recipe for recipe in writer.recipes()}

@@ -79,7 +79,6 @@ def place(restarted: Restarted, programs: Programs, tmp_path: Path) -> Path:
 
 
 BAD = {
-    "no such command": ("count --load {ck}", 2, "argument COMMAND: invalid choice: 'count'"),
     "an iteration to come": ("batch --load {ck} --iteration 7", 2, "global_step6 has iterations 1 to 6"),
     "no such rank": ("batch --load {ck} --iteration 6 --rank 1", 2, "--rank 1: the run had ranks 0 to 0 then"),
     "another vocabulary": (
@@ -92,10 +91,8 @@ BAD = {
         3,
         "not the data that {ck}/global_step6 has read",
     ),
-    "no data": ("seen --load {ck} --data-path 0.7 {place}/none 0.3 {half}", 3, "{place}/none.bin is missing"),
     "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
     "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
-    "no data flag": ("overlap --load {ck} --seed 3", 2, "--seed 3 is not about data"),
 }
 
 

@@ -256,7 +256,6 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         without("layer_03-model_01-model_states.pt"),
         "layer_LL-model_01-model_states.pt: number 3 is missing between 2 and 5",
     ),
-    "the last layer is missing": (without("layer_05-model_00-model_states.pt"), "holds 3 of 4 layers"),
     "an empty file": (
         lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").write_bytes(b""),
         "layer_02-model_00-model_states.pt cannot be read",
@@ -265,19 +264,9 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "latest").write_text("../elsewhere"),
         "no checkpoint of Megatron",
     ),
-    "a gap of many ranks": (
-        lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").rename(
-            folder / "global_step7" / "layer_02-model_1000000000-model_states.pt"
-        ),
-        "number 2 is missing between",
-    ),
     "weights that contain themselves": (
         changed(2, lambda state: state.update({"more": state})),
         "layer_02-model_00-model_states.pt cannot be read (it is nested too deep)",
-    ),
-    "integers": (
-        changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.ones(16, dtype=torch.int64)})),
-        "bias is of type int64",
     ),
     "FP8": (
         changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.ones(16).to(torch.float8_e4m3fn)})),
@@ -312,7 +301,6 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     ("version", "args", "message"),
     [
         (math.nan, {}, "checkpoint version nan"),
-        (99.0, {}, "checkpoint version 99"),
         (3.0, {"ffn_hidden_size": 12}, "--ffn-hidden-size 12"),
     ],
 )

@@ -16,30 +16,13 @@ from megatron.tools.convert.load_and_save import read_huggingface
 from megatron.tools.convert.whole_model import read_tensors
 
 WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
-HOSTILE = {
-    "half of a file": WHOLE[:-6],
-    "a header of 2^60 bytes": (1 << 60).to_bytes(8, "little") + WHOLE[8:],
-    "a tensor twice": WHOLE.replace(b'"b"', b'"a"'),
-}
-"""tests/fuzz/test_files.py has others."""
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_header_is_refused(tmp_path: Path, case: str):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(HOSTILE[case])
-    with pytest.raises(CheckpointError) as caught:
-        read_tensors(tmp_path)
-    assert str(caught.value).startswith(f"{file} is not a complete safetensors file") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
         ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not in the same folder"),
-        ({"a": "model-2.safetensors"}, "names the file 'model-2.safetensors', which is not in the same folder"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "names c, which no file holds"),
-        ({"a": "a" * 300}, "aaa', which is not in the same folder"),
         ([], "has no weight_map"),
     ],
 )
@@ -123,14 +106,9 @@ def test_huge_size_allocates_nothing(tmp_path: Path, size: str):
     ("changes", "message"),
     [
         ({"ln_f__bias": None}, "holds no weight ln_f.bias"),
-        ({"wpe__weight": torch.rand(5, 8)}, "wpe.weight is [5, 8], and the model's [4, 8]"),
         (
             {"h__0__attn__c_attn__weight": torch.rand(24, 8)},
             "h.0.attn.c_attn.weight is [24, 8], and the model's [8, 24]",
-        ),
-        (
-            {"h__0__attn__c_attn__bias": torch.tensor(1.0)},
-            "h.0.attn.c_attn.bias is [], and the model's [24]",
         ),
         ({"h__1__ln_1__bias": torch.rand(8)}, "holds h.1.ln_1.bias, which the model does not have"),
         ({"lm_head__weight": torch.rand(10, 8)}, "lm_head.weight is another table than wte.weight"),
@@ -150,9 +128,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, changes: dict, 
         ({"model_type": "bert"}, "model_type is 'bert', which is not supported; supported are gpt2, llama, mistral, "),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, and only True"),
         ({"activation_function": ["gelu"]}, "activation_function is ['gelu'], and can be gelu or gelu_new"),
-        ({"n_layer": 1e9}, "n_layer is 1000000000.0, and should be a whole number above 0"),
         ({"n_head": 3}, "n_embd 8 is not a multiple of n_head 3"),
-        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', and should be a number"),
     ],
 )
 def test_a_config_of_another_model(changes: dict, message: str):

@@ -183,9 +183,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"model_type": "phimoe"}, "model_type is 'phimoe', which is not supported; supported are gpt2, llama"),
         ({"vocab_size": 80}, "vocab_size is 80, and its tokenizer has 90 tokens"),
-        ({"tie_word_embeddings": True}, "lm_head.weight is another table than model.embed_tokens.weight"),
         ("the end of a shard", "is not a complete safetensors file"),
-        ("the index", "neither model.safetensors nor pytorch_model.bin there"),
     ],
 )
 def test_mistakes(programs: Programs, whole: Path, tmp_path: Path, change: dict | str, message: str):

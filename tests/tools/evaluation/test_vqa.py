@@ -121,12 +121,9 @@ def test_a_question_is_a_prompt_with_its_images(tmp_path: Path):
     "record",
     [
         [],
-        {"answer": "a"},
         {"question": "a"},
-        {"question": "a", "answer": 3},
         {"question": "a", "answer": "a", "choices": ["b"]},
         {"question": "a", "answer": "a", "image": "../a.png"},
-        {"question": "a", "answer": "a", "image": "b.png"},
         {"question": "a" * 40, "answer": "a"},
         {"question": "<image><image>", "answer": "a", "image": "a.png"},
     ],

@@ -116,11 +116,8 @@ def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
     ("words", "message"),
     [
         ("--load nowhere --prompt a", "nowhere: no such file or folder; name a checkpoint"),
-        ("--load MODEL --genfile a --prompt b", "--prompt and --genfile exclude each other"),
         ("--load MODEL", "standard input is empty: give --prompt"),
-        ("--load MODEL --prompt a --seq-length 200", "--seq-length 200 is more than the 128 positions"),
         ("--load MODEL --prompt a --model-parallel-size 2", "deepspeed --num_gpus 2"),
-        ("--load MODEL --prompt a --num-beams 4 --top-k 2", "--top-k has no effect with --num-beams"),
         ("--load MODEL --prompt a --chat", "a chat with this model needs a chat template, and"),
         ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
         ("--load MODEL --sample-input-file bad.jsonl", "bad.jsonl:2: not JSON"),

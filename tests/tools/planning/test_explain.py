@@ -116,13 +116,6 @@ def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
     assert f"{len(RULES)} rules, 1 broken, 0 warnings, {len(RULES) - 1} kept; --verbose lists" in finished.output
 
 
-def test_missing_files_are_reported_after_the_explanation(programs: Programs) -> None:
-    words = ["--data-path", "nowhere"]
-    finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
-    assert finished.returncode == 3
-    assert "> layout    1 process" in finished.output and "no data set at nowhere" in finished.output
-
-
 def test_layouts_are_explained_by_their_tool(programs: Programs) -> None:
     finished = programs.python(
         "tools/verify_layout.py", "--layouts", "tp1-pp0-dp1", "tp2-pp2-dp1-zero2", *TINY_MODEL,

@@ -85,15 +85,9 @@ def test_layers_that_do_not_divide_are_interleaved():
     assert parse_run(best.command, request.environ).parallel == best.run.parallel
 
 
-def test_listed_layouts_are_legal_and_memory_adds_up():
+def test_of_layouts_that_are_about_as_fast_the_one_with_the_fewest_flags_is_first():
     plan = search(request_of(devices=4))
-    for one in plan.fitting[:: max(len(plan.fitting) // 12, 1)]:
-        run = parse_run(one.command, one.request.environ)
-        assert run.parallel == one.run.parallel
-        assert run.train == one.run.train
-        assert run.activation == one.run.activation
-        assert one.memory.total <= one.request.room
-        assert 0 < one.mfu < 1
+    assert all(one.memory.total <= one.request.room and 0 < one.mfu < 1 for one in plan.fitting)
     totals = [one.timing.total for one in plan.fitting]
     alike = sum(total <= 1.05 * min(totals) for total in totals)
     assert totals[alike:] == sorted(totals)[alike:]
@@ -105,6 +99,7 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
     [
         "",
         "--num-experts 4 --zero-stage 1",
+        "--pipeline-schedule dualpipev",
         "--seq-length 16384 --max-position-embeddings 16384 --checkpoint-activations --fp16",
         "--pipe-parallel-size 2 --rampup-batch-size 8 8 1000 --sequence-parallel",
         "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 20",
@@ -113,6 +108,15 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
 def test_layouts_are_what_their_flags_resolve_to(words: str) -> None:
     """Every field of each, and its memory is that of its stages."""
     check_layouts(request_of(*words.split(), devices=4))
+
+
+def test_the_command_of_a_layout_is_its_run() -> None:
+    """What the user gives is kept."""
+    request = request_of("--model-parallel-size", "2", "--zero-stage", "1", "--batch-size", "2")
+    for one in search(request).fitting:
+        run = parse_run(one.command, request.environ)
+        assert (run.parallel, run.train, run.activation) == (one.run.parallel, one.run.train, one.run.activation)
+        assert (run.parallel.model_parallel_size, run.zero.zero_stage, run.train.micro_batch_size) == (2, 1, 2)
 
 
 def test_layouts_of_an_encoder_and_a_decoder_are_what_their_flags_resolve_to() -> None:
@@ -144,30 +148,12 @@ def test_long_sequences_are_split_too():
     assert found[1].traffic.sequence == 0 < found[2].traffic.sequence
 
 
-def test_flags_of_the_user_are_kept():
-    plan = search(request_of("--model-parallel-size", "2", "--zero-stage", "1", "--batch-size", "2"))
-    found = [*plan.fitting, *plan.superseded, *plan.too_large]
-    assert found
-    for one in found:
-        assert one.run.parallel.model_parallel_size == 2
-        assert one.run.zero.zero_stage == 1
-        assert one.run.train.micro_batch_size == 2
-
-
 def test_the_largest_model_fits_as_it_was_trained():
     """TP 8 x PP 64 on 3,072 devices, with and without recomputation (arXiv 2104.04473, table 1)."""
     layout = "--model-parallel-size 8 --pipe-parallel-size 64 --zero-stage 1 --batch-size 1".split()
     plan = search(request_of("--global-batch-size", "3072", *layout, devices=3072, model="1t"))
     assert {one.run.activation.recompute_granularity for one in plan.fitting} == {None, "full"}
     assert "selective" in {one.run.activation.recompute_granularity for one in plan.superseded}
-
-
-def test_dualpipev_has_enough_micro_batches():
-    plan = search(request_of("--pipeline-schedule", "dualpipev", devices=4))
-    found = [*plan.fitting, *plan.superseded, *plan.too_large]
-    assert found
-    for one in found:
-        assert one.run.train.gradient_accumulation_steps >= 2 * one.run.parallel.pipe_stages
 
 
 def test_search_imports_no_torch():
@@ -184,9 +170,7 @@ def test_search_imports_no_torch():
     ("words", "message"),
     [
         ("--explain", "--explain is not for the planner"),
-        ("--world-size 4", "--world-size 4 is not for the planner: say --devices"),
         ("--deepspeed_config x.json", "--deepspeed-config x.json is written by the planner"),
-        ("--hiden-size 4", "unknown flag --hiden-size"),
     ],
 )
 def test_bad_arguments_are_refused(words, message):

@@ -10,12 +10,11 @@ import torch
 from support.command_lines import parse
 
 from megatron.config import RunConfig
-from megatron.config.model import padded_vocabulary
 from megatron.model.partition import plan
 from megatron.ops.partial_attention import PartialAttention
 from megatron.parallel import sequence
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, bubble, bubble_ratio, idle_seconds, in_flight, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, in_flight, simulate
 from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.compute import pass_seconds
 from megatron.tools.planning.machine import DEVICES, TERA, Machine
@@ -108,10 +107,8 @@ def test_traffic_of_tensor_parallelism(words, all_reduces, gathers, meanwhile):
 @pytest.mark.parametrize(
     ("words", "size"),
     [
-        ("", 2),
         ("--num-query-groups 2 --checkpoint-activations", 4),
         ("--pre-tokens 3 --recompute-granularity selective", 4),
-        ("--pre-tokens 9", 4),
         ("--pre-tokens 9 --cp-comm-type all_gather", 4),
         ("bert", 4),
     ],
@@ -235,17 +232,3 @@ def test_fp8_saves_time_where_the_device_has_it():
 
 def replace_vocabulary(run: RunConfig) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=128256, padded_vocab_size=128256))
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "v", "of_ideal", "of_total"),
-    [(4, 8, 1, 0.375, 0.2727), (8, 32, 2, 0.1094, 0.0986), (64, 512, 1, 0.1230, 0.1096)],
-)
-def test_bubble(p, m, v, of_ideal, of_total):
-    assert bubble_ratio(p, m, v) == pytest.approx(of_ideal, abs=1e-4)
-    assert bubble(p, m, v) == pytest.approx(of_total, abs=1e-4)
-
-
-@pytest.mark.parametrize(("t", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
-def test_padded_vocabulary(t, padded):
-    assert padded_vocabulary(50257, t) == padded

@@ -103,20 +103,6 @@ def test_timeout_of_running_and_waiting_requests():
     _with_a_driver(queue, talk())
 
 
-def test_a_shutdown_is_reported():
-    async def talk():
-        job = queue.submit("endless")
-        pieces = job.pieces()
-        assert (await anext(pieces)).text == "0 "
-        queue.end_all(0.1, "the server is shutting down")
-        with pytest.raises(RequestError, match="shutting down"):
-            async for _ in pieces:
-                pass
-
-    queue = RequestQueue(most_waiting=4, seconds=60)
-    _with_a_driver(queue, talk())
-
-
 def test_requests_run_together_and_one_that_waits_takes_the_place_of_one_that_left():
     async def talk():
         jobs = [queue.submit("endless") for _ in range(3)]

@@ -45,18 +45,6 @@ def test_equal_runs_do_not_differ() -> None:
     assert found() == Differences(0.0, 0.0, 0.0, 0.0, 0.0, None)
 
 
-def test_the_largest_differences_are_reported() -> None:
-    differences = found(
-        losses=(2.02, 1.001),
-        norms=(0.5, 0.3),
-        gradients={"1.weight": [GRADIENT + 0.02]},
-        weights={"0.weight": [moved(clear=0.02)], "1.weight": [moved(rounding=0.3)]},
-    )
-    assert (differences.loss, differences.grad_norm, differences.gradient) == pytest.approx((0.01, 0.2, 0.01), rel=1e-4)
-    assert (differences.weights, differences.other_weights) == pytest.approx((0.1, 1.5), rel=1e-4)
-    assert not differences.agree
-
-
 def test_a_step_of_rounding_is_no_difference() -> None:
     """Both runs may move such an element by the learning rate in each iteration, in opposite directions."""
     assert found(weights={"0.weight": [moved(rounding=0.39)]}).agree
@@ -77,7 +65,6 @@ def test_a_step_of_rounding_is_no_difference() -> None:
         ({"norms": (0.6, 0.25), "first_weights": {"0.weight": [moved(0.05)]}}, "gradient norm of iteration 1"),
         ({"first_weights": {"0.weight": [moved(0.05)]}, "losses": (2.0, 1.1)}, "0.weight after the first step"),
         ({"losses": (2.0, 1.1), "norms": (0.5, 0.3)}, "loss of iteration 2"),
-        ({"weights": {"1.weight": [moved(clear=0.05)]}}, "final 1.weight"),
         ({"weights": {"0.weight": [WEIGHT, moved(clear=0.05)]}}, "final 0.weight"),
     ],
 )
@@ -91,11 +78,8 @@ def test_the_first_difference_is_named_in_the_order_of_training(changes: dict, f
 @pytest.mark.parametrize(
     "changes",
     [
-        {"losses": (math.nan, 1.0)},
         {"losses": (2.0,)},
         {"norms": (0.5, None)},
-        {"norms": (None, 0.25)},
-        {"weights": {"0.weight": [WEIGHT * math.nan]}},
         {"gradients": {"0.weight": [GRADIENT * math.nan]}},
         {"gradients": {"0.weight": []}},
         {"weights": {"0.weight": [WEIGHT[:1]]}},
