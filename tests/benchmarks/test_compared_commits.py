@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import compared, table
-
 ROOT = Path(__file__).parents[2]
 RUN = """import json, sys
 seconds, file = {seconds}, sys.argv[sys.argv.index("--json") + 1] + "/step.json"
@@ -61,14 +59,3 @@ def test_an_unknown_commit_is_one_line(repository: Path) -> None:
 def _compare(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "benchmarks/compare.py", *words]
     return subprocess.run(command, cwd=repository, capture_output=True, text=True)
-
-
-def test_only_common_workloads_are_compared() -> None:
-    def row(what: str, seconds: float) -> dict:
-        times = {"wall": [seconds], "cpu": [0.0]}
-        return {"measured": {"ours": times, "theirs": {"wall": [1.0], "cpu": [1.0]}}}
-
-    first, second = ({(what, "torch"): row(what, s) for what in names} for names, s in (("ab", 1.0), ("bc", 2.0)))
-    (line,) = compared([first, first], [second, second])
-    assert (line.workload, line.wall, line.cpu, line.ratio) == ("b", [0.5, 0.5], [], 0.5)
-    assert table([line]).splitlines()[1].split() == ["b", "0.50", "0.50", "to", "0.50", "1.00"]

@@ -34,10 +34,6 @@ BROKEN = _rows("""
     --seq-length 28
 --ds-sequence-parallel-size 2 --sequence-parallel --model-parallel-size 2 --seq-length 30
     --seq-length 28
---ds-sequence-parallel-size 4 --model-parallel-size 2
-    --num-attention-heads 8
---context-parallel-size 8 --cp-comm-type a2a
-    --cp-comm-type p2p
 --context-parallel-size 4 --seq-length 36
     --seq-length 32
 --context-parallel-size 4 --cp-comm-type a2a+p2p
@@ -53,8 +49,6 @@ BROKEN = _rows("""
 --pipe-parallel-size 2 --pipeline-partition profile
 --pipe-parallel-size 2 --pipeline-partition type:(
 --pipe-parallel-size 2 --pipeline-partition type:Mamba
---pipe-parallel-size 2 --pipeline-partition 4
-    --pipe-parallel-size 1
 --pipe-parallel-size 2 --pipeline-partition 1,2
     --num-layers 3
 --pipe-parallel-size 4 --pipeline-partition 2,0,1,1
@@ -66,18 +60,8 @@ BROKEN = _rows("""
     --gas 4
 --pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --gas 3
     --gas 4
---pipe-parallel-size 2 --gas 4 --pipeline-schedule interleaved
-    --num-virtual-stages-per-pipeline-rank 2
---pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 3
-    --num-layers-per-virtual-pipeline-stage 1
---pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 2
-    --num-layers 8
---pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule zbv
-    --pipeline-schedule interleaved
 --pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2
 --pipe-parallel-size 2 --gas 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-partition 2,2
---lora-rank 4 --pipe-parallel-size 1 --pipeline-partition parameters
-    --pipeline-partition 4
 --pipe-parallel-size 1 --zero-stage 2
     --zero-stage 1
 --fp16
@@ -85,8 +69,6 @@ BROKEN = _rows("""
     --initial-loss-scale 1024
 --min-scale 1.5
     --min-scale 2
---zero-coalesce-grad-reduction --zero-stage 3 --bf16 --grad-accum-dtype fp32
-    --grad-accum-dtype bf16
 --tiled-mlp --lora-rank 2 --lora-dropout 0.1
     --lora-target dense
 YARN --yarn-beta-fast 1
@@ -99,10 +81,6 @@ YARN --rotary-base 1
     --lora-target q_proj k_proj v_proj
 --lora-rank 4 --lora-target embedding
     --lora-target dense
---fused-kernels apex
-    --fused-kernels auto
---gradient-accumulation-fusion --gas 2 --zero-stage 1 --bf16 --grad-accum-dtype fp32
-    --grad-accum-dtype bf16
 --distributed-backend nccl
     --distributed-backend gloo
 --watchdog-minutes 30
@@ -121,8 +99,6 @@ YARN --rotary-base 1
     --moe-layer-freq ([0]+[1])*2
 --num-experts 4 --moe-layer-freq [0]*4
     --moe-layer-freq [0]*3+[1]
---num-experts 4 --model-parallel-size 4 --moe-ffn-hidden-size 6
-    --moe-ffn-hidden-size 8
 --num-experts 6 --expert-model-parallel-size 4
     --num-experts 8
 --num-experts 12 --expert-model-parallel-size 3
@@ -133,10 +109,6 @@ YARN --rotary-base 1
     --num-layers 8
 --num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition parameters
     --pipeline-partition 3,1
---num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 4,0
-    --pipeline-partition 3,1
---tokenizer-type BertWordPieceCase
-    --tokenizer-type WhitespaceTokenizer
 bert --tokenizer-type WhitespaceTokenizer
     --tokenizer-type BertWordPieceCase
 bert --seq-length 4
@@ -145,17 +117,12 @@ bert --seq-length 4
     --data-path 0.3 one 0.7 other
 t5 --pipe-parallel-size 2 --pipeline-model-parallel-split-rank 2
     --pipeline-model-parallel-split-rank 1
-t5 --pipeline-model-parallel-split-rank 1
-    --pipe-parallel-size 2
 t5 --pipe-parallel-size 8 --decoder-num-layers 8 --pipeline-model-parallel-split-rank 5
     --pipeline-model-parallel-split-rank 4
 t5 --pipe-parallel-size 8 --num-layers 8 --pipeline-model-parallel-split-rank 1
     --pipeline-model-parallel-split-rank 5
 t5 --pipe-parallel-size 2 --pipeline-partition 4,3 --pipeline-model-parallel-split-rank 1
     --pipeline-partition uniform
-t5 --pipe-parallel-size 2 --pipeline-schedule zbv --pipeline-model-parallel-split-rank 1
-    --pipeline-schedule zbh1
-t5 --model-parallel-size 2 --sequence-parallel
 t5 --position-embedding-type learned_absolute --max-position-embeddings 32 --decoder-seq-length 64
     --max-position-embeddings 64
 llava --vision-feature-layer 4
@@ -166,14 +133,10 @@ llava --vision-image-size 84
     --seq-length 40
 llava --freeze-vision --pipe-parallel-size 2 --pipeline-partition 2,4
     --pipeline-partition 4,2
-t5 --position-embedding-type rope
-    --position-embedding-type none
 --position-embedding-type relative
     --position-embedding-type rope
 t5 --relative-attention-num-buckets 9
     --relative-attention-num-buckets 10
---trace out --trace-steps 4:2
-    --trace-steps 2:4
 --trace out --profile-steps 0:2
     --profile-steps 1:2
 --trace out --profile-steps 101:102
@@ -184,18 +147,8 @@ t5 --relative-attention-num-buckets 9
     --world-size 6
 --dry-run --rank 0-5
     --rank 0
---async-save
-    --save out
---offload-optimizer nvme --nvme-path d --zero-stage 1
-    --zero-stage 3
---no-offload-pin-memory --zero-stage 3
-    --offload-param cpu
---num-experts 4 --moe-router-topk 1
-    --moe-router-pre-softmax
 --moe-router-topk 1
     --num-experts 4 --moe-router-topk 2
---swiglu --openai-gelu
-gpu --fp16 --bf16
 --optimizer muon --zero-stage 3
     --zero-stage 2
 --compile --zero-stage 3 --reset-attention-mask

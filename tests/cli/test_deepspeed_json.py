@@ -42,24 +42,16 @@ FLAGS_AND_KEYS = {
     "--batch-size 4": '{"train_micro_batch_size_per_gpu": 4}',
     "--clip-grad 0.5": '{"gradient_clipping": 0.5}',
     "--fp16": '{"fp16": {"enabled": true}}',
-    "--fp16 --loss-scale 128": '{"fp16": {"enabled": true, "loss_scale": 128}}',
     "--fp16 --initial-loss-scale 4096": '{"fp16": {"enabled": true, "initial_scale_power": 12}}',
-    "--fp16 --loss-scale-window 5": '{"fp16": {"enabled": true, "loss_scale_window": 5}}',
-    "--fp16 --hysteresis 3": '{"fp16": {"enabled": true, "hysteresis": 3}}',
-    "--fp16 --min-scale 4": '{"fp16": {"enabled": true, "min_loss_scale": 4}}',
     "--bf16": '{"bf16": {"enabled": true}}',
     "--fp32-allreduce": '{"communication_data_type": "fp32"}',
     "--zero-stage 3": '{"zero_optimization": {"stage": 3}}',
     "--no-zero-reduce-scatter": '{"zero_optimization": {"reduce_scatter": false}}',
-    "--no-zero-contigious-gradients": '{"zero_optimization": {"contiguous_gradients": false}}',
     "--zero-reduce-bucket-size 5e6": '{"zero_optimization": {"reduce_bucket_size": 5e6}}',
-    "--zero-allgather-bucket-size 5e6": '{"zero_optimization": {"allgather_bucket_size": 5000000}}',
     "--cpu-optimizer --zero-stage 1": f'{{"zero_optimization": {{"stage": 1, {OFFLOADED}}}}}',
     "--cpu-optimizer --cpu_torch_adam --zero-stage 1":
         f'{{"zero_optimization": {{"stage": 1, {OFFLOADED}}}, "optimizer": {{"params": {{"torch_adam": true}}}}}}',
-    "--zero-stage 2 --zero-overlap-comm": '{"zero_optimization": {"stage": 2, "overlap_comm": true}}',
     "--zero-stage 3 --no-zero-overlap-comm": '{"zero_optimization": {"stage": 3, "overlap_comm": false}}',
-    "--zero-stage 1 --zero-round-robin-gradients": '{"zero_optimization": {"stage": 1, "round_robin_gradients": true}}',
     "--bf16 --grad-accum-dtype fp32": '{"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}',
     "--zero-stage 3 --offload-optimizer cpu --no-offload-pin-memory":
         '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": false}}}',
@@ -69,16 +61,10 @@ FLAGS_AND_KEYS = {
         ' "offload_param": {"device": "nvme", "nvme_path": "/x"}}}',
     "--lr 0.002": '{"optimizer": {"params": {"lr": 0.002}}}',
     "--adam-beta1 0.8 --adam-beta2 0.9": '{"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}}}',
-    "--adam-eps 1e-6": '{"optimizer": {"params": {"eps": 1e-6}}}',
     "--weight-decay 0.1": '{"optimizer": {"params": {"weight_decay": 0.1}}}',
     RECOMPUTED: '{"activation_checkpointing": {"partition_activations": true}}',
-    f"{RECOMPUTED} --contigious-checkpointing": '{"activation_checkpointing": {"partition_activations": true, '
-        '"contiguous_memory_optimization": true}}',
     f"{RECOMPUTED} --checkpoint-in-cpu":
         '{"activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true}}',
-    "--checkpoint-activations --synchronize-each-layer":
-        '{"activation_checkpointing": {"synchronize_checkpoint_boundary": true}}',
-    "--checkpoint-activations --profile-backward": '{"activation_checkpointing": {"profile": true}}',
 }  # fmt: skip
 
 

@@ -34,9 +34,7 @@ BERT_WORDS = SMALL_BERT.replace("--vocab-file vocab.txt", "")
         (["vocab.json", "merges.txt"], "vocab.json", "merges.txt"),
         (["gpt2-vocab.json", "gpt2-merges.txt", "merges.txt"], "gpt2-vocab.json", "gpt2-merges.txt"),
         (["gpt2-vocab.json", "merges.txt"], "gpt2-vocab.json", "merges.txt"),
-        (["my.json", "my.txt"], "my.json", "my.txt"),
         (["gpt2-vocab.json"], "gpt2-vocab.json", None),
-        (["merges.txt"], "merges.txt", None),
     ],
 )
 def test_merges_are_found_beside_the_vocabulary(tmp_path: Path, present: list, vocabulary: str, merges) -> None:
@@ -100,9 +98,7 @@ def test_a_folder_without_the_files_is_refused(tmp_path: Path, monkeypatch: pyte
         (None, ["tokenizer.model"], (SENTENCEPIECE, "tokenizer.model")),
         (None, ["tokenizer.json", "vocab.json", "merges.txt"], ("GPT2BPETokenizer", "vocab.json")),
         (HUGGINGFACE, ["tokenizer.json", "vocab.json", "merges.txt"], (HUGGINGFACE, "tokenizer.json")),
-        ("HFTokenizer", ["tokenizer.model"], (SENTENCEPIECE, "tokenizer.model")),
         ("Llama2Tokenizer", ["tokenizer.json", "tokenizer.model"], (SENTENCEPIECE, "tokenizer.model")),
-        (SENTENCEPIECE, ["tokenizer.json"], (HUGGINGFACE, "tokenizer.json")),
     ],
 )
 def test_a_published_tokenizer_is_found_by_its_files(tmp_path: Path, chosen, present: list, expected: tuple) -> None:

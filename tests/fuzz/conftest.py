@@ -8,6 +8,6 @@ import os
 from hypothesis import HealthCheck, Phase, settings
 
 _QUIET = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
-settings.register_profile("suite", max_examples=30, derandomize=True, phases=[Phase.explicit, Phase.generate], **_QUIET)
+settings.register_profile("suite", max_examples=20, derandomize=True, phases=[Phase.explicit, Phase.generate], **_QUIET)
 settings.register_profile("long", max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1)), print_blob=True, **_QUIET)
 settings.load_profile("long" if "FUZZ_EXAMPLES" in os.environ else "suite")

@@ -2,7 +2,7 @@
 
     LAYOUT_CASES=200 python -m pytest tests/fuzz/test_layouts.py
 
-A case follows from its number; a failing one prints the command that verifies it again. The suite trains six cases on
+A case follows from its number; a failing one prints the command that verifies it again. The suite trains four cases on
 a layout of two ranks each; with LAYOUT_CASES that many, on two layouts of two or four ranks.
 """
 
@@ -85,7 +85,7 @@ def case(number: int) -> tuple[Request, list[Layout]]:
     raise AssertionError("no seed gives a supported run")
 
 
-@pytest.mark.parametrize("number", range(CASES or 6))
+@pytest.mark.parametrize("number", range(CASES or 4))
 def test_layouts_of_random_models_agree(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "rank_context", lambda device: fork_server())
     request, layouts = case(number)

@@ -56,6 +56,14 @@ def merged(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathF
     return file
 
 
+@pytest.fixture(scope="session")
+def exported(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``trained`` as a folder of Hugging Face."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    programs.warm(1, "tools/convert_checkpoint.py", "to-hf", trained, "--output", folder).ok()
+    return folder
+
+
 @pytest.fixture
 def copy(trained: Path, tmp_path: Path) -> Path:
     """A copy of the trained checkpoint to spoil, with a manifest."""

@@ -75,13 +75,6 @@ def test_with_a_hostfile_it_starts_deepspeed_over_pdsh(programs: Programs, tmp_p
     assert "ACCELERATE_USE_DEEPSPEED=true" in sent.read_text().splitlines()
 
 
-@pytest.fixture(scope="module")
-def exported(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported") / "hf"
-    programs.warm(1, TOOL, "to-hf", trained, "--output", folder).ok()
-    return folder
-
-
 def test_an_accelerator_trains_an_exported_model_alike(
     programs: Programs, train_in_ranks: RankTraining, run_ranks_once, run_ranks, trained, exported, tmp_path
 ):

@@ -207,9 +207,10 @@ LAYOUTS = {
 
 
 def verify_layouts(folder: str) -> None:
-    """Write what is found in a fresh start of each of ``LAYOUTS``, and on ranks with empty batches.
+    """Write what is found in a fresh start of each of ``LAYOUTS``.
 
-    Of more ranks than are run, some are compared with those that stand for them, and the checkpoint lacks their files.
+    Of more ranks than are run, also with empty batches and resumed; some are compared with those that stand for them,
+    and the checkpoint lacks their files.
     """
     from megatron.tools.communication.request import EVERY_RANK, make_starts
     from megatron.tools.communication.verify import verify
@@ -219,7 +220,7 @@ def verify_layouts(folder: str) -> None:
     for name, (file, world_size, flags) in LAYOUTS.items():
         program = PROGRAM.with_name(file)
         run, starts = make_starts([*words, *flags.split()], world_size, {"DS_ACCELERATOR": "cuda"}, program)
-        some, sample = (starts[:3], 2) if world_size > EVERY_RANK else (starts[:2], 0)
+        some, sample = (starts[:3], 2) if world_size > EVERY_RANK else (starts[:1], 0)
         findings = verify(run, some, program, Path(folder, str(len(found))), processes=2, sample=sample)
         found[name] = [(finding.problems, sorted(finding.phases)) for finding in findings]
     Path(folder, "found").write_text(json.dumps(found))

@@ -19,9 +19,7 @@ LAYOUTS = [
     "",
     "--zero-stage 3",
     "--model-parallel-size 2 --sequence-parallel --bf16",
-    "--ds-sequence-parallel-size 2 --zero-stage 1",
     "--context-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
-    "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
     "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",
     "--pipe-parallel-size 2 --pipeline-schedule interleaved --pipeline-partition 0,2,1,1 --gas 4",
     "--pipe-parallel-size 2 --pipeline-schedule zbv --gas 4 --zero-stage 1",
@@ -71,38 +69,3 @@ def check_ranks(run: RunConfig) -> None:
             (one.numel, one.decays, one.is_trained) for one in counted
         )
         assert stage_memory(run)[number].parameters == sum(weight.numel for weight in counted)
-
-
-def test_dry_run_of_some_ranks_of_a_thousand(programs):
-    words = "--model-parallel-size 2 --pipe-parallel-size 4 --zero-stage 1 --batch-size 1 --gas 8 --train-iters 1"
-    finished = programs.warm(
-        1, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, "--split", "1,0,0", "--eval-iters", "0",
-        *words.split(), *"--dry-run --world-size 1024 --rank 0,513".split(),
-    ).ok()  # fmt: skip
-    for line in (
-        "> layout    1,024 processes = TP 2 x PP 4 x DP 128, pipeline engine, 4 stages, ZeRO 1",
-        "rank 0: stage 0 of 4, ",
-        "rank 513: stage 2 of 4, ",
-        "  tensor   1 of 2: [512 513]",
-        "  data     0 of 128: [513 515 517 519 521 523 525 527 ... 767]",
-        "  pipe     2 of 4: [1 257 513 769]",
-    ):
-        assert line in finished.output
-    assert finished.output.count("  memory   ") == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "exit_code", "message"),
-    [
-        ("--dry-run --world-size 6 --model-parallel-size 4", 2, "6 processes cannot be split"),
-        ("--dry-run --load nowhere", 4, "nowhere"),
-    ],
-)
-def test_dry_run_refuses_what_a_run_refuses(programs, words, exit_code, message):
-    finished = programs.python(
-        "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *"--batch-size 2 --train-iters 4".split(),
-        *words.split(),
-    )  # fmt: skip
-    assert finished.returncode == exit_code, finished.output
-    assert any(message in line for line in finished.output.splitlines() if "error: " in line)
-    assert "Traceback" not in finished.output

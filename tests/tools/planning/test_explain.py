@@ -40,8 +40,6 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
         "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('pretrain_gpt2.py', {}, '__main__')"
     )
     words = [*TINY_MODEL, *programs.data_arguments, *SIZES, *words]
-    brief = programs.python("-c", without_torch, *words).ok().output
-    assert brief.startswith(f"{len(RULES)} rules, all kept; --verbose lists those kept\n> layout "), brief
     finished = programs.python("-c", without_torch, *words, "--verbose").ok()
     for line in (
         "> layout    16 processes = TP 2 x PP 4 x DP 2, pipeline engine, 4 stages, ZeRO 1",

@@ -22,34 +22,26 @@ FEW_STEPS, MORE_STEPS = 2, 5
 
 ON_ONE = [
     STILL,
-    "",
     f"{STILL} --recompute-granularity selective --attention-softmax-in-fp32",
     f"{STILL} {LONG} --pre-tokens 100 --attention-softmax-in-fp32",
-    f"{STILL} {LONG} --reset-attention-mask",
     f"{STILL} {LONG} --window-size 100,0 --tiled-mlp",
     f"{STILL} --make-vocab-size-divisible-by 4096 --bf16 --zero-stage 1 {BUCKET}",
 ]
-BERT_ON_ONE = [
-    STILL,
-    f"--bf16 --zero-stage 1 {BUCKET}",
-]
+BERT_ON_ONE = [f"--bf16 --zero-stage 1 {BUCKET}"]
 LLAMA_ON_ONE = [
     f"{STILL} {LLAMA} --num-query-groups 2 --kv-channels 24 --qk-layernorm",
-    f"{STILL} {LLAMA} --num-query-groups 2 --tiled-mlp --checkpoint-activations",
     f"{STILL} {LLAMA} --num-query-groups 2 --recompute-mlp-activation --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} {LLAMA} --lora-rank 4 --lora-dropout 0.1 --bf16 --zero-stage 1 {BUCKET}",
 ]
 T5_ON_ONE = [f"{STILL} --decoder-seq-length 32 --vocab-extra-ids 20"]
 ON_TWO = [
     f"{STILL} --zero-stage 2 --zero-coalesce-grad-reduction {BUCKET}",
-    f"{STILL} --bf16 --zero-stage 2 --grad-accum-dtype fp32 {BUCKET}",
     f"{STILL} --model-parallel-size 2 --sequence-parallel",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 --grad-accum-dtype fp32 --checkpoint-activations {BUCKET}",
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --pipe-parallel-size 2 --pipeline-schedule interleaved --pipeline-partition 1,1,1,1",
     f"{STILL} --pipe-parallel-size 2 --pipeline-schedule zbh1 --make-vocab-size-divisible-by 4096",
     f"{STILL} {LONG} {LLAMA} --num-query-groups 2 --context-parallel-size 2 --reset-attention-mask --tiled-mlp",
-    f"{STILL} {LONG} --gas 1 --pipe-parallel-size 1 --context-parallel-size 2 --window-size 100,0 --tiled-mlp",
 ]
 
 
