@@ -20,16 +20,8 @@ TRAINING = "pretrain_gpt2.py"
 OF_OTHER_PROGRAMS = {
     *("--build-arg", "--file", "--tag", "--detach", "--wait", "--build"),  # docker
     *("--rank", "--launcher_args", "--nodes", "--hostfile", "--mca", "--strict"),  # Slurm, mpirun, mkdocs
-    *(
-        "--nv",
-        "--container-image",
-        "--signal",
-        "--batch",
-        "--ntasks-per-node",
-        "--label",
-        "--mpi",
-        "--gpus-per-node",
-    ),  # Apptainer, Pyxis, Slurm
+    *("--nv", "--container-image", "--signal", "--batch", "--ntasks-per-node"),  # Apptainer, Pyxis, Slurm
+    *("--label", "--mpi", "--gpus-per-node"),  # Slurm
     *("--healthy", "--json-out", "--rounds", "--timeout", "--faults"),  # benchmarks and pytest
 }
 CLASSIC_FLAGS = {f"--{name.partition('=')[0].rstrip('*')}" for name in OUTCOMES}

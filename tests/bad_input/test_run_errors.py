@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.programs import Programs
+from support.programs import TINY_MODEL, Programs
 
 BRIEF = "--batch-size 2 --train-iters 20 --eval-iters 0".split()
 LAYOUTS = {
@@ -32,7 +32,8 @@ def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layo
 
 
 def test_missing_device_is_refused(programs: Programs) -> None:
-    ended = programs.pretrain(1, *BRIEF, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
+    words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *BRIEF)
+    ended = programs.python(*words, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 7
     assert ended.output.splitlines() == [
         "pretrain_gpt2.py: error: process 0 of this host has no device: torch finds 0 of cuda; start fewer processes, "

@@ -151,7 +151,7 @@ def test_a_host_in_every_failure_is_left_out(capsys) -> None:
     [
         ([LOST, LOST, LOST], 3, 93, "b in all of them, and too few without; not restarted"),
         ([LOST, Ended(1, False, frozenset("c")), LOST], 1, 93, "no host was in all of them; not restarted"),
-        *(([Ended(code, False)], 1, code, "") for code in (0, 2, 3, 4, 5, 7, 75)),
+        *(([Ended(code, False)], 1, code, "") for code in (0, 2, 75)),
         ([Ended(1, by_signal=True)], 1, 1, ""),
         ([Ended(75, by_signal=True, to_rejoin=True)], 1, 75, ""),
     ],
@@ -247,7 +247,6 @@ def test_a_world_size_without_a_layout() -> None:
     [
         ("--elastic pretrain_gpt2.py", "--elastic needs --hostfile"),
         ("--rejoin --hostfile H pretrain_gpt2.py", "are for --elastic"),
-        ("--min-hosts 2 --exclude-after 3 --hostfile H x.py", "for --elastic: --min-hosts, --exclude-after;"),
         ("--device h100 --device-memory 1GB x.py", "for --elastic: --device, --device-memory;"),
         (
             "--elastic --hostfile H --launcher openmpi pretrain_gpt2.py",
@@ -344,18 +343,9 @@ def too_few_hosts(*_: object) -> int:
     raise TooFewHostsError("1 host can take part, fewer than --min-hosts 2")
 
 
-def no_layout(*_: object) -> int:
-    raise LaunchError("no layout fits")
-
-
 @pytest.mark.parametrize(
     ("run_elastic", "released"),
-    [
-        (lambda *_: signal.raise_signal(signal.SIGTERM), True),
-        (lambda *_: signal.raise_signal(signal.SIGINT), True),
-        (no_layout, True),
-        (too_few_hosts, False),
-    ],
+    [(lambda *_: signal.raise_signal(signal.SIGTERM), True), (too_few_hosts, False)],
 )
 def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_elastic, released) -> None:
     """By a signal between two starts. A supervisor that is cut off leaves it to a standby that sees more hosts."""
