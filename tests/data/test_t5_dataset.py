@@ -10,7 +10,7 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.t5_dataset import T5Dataset, framed
+from megatron.data.t5_dataset import T5Dataset
 from megatron.tokenizer import span_vocabulary
 
 SENTINELS = 12
@@ -88,17 +88,6 @@ def test_what_does_not_fit_is_an_error_of_one_line(settings, changes, message):
         size = span_vocabulary(data).size
         build_datasets(data, vocab_size=size, seed=7, masked_lm=True, **sizes).train.take(range(60))
     assert len(caught.value.messages) == 1
-
-
-def test_spans_of_a_known_text(settings):
-    """The example of the paper: two spans, and the sentinels in their places."""
-    data = DataConfig(**settings | {"seq_length": 12, "decoder_seq_length": 8})
-    sample = framed(np.arange(10, 20), [range(2, 4), range(8, 9)], span_vocabulary(data), data)
-    assert sample.tolist() == [
-        10, 11, FIRST, 14, 15, 16, 17, FIRST + 1, 19, -1, -1, -1,
-        BOS, FIRST, 12, 13, FIRST + 1, 18, 0, 0,
-        FIRST, 12, 13, FIRST + 1, 18, EOS, -1, -1,
-    ]  # fmt: skip
 
 
 def test_mock_samples_have_the_same_form(settings):

@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import replace
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,22 +10,14 @@ from support.whole_models import SMALL_GPT2
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from benchmarks.measures.shapes import Shape
-from benchmarks.measures.suite import run_of
 from megatron.config import ActivationConfig, ParallelConfig
-from megatron.data.loader import Batch
-from megatron.engines.build import build_engine
 from megatron.engines.containers import sequential_model
-from megatron.engines.engine import step_status, train_batch
-from megatron.launch.distributed import distributed
 from megatron.ops import packed_attention
 from megatron.ops.packed_attention import dense_mask
 from megatron.ops.partial_attention import PartialAttention, merge
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import chunks_of, ring_attention, zigzag
 from megatron.parallel.sequence.ring_attention import RingAttention, attending
-from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.training.learning_rates import annealing_lr
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -201,33 +192,3 @@ def context_parallel_models_equal_one_rank():
                 dist.all_reduce(other.grad, group=layout.get_sequence_data_parallel_group())
                 mean = other.grad / layout.get_sequence_data_parallel_world_size()
                 assert_close(mean, one.grad, msg=lambda text, name=name, why=split: f"{why} {name}: {text}")
-
-
-def test_ranks_whose_tokens_are_all_masked_compute_no_nan(run_ranks_once):
-    run_ranks_once(2, ranks_whose_tokens_are_all_masked_compute_no_nan)
-
-
-def ranks_whose_tokens_are_all_masked_compute_no_nan():
-    """On both engines: loss and gradient norm of two steps are those of two data-parallel ranks with the same samples.
-
-    Only tokens of the first rank's first chunk count, and documents end within chunks, and between them.
-    """
-    shape = Shape(layers=2, hidden=16, heads=4, sequence=16, batch=2, vocabulary=21)
-    weights = torch.zeros(2, 16)
-    weights[:, 1:3] = 1 / 4
-    batch = Batch(TOKENS, (TOKENS.roll(-1, 1), weights))
-    layouts = ("", "--context-parallel-size 2", "--context-parallel-size 2 --pipe-parallel-size 1 --zero-stage 1")
-    for documents in ("", "--reset-attention-mask --reset-position-ids"):
-        found = []
-        for flags in layouts:
-            run = run_of(shape, *flags.split(), *documents.split())
-            run = replace(run, model=replace(run.model, eod_token=4))
-            with distributed(run.parallel) as layout:
-                model_parallel_manual_seed(1, layout)
-                engine = build_engine(run, layout, annealing_lr(run))
-                losses = [float(train_batch(engine, itertools.repeat(batch))) for _ in range(2)]
-                found.append([*losses, float(step_status(engine).grad_norm)])
-                engine.destroy()
-                deepspeed.checkpointing.reset()
-        for one, flags in zip(found, layouts, strict=True):
-            assert one == pytest.approx(found[0], rel=1e-5), (flags, documents)

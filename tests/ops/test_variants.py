@@ -40,26 +40,6 @@ def test_swiglu_and_rms_norm(dtype: torch.dtype) -> None:
     assert_close(norms[0].weight.grad, norms[1].weight.grad, **_tolerances(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("from_largest", [False, True])
-def test_compiled_cross_entropy(dtype: torch.dtype, from_largest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be compiled, of logits whose last columns are padding."""
-    monkeypatch.setattr(cross_entropy, "_compiled", lambda function: function)
-    plain, compiled = cross_entropy.CrossEntropyKernel(), cross_entropy.CompiledCrossEntropyKernel()
-    logits, columns = 4 * _leaf(dtype, 7, SIZE).detach(), SIZE - 3
-    index, scale = torch.arange(7) * 3 % columns, torch.linspace(0.1, 1, 7)
-    found = [kernel.statistics(logits, index, columns, torch.float32, from_largest) for kernel in (plain, compiled)]
-    assert_close(found[0][0], found[1][0])
-    normalizers = [of_label + rest for _, of_label, rest in found]
-    assert_close(*normalizers)
-    log_probabilities = logits[:, :columns].float().log_softmax(-1)
-    assert_close(found[0][0], log_probabilities.gather(-1, index.unsqueeze(-1)).squeeze(-1))
-    gradients = [
-        kernel.gradient(logits, normalizers[0], index, scale.clone(), -scale, columns) for kernel in (plain, compiled)
-    ]
-    assert_close(*gradients, **_tolerances(dtype))
-
-
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 7, 0], [0, 0, 0]])
 @pytest.mark.parametrize(
     ("kernel", "dtype"),

@@ -205,15 +205,6 @@ def test_a_group_may_be_removed_and_another_added():
     assert sched.get_last_lr() == [group["lr"] for group in optim.param_groups] == [PEAK / 20] * 3
 
 
-def test_the_state_has_the_classic_keys():
-    classic = {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
-    state = scheduler(optimizer(), last_iter=7).state_dict()
-    assert state.keys() == classic | {"classic"}
-    assert (state["num_iters"], state["end_iter"], state["start_lr"]) == (7, END, PEAK)
-    wsd = scheduler(optimizer(), "WSD", wsd_decay_iters=30).state_dict()
-    assert wsd.keys() == classic | {"classic", "wsd_decay_iters", "wsd_decay_style"}
-
-
 @pytest.mark.parametrize("style", [*DECAYS, "WSD"])
 @pytest.mark.parametrize("stop", [5, 20, 50, 125])
 def test_stop_and_resume_equals_not_stopping(style: str, stop: int):
