@@ -81,7 +81,7 @@ def loss_scale_limit_reported() -> Iterator[None]:
     """Raise NumericsError, the same on all ranks, if gradients overflow at the smallest loss scale of fp16.
 
     DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, known only from its text.
-    Test: tests/training/test_loss_scale.py.
+    Test: tests/training/test_fp16.py.
     """
     try:
         yield

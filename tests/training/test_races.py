@@ -1,6 +1,6 @@
 """Training with everything asynchronous as late as it may be equals training without, and planted faults are found.
 
-``support/races.py`` does the same for any flags: see docs/contributing.md.
+``support/races.py`` does the same for any flags: see docs/testing.md.
 """
 
 from collections.abc import Callable
