@@ -1,8 +1,8 @@
 """A rehearsed rank beside the real one: the step of two ranks, their CPU time, and the peak of memory.
 
 Both ranks are rehearsed at the same time, since two real ones share caches and memory, too. Communication is measured:
-two ranks replay the rehearsed iterations, compute as long before each operation as the rehearsed ones, and do it with
-each other. So a step has the waits for a rank that comes later. By CPU time, these do not count, so that a busy machine
+two ranks replay an iteration, compute before each operation as long as the rehearsed ones did on average, and do it
+with each other. So a step has the waits for a rank that comes later. By CPU time, these do not count, so that a busy machine
 disturbs it less. Experts are padded to their capacity: a rehearsed router sends all experts as many tokens, which a
 real one that has learned nothing does not.
 """
@@ -30,7 +30,7 @@ LAYOUTS = {
     ),
 }
 MICRO_BATCHES = 2
-STEPS = 4
+STEPS = 8
 """Timed iterations of a round."""
 
 

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def main() -> None:
     own = Path(place, os.environ["RANK"])
     prepare_environment(os.environ)
     if what == "replayed":
-        found = _replayed(words, json.loads(own.read_text())["timeline"])
+        found = _replayed(words, _mean(json.loads(own.read_text())["timeline"]), int(steps))
     else:
         found = (_rehearsed if what == "rehearsed" else _trained)(words, int(steps))
     own.write_text(json.dumps(found))
@@ -127,34 +128,48 @@ class Timeline:
         return noted
 
 
-def _replayed(words: Sequence[str], timeline: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def _mean(timeline: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The first iteration, with the mean of all of them for the seconds before each operation.
+
+    Two rehearsed ranks are disturbed at different places. In a real run the ranks go through the same layers at the
+    same time, and disturb each other equally, so that neither waits.
+    """
+    first = timeline[0]
+    assert all([event["kind"] for event in other] == [event["kind"] for event in first] for other in timeline)
+    means = [statistics.fmean(event["after"] for event in events) for events in zip(*timeline, strict=True)]
+    return [event | {"after": mean} for event, mean in zip(first, means, strict=True)]
+
+
+def _replayed(words: Sequence[str], iteration: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Seconds of an iteration of this rank, which computes as long as it did alone, and communicates with the other."""
     import torch.distributed as dist
 
     from megatron.cli import parse_run
     from megatron.launch.distributed import distributed
+    from megatron.parallel.process_groups import new_group
     from megatron.tools.rehearsal.observer import Clocks
 
     with distributed(parse_run(list(words), os.environ).parallel):
         found = []
-        for iteration in [timeline[0], *timeline]:
+        group = new_group(timeout=timedelta(minutes=1))  # of the backend that the layout's groups have, too
+        for _ in range(steps + 1):
             compute = _computation()
             dist.barrier()
             begin = Clocks.now()
-            _replay(iteration, compute)
+            _replay(iteration, compute, group)
             found.append(Clocks.now() - begin)
         del found[0]  # connections are made in it
     return {"seconds": {clock: statistics.median(getattr(one, clock) for one in found) for clock in Clocks._fields}}
 
 
-def _replay(iteration: Sequence[dict[str, Any]], compute: Callable[[float], None]) -> None:
+def _replay(iteration: Sequence[dict[str, Any]], compute: Callable[[float], None], group: Any) -> None:
     works: dict[int, Any] = {}
     for event in iteration:
         compute(event["after"])
         if event["kind"] == "wait":
             works.pop(event["number"]).wait() if event["number"] in works else None
         elif event["kind"] != "end":
-            works[event["number"]] = _issued(event["kind"], event["size"], event["peer"])
+            works[event["number"]] = _issued(event["kind"], event["size"], event["peer"], group)
     for work in works.values():
         work.wait()
 
@@ -184,21 +199,21 @@ def _computation() -> Callable[[float], None]:
     return lambda seconds: multiply(round(seconds / each))
 
 
-def _issued(kind: str, size: int, peer: int | None) -> Any:
-    """The work of the operation on so many bytes, with the other rank."""
+def _issued(kind: str, size: int, peer: int | None, group: Any) -> Any:
+    """The work of the operation on so many bytes, with the other rank; transfers have the default group."""
     import torch
     import torch.distributed as dist
 
     whole, part = _buffers(max(size // 4, 2) // 2 * 2)
     table: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, async_op=True),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, async_op=True),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group, async_op=True),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group, async_op=True),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group, async_op=True),
         "send": lambda: dist.isend(whole, peer),
         "recv": lambda: dist.irecv(whole, peer),
     }
-    return table.get(kind, lambda: dist.broadcast(whole, peer or 0, async_op=True))()
+    return table.get(kind, lambda: dist.broadcast(whole, peer or 0, group=group, async_op=True))()
 
 
 @cache
