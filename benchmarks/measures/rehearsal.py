@@ -2,9 +2,9 @@
 
 Both ranks are rehearsed at the same time, since two real ones share caches and memory, too. Communication is measured:
 two ranks replay an iteration, compute before each operation as long as the rehearsed ones did on average, and do it
-with each other. So a step has the waits for a rank that comes later. By CPU time, these do not count, so that a busy machine
-disturbs it less. Experts are padded to their capacity: a rehearsed router sends all experts as many tokens, which a
-real one that has learned nothing does not.
+with each other. So a step has the waits for a rank that comes later. By CPU time, these do not count, so that a busy
+machine disturbs it less. Experts are padded to their capacity: a rehearsed router sends all experts as many tokens,
+which a real one that has learned nothing does not.
 """
 
 import json
