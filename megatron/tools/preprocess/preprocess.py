@@ -52,46 +52,13 @@ def preprocess(
         ResourceError: the output cannot be written, or a worker was killed.
     """
     tokenizer = _checked_tokenizer(job)
-    vocab_size = tokenizer.vocab_size
     journal = job.journal
     done = journal.read() if resume else None
     summary = done.summary if done else Summary()
     summary.resumed_at = summary.documents
     try:
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            builders = {
-                key: stack.enter_context(
-                    IndexedDatasetBuilder(prefix, job.dtype_of(key, vocab_size), done.outputs[key] if done else None)
-                )
-                for key, prefix in job.prefixes.items()
-            }
-            if done is None:
-                journal.remove()
-            add_images = _image_writer(job, stack)
-            tokenize: Callable[[Job, Any], Tokenized] = tokenize_images if job.images else tokenize_chunk
-            results = _in_order(partial(tokenize, job), _chunks(job, done), job.workers)
-            for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
-                _add(builders, tokenized, summary, log_skipped if job.skip_errors else None)
-                add_images(tokenized)
-                report(summary)
-                if (
-                    number % MILESTONE_CHUNKS == 0 and not job.images
-                ):  # all output is flushed to disk, to resume after this chunk
-                    outputs = {key: builder.sync() for key, builder in builders.items()}
-                    journal.write(Milestone(tokenized.position, outputs, summary))
-                    for builder in builders.values():
-                        builder.keeps = True
-            if not summary.documents:
-                raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
-            _check_vocabulary(job, summary)
-            for builder in builders.values():
-                builder.finish()
-            if template := chat_template_of(job):
-                with replace_file(Path(chat_template_file(job.prefixes[TOKENS])), text=True) as file:
-                    file.write(record_of(template))
-            for key in builders.keys() - {LOSS_MASK}:
-                write_tokenizer(job.prefixes[key], tokenizer)
+        _write(job, tokenizer, done, summary, report, log_skipped)
         journal.remove()
     except BrokenProcessPool as error:
         cause = "a worker was killed, maybe out of memory: use fewer --workers"
@@ -99,10 +66,54 @@ def preprocess(
     except OSError as error:
         place = error.filename or job.output_prefix
         raise ResourceError(f"cannot write {place}: {error.strerror}{_hint(journal)}") from error
-    summary.output_bytes = summary.tokens * job.dtype_of(TOKENS, vocab_size).itemsize
+    summary.output_bytes = summary.tokens * job.dtype_of(TOKENS, tokenizer.vocab_size).itemsize
     summary.finished = True
     report(summary)
     return summary
+
+
+def _write(
+    job: Job,
+    tokenizer: Tokenizer,
+    done: Milestone | None,
+    summary: Summary,
+    report: Callable[[Summary], None],
+    log_skipped: Callable[[str], None],
+) -> None:
+    """Write the data sets, after what is ``done``, and the files beside them."""
+    with ExitStack() as stack:
+        builders = {
+            key: stack.enter_context(
+                IndexedDatasetBuilder(
+                    prefix, job.dtype_of(key, tokenizer.vocab_size), done.outputs[key] if done else None
+                )
+            )
+            for key, prefix in job.prefixes.items()
+        }
+        if done is None:
+            job.journal.remove()
+        add_images = _image_writer(job, stack)
+        tokenize: Callable[[Job, Any], Tokenized] = tokenize_images if job.images else tokenize_chunk
+        results = _in_order(partial(tokenize, job), _chunks(job, done), job.workers)
+        for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
+            _add(builders, tokenized, summary, log_skipped if job.skip_errors else None)
+            add_images(tokenized)
+            report(summary)
+            if number % MILESTONE_CHUNKS == 0 and not job.images:
+                outputs = {key: builder.sync() for key, builder in builders.items()}
+                job.journal.write(Milestone(tokenized.position, outputs, summary))
+                for builder in builders.values():
+                    builder.keeps = True
+        if not summary.documents:
+            raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
+        _check_vocabulary(job, summary)
+        for builder in builders.values():
+            builder.finish()
+        if template := chat_template_of(job):
+            with replace_file(Path(chat_template_file(job.prefixes[TOKENS])), text=True) as file:
+                file.write(record_of(template))
+        for key in builders.keys() - {LOSS_MASK}:
+            write_tokenizer(job.prefixes[key], tokenizer)
 
 
 def _checked_tokenizer(job: Job) -> Tokenizer:
