@@ -60,6 +60,8 @@ def check_vacant(path: Path, flag: str) -> None:
 
 
 def _check_outside(path: Path, flag: str) -> None:
+    if path.name in ("", ".."):
+        raise ConfigError(f"{flag} {path} has no name of its own; name another place")
     if (path.parent / MANIFEST).exists():
         raise ConfigError(
             f"{flag} {path}: {path.parent} is a checkpoint, and is refused with other files in it; name another place"

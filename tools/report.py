@@ -30,6 +30,8 @@ def main() -> None:
     if not args.run.exists():
         raise ConfigError(f"{args.run}: no such file or folder; name a folder that --run-dir wrote")
     record = metrics.parent / RECORD
+    if output.resolve() in (path.resolve() for path in (metrics, record, args.predictions) if path):
+        raise ConfigError(f"--output {output} is read for the page; name another file")
     trace = args.trace or metrics.parent / TRACE
     try:
         series, loads = read_series(metrics, KEYS), read_expert_loads(metrics)

@@ -78,6 +78,7 @@ def _up_to(iteration: int, segment: Segment) -> Segment:
 
 
 _MOST_SAMPLES = 1 << 60
+_AXES = ("PP", "DP", "SP", "TP")
 
 
 def check_history(description: Mapping[str, Any], path: str) -> None:
@@ -89,6 +90,8 @@ def check_history(description: Mapping[str, Any], path: str) -> None:
             problem = problem or f"iteration {finished} and sample {place} are not followed by the next ones"
         elif segment.global_batch_size and samples != iterations * segment.global_batch_size:
             problem = problem or f"{iterations} iterations have {samples} samples"
+        elif segment.global_batch_size and any(segment.layout.get(axis, 0) < 1 for axis in _AXES):
+            problem = problem or f"the layout after iteration {finished} is {dict(segment.layout)}"
         finished, place = segment.last, segment.end_place
     counts = description["iteration"], description.get("consumed_samples", place)
     if counts != (finished, place):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, first_line
 
 _SIZES = (
     ("WORLD_SIZE", ()),  # deepspeed, torchrun
@@ -25,7 +25,19 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
 
     The rendezvous is on the first host of the step, unless MASTER_ADDR is set. Slurm writes the hosts as in
     ``gpu[07,09-10]-ib,big1`` and their numbers of tasks as in ``8(x2),4``.
+
+    Raises ConfigError if its variables are not as srun sets them.
     """
+    try:
+        _adopt_slurm_task(environ)
+    except (KeyError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"the environment has SLURM_STEP_ID, and not as srun sets it ({type(error).__name__}: {first_line(error)})"
+            ": start with srun, or unset SLURM_STEP_ID"
+        ) from None
+
+
+def _adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     if "SLURM_STEP_ID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return
     if "SLURM_PTY_PORT" in environ:  # the shell of srun --pty, whose other tasks start no program
@@ -38,10 +50,11 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
     of_hosts = [count for count, hosts in tasks for _ in range(int(hosts or 1))]
     first = re.split(r",(?![^[]*\])", environ["SLURM_STEP_NODELIST"])[0]
-    environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size)
-    environ["LOCAL_WORLD_SIZE"] = of_hosts[int(environ["SLURM_NODEID"])]
+    port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # two jobs may share a host
+    of_host = of_hosts[int(environ["SLURM_NODEID"])]
+    environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size, LOCAL_WORLD_SIZE=of_host)
     environ.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]", r"\1", first))
-    environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 10000))  # two jobs may share a host
+    environ.setdefault("MASTER_PORT", str(port))
 
 
 def world_size(environ: Mapping[str, str]) -> int:

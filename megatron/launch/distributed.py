@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import TCPStore
 
 from megatron.common.environment import check_place, on_one_host, rank, world_size
-from megatron.common.errors import ConfigError, LaunchError, counted
+from megatron.common.errors import ConfigError, LaunchError, counted, first_line
 from megatron.config import ParallelConfig
 from megatron.engines import (
     deepspeed_silenced,
@@ -26,6 +26,7 @@ from megatron.engines import (
     silence_known_warnings,
 )
 from megatron.launch.environment import hosts_store, listen, prepare_nccl
+from megatron.launch.rank import is_explained
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.process_groups import new_group
 
@@ -63,7 +64,15 @@ def distributed(
         prepare_nccl(os.environ, parallel)
     nothing_compiled_for_collectives()
     with deepspeed_silenced(verbose):
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
+        try:
+            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
+        except RuntimeError as error:
+            if is_explained(error):
+                raise
+            raise LaunchError(
+                f"the process group of {backend} cannot form ({first_line(error)}): check the environment variables "
+                f"DS_ACCELERATOR and those of {backend}, such as {backend.upper()}_SOCKET_IFNAME"
+            ) from error
         set_groups_of_deepspeed(partial(new_group, timeout=timeout))
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)

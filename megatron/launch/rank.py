@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
@@ -57,11 +57,15 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     """
     ignore_lost_output()
     exit_with_launcher(os.environ)
-    adopt_slurm_task(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # within an import a KeyboardInterrupt may be lost
     threading.excepthook = _report_thread
+    try:
+        adopt_slurm_task(os.environ)
+    except ConfigError as error:
+        print_error(str(error))
+        _exit(error.exit_code, 0)
     rank, is_first_on_host = _place()
     _write_exit_code(rank, "")
     _exit(_exit_code(main, rank, is_first_on_host), rank)
@@ -160,7 +164,7 @@ def print_error(message: str) -> None:
 
 def print_warning(message: str) -> None:
     """Print a warning of the program to stderr."""
-    print(f"{_program()}: warning: {message}", file=sys.stderr, flush=True)
+    print(f"{_program()}: warning: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def _program() -> str:
@@ -172,6 +176,11 @@ def _finalize_mpi() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def is_explained(error: Exception) -> bool:
+    """Whether ``run_rank`` has a line of its own for an error of a backend or a limit of the host."""
+    return is_connection_lost(error) or is_timeout(error) or bool(failure_of_host(error) or failure_of_nccl(error))
 
 
 def is_connection_lost(error: Exception) -> bool:

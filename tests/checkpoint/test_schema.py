@@ -269,6 +269,7 @@ HISTORY: list[tuple[Change, str]] = [
     (put("consumed_samples", lambda _: 32), "it ends with iteration 3 and sample 96, not 3 and 32"),
     (put("left_out_samples", lambda _: [[0, 8], [4, 12]]), "the skipped samples 4 to 12 are not after sample 8"),
     (put("left_out_samples", lambda _: [[8, 0]]), "the skipped samples 8 to 0"),
+    (put("ledger/0/layout", lambda _: {}), "the layout after iteration 0 is {}"),
     (put("left_out_samples", lambda _: [[0, 2**62]]), "no run reads 4,611,686,018,427,387,904 samples"),
 ]
 

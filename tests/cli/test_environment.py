@@ -64,6 +64,15 @@ def test_what_srun_started_may_be_a_launcher(own: dict[str, str]) -> None:
     assert "RANK" not in script
 
 
+@pytest.mark.parametrize("name", ["SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_JOB_ID"])
+def test_half_a_task_is_refused(name: str) -> None:
+    environ = {key: value for key, value in TASK.items() if key != name}
+    for given in (environ, {**TASK, name: "x"} if name != "SLURM_LOCALID" else environ):
+        with pytest.raises(ConfigError, match="not as srun sets it .*: start with srun, or unset SLURM_STEP_ID"):
+            adopt_slurm_task(given)
+        assert "RANK" not in given
+
+
 def test_an_address_that_is_given_stays() -> None:
     environ = {**TASK, "PMI_RANK": "17", "PMI_SIZE": "20", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}
     adopt_slurm_task(environ)

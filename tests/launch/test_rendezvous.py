@@ -33,6 +33,13 @@ def test_the_port_is_taken(programs) -> None:
     assert f"ss -ltnp 'sport = :{port}'" in line
 
 
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"])
+def test_a_backend_that_cannot_start(programs: Programs, variable: str) -> None:
+    ended = programs.pretrain(1, *SETTINGS, **{variable: "none"})
+    assert ended.returncode == 6 and "Traceback" not in ended.output
+    assert "error: the process group of gloo cannot form (" in ended.output.splitlines()[-1]
+
+
 def test_ranks_with_other_arguments(programs: Programs, tmp_path: Path) -> None:
     words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS, "--seed")
     first, second = (

@@ -96,3 +96,23 @@ def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> No
     assert finished.returncode == 2
     assert finished.stderr.startswith("report.py: error: ") and "run.json: not a record of a run" in finished.stderr
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
+
+
+def test_what_is_read_is_not_replaced(tool: Callable, folder: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    content = metrics.read_bytes()
+    ended = tool("report", metrics, "--output", metrics)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        f"report.py: error: --output {metrics} is read for the page; name another file\n",
+    )
+    assert metrics.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", [".", "..", "/"])
+def test_a_place_without_a_name_is_no_output(tool: Callable, folder: Path, name: str) -> None:
+    ended = tool("report", folder, "--output", name)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        f"report.py: error: --output {name} has no name of its own; name another place\n",
+    )

@@ -1,7 +1,6 @@
 """The files of a run that a report is made of: metrics, trace.json and run.json."""
 
 import json
-import math
 import os
 import platform
 import re
@@ -27,13 +26,16 @@ from megatron.training.summary import describe_config
 
 Points = Mapping[int, float]
 """Iteration -> value, in order."""
+_LARGEST = 1e100
+"""Values from here on cannot be drawn."""
 
 
 def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
     """The values of each of ``keys`` in a metrics file, which has one JSON object with an ``iteration`` per line.
 
-    If an iteration occurs twice, as after a resume, the last line counts. Values that are null or not finite are
-    skipped. Raises DataError, with the line number, for a line that is no such object, and if the file has no loss.
+    If an iteration occurs twice, as after a resume, the last line counts. Values that are null, not finite or too
+    large are skipped. Raises DataError, with the line number, for a line that is no such object, and if the file has
+    no loss.
     """
     series: dict[str, dict[int, float]] = {key: {} for key in keys}
     for where, record in read_metrics(path):
@@ -43,7 +45,7 @@ def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
                 continue
             if type(value) not in (int, float):
                 raise DataError(f"{where}: {key} is {value!r}, which is not a number; fix or remove the line")
-            if math.isfinite(value):
+            if abs(value) < _LARGEST:  # which NaN is not
                 series[key][record["iteration"]] = value
     if not (series["lm_loss"] or series["validation_loss"]):
         raise DataError(f"{path}: no lm_loss and no validation_loss to draw; give a file that --metrics-file wrote")
@@ -89,7 +91,7 @@ def _record_of(where: str, line: str) -> dict[str, Any]:
         record = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({getattr(error, 'msg', error)}); fix or remove the line") from error
-    if not isinstance(record, dict) or type(record.get("iteration")) is not int:
+    if not isinstance(record, dict) or type(record.get("iteration")) is not int or abs(record["iteration"]) > 2**53:
         raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
     return record
 
