@@ -41,6 +41,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
     """The engine that ``run.parallel`` requires. ``train_batch`` and ``eval_batch`` of all of them work alike."""
     if not run.model.compile:
         import_compiler_late()
+    else:
+        learn_functions_of_torch()
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=dict(run.ds_config))
     module = build_module(run, layout)
@@ -61,6 +63,18 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
         )
     assert isinstance(engine, Engine), "DeepSpeed chooses the engine elsewhere"
     return engine
+
+
+def learn_functions_of_torch() -> None:
+    """Let torch's compiler learn which functions it can trace, before ZeRO 3 replaces some of them.
+
+    DeepSpeed 0.19.8: runtime/zero/partition_parameters.py replaces torch.arange and others while a model is built. In a
+    list that is made meanwhile the real ones are missing, and every use of RoPE ends a graph.
+    Test: tests/training/test_compile.py.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
 
 
 def freeze(module: nn.Module, model: ModelConfig) -> None:

@@ -30,7 +30,7 @@ FREED = {
 }
 """No weight stays gathered."""
 CASES = {
-    "ZeRO 3": (FREED, "", 1),
+    "ZeRO 3": (FREED, "--position-embedding-type rope", 1),
     "experts": ({}, "--zero-stage 1 --num-experts 4 --expert-model-parallel-size 2", 2),
     "tensor parallel": (
         {},
