@@ -132,10 +132,13 @@ def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer_type": kind, "hash": digest.hexdigest(), "special_tokens": special}
 
 
+_TEXTS = ("tokenizer_type", "hash")
+
+
 def _read_identity(path: Path) -> Mapping[str, Any] | None:
     try:
         record = parse_json(read_bytes(path, largest=BLOCK))
-        if not (isinstance(record["special_tokens"], dict) and {"tokenizer_type", "hash"} <= record.keys()):
+        if not (isinstance(record["special_tokens"], dict) and all(type(record[name]) is str for name in _TEXTS)):
             raise ValueError
         return record
     except FileNotFoundError:

@@ -122,6 +122,9 @@ def test_rows_of_parquet_are_checked_like_lines(tmp_path: Path, convert: Callabl
         convert(path, json_keys=("body",), skip_errors=True)
     with pytest.raises(DataError, match='column "id" holds int64, where strings are needed'):
         convert(path, json_keys=("id",), skip_errors=True)
+    pyarrow.parquet.write_table(pyarrow.table([cells, cells], names=["text", "text"]), path)
+    with pytest.raises(DataError, match='2 columns are named "text": rename all but one'):
+        convert(path)
 
 
 def command(tmp_path: Path, vocabulary: Path, path: Path, *flags: str) -> list[str]:

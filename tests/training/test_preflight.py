@@ -174,5 +174,6 @@ def test_a_data_set_knows_its_tokenizer(corpus: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="was made with another tokenizer"):
             use()
     make_task("PPL", Request(Path(prefix), 8, 8, override=True), tokenizer)
-    Path(f"{prefix}.tokenizer.json").write_text('["no record"]')
-    assert "does not name a tokenizer" in str(refusal(run()))
+    for record in (["no record"], {"tokenizer_type": "WhitespaceTokenizer", "hash": 5, "special_tokens": {}}):
+        Path(f"{prefix}.tokenizer.json").write_text(json.dumps(record))
+        assert "does not name a tokenizer" in str(refusal(run()))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError, NumericsError, counted
+from megatron.common.errors import DataError, NumericsError, counted
 from megatron.common.reading import read_bytes
 from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
@@ -98,11 +98,8 @@ class Task(NamedTuple):
 
 
 def make_task(name: str, request: Request, tokenizer: Tokenizer) -> Task:
-    """The task ``name`` of ``TASKS`` on a file. Raises ConfigError for a file that is missing or unusable."""
-    try:
-        return TASKS[name](request, tokenizer)
-    except DataError as error:  # a broken file on the command line is wrong usage
-        raise ConfigError(error.messages) from error
+    """The task ``name`` of ``TASKS`` on a file. Raises DataError for a file that is missing or unusable."""
+    return TASKS[name](request, tokenizer)
 
 
 def _lambada(request: Request, tokenizer: Tokenizer) -> Task:

@@ -40,20 +40,20 @@ class Question:
 def read_questions(path: Path, chat: ChatPrompts, images: ImageReader, limits: StoppingCriteria) -> list[Question]:
     """The questions of a file of JSONL: ``image``, ``question``, ``answer``, and ``choices`` if there are any.
 
-    Images are files in the folder of the file. Raises ConfigError for a line that is wrong, or too long for ``limits``.
+    Images are files in the folder of the file. Raises DataError for a line that is wrong, or too long for ``limits``.
     """
     try:
         lines = numbered(str(path), read_bytes(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--valid-data {path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')})") from None
+        raise DataError(f"--valid-data {path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')})") from None
     questions = []
     for where, line in lines:
         try:
             questions.append(_question(parse_json(line), chat, replace(images, folder=path.parent), limits))
         except (DataError, ConfigError, ValueError) as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise DataError(f"{where}: {error}") from None
     if not questions:
-        raise ConfigError(f"--valid-data {path} is empty: write {_FORM} on each line")
+        raise DataError(f"--valid-data {path} is empty: write {_FORM} on each line")
     return questions
 
 

@@ -89,6 +89,8 @@ def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
             raise DataError(
                 f'{path}: no column "{name}" (choose columns with --json-keys; there are {", ".join(schema.names)})'
             )
+        if schema.names.count(name) > 1:
+            raise DataError(f'{path}: {schema.names.count(name)} columns are named "{name}": rename all but one')
         kind = schema.field(name).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

@@ -11,7 +11,7 @@ from PIL import Image
 from support.command_lines import parse
 from support.llava_models import IMAGE, transformers_model
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import DataError
 from megatron.config import ParallelConfig
 from megatron.model.llava import PIXELS
 from megatron.parallel.layout import ParallelLayout
@@ -129,7 +129,7 @@ def test_a_question_is_a_prompt_with_its_images(tmp_path: Path):
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, record: Any):
-    with pytest.raises(ConfigError, match=r"q.jsonl:1: ") as error:
+    with pytest.raises(DataError, match=r"q.jsonl:1: ") as error:
         read(tmp_path, record)
     assert len(error.value.messages) == 1 and "\n" not in str(error.value)
 
