@@ -18,6 +18,14 @@ from megatron.tools.convert.whole_model import read_tensors
 WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
 
 
+@pytest.mark.parametrize("content", [WHOLE[:-6], WHOLE.replace(b'"b"', b'"a"')], ids=["half a file", "a tensor twice"])
+def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes):
+    """tests/fuzz/test_files.py has others."""
+    (file := tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file} is not a complete safetensors file"):
+        read_tensors(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
