@@ -18,7 +18,14 @@ from megatron.tools.convert.whole_model import read_tensors
 WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
 
 
-@pytest.mark.parametrize("content", [WHOLE[:-6], WHOLE.replace(b'"b"', b'"a"')], ids=["half a file", "a tensor twice"])
+def with_each_tensor_twice(content: bytes) -> bytes:
+    end = 8 + int.from_bytes(content[:8], "little")
+    entries = content[8:end].strip()[1:-1]
+    header = b"{" + entries + b"," + entries + b"}"
+    return len(header).to_bytes(8, "little") + header + content[end:]
+
+
+@pytest.mark.parametrize("content", [WHOLE[:-6], with_each_tensor_twice(WHOLE)], ids=["half a file", "tensors twice"])
 def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes):
     """tests/fuzz/test_files.py has others."""
     (file := tmp_path / "model.safetensors").write_bytes(content)
