@@ -423,8 +423,8 @@ def _write_data_set(prefix: Path, documents: int) -> None:
     random, tokens = np.random.default_rng(1), 0
     with open(f"{prefix}.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 4, documents, documents + 1))
-        for begin in range(0, documents, 1 << 22):
-            sizes = random.integers(1000, 4000, min(1 << 22, documents - begin), dtype=np.int32)
+        for begin in range(0, documents, 1 << 16):
+            sizes = random.integers(1000, 4000, min(1 << 16, documents - begin), dtype=np.int32)
             ends = np.cumsum(sizes, dtype=np.int64) + tokens
             bounds = np.arange(begin, begin + len(sizes) + 1, dtype=np.int64)
             for place, array in ((4 * begin, sizes), (4 * documents + 8 * begin, (ends - sizes) * 4),
