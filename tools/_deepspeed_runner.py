@@ -92,6 +92,9 @@ def main() -> None:
         runner.EXPORT_ENVS += (RUN_VARIABLE, EXIT_CODE_FOLDER)
     try:
         runner.main()
+    except OSError as error:
+        print(f"launch.py: error: the ranks cannot be started ({error.strerror})", file=sys.stderr)
+        sys.exit(LaunchError.exit_code)
     except RuntimeError as error:
         if "not reachable via ssh" not in str(error):
             raise

@@ -4,7 +4,7 @@
 file of the checkpoint contains. No torch here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.common.errors import CheckpointError
+from megatron.common.reading import parse_json
 from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig, sections
 from megatron.config.fields import field_problems, type_problem
 from megatron.config.positions import ROTATION
@@ -184,9 +185,26 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
         for name, kind in sections().items():
             problems += field_problems(kind, tree["config"].get(name, {}), ranges=kind in _RANGED)
         problems += [] if "model" in tree["config"] else ["config has no model"]
+        problems += _contradictions(tree["config"])
     if problems:
         raise CheckpointError(f"{where}: {problem}" for problem in problems)
     return {**tree, "config": {**tree["config"], "data": {**asdict(DataConfig()), **tree["config"].get("data", {})}}}
+
+
+def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What is right by its type, and no run has."""
+    model, template = config.get("model", {}), config.get("data", {}).get("chat_template")
+    if model.get("architecture", GPT2.name) == GPT2.name:
+        names = ("encoder_num_layers", "vision_num_layers")
+        yield from (f"{name} is {model[name]}, and {GPT2.name} has no encoder" for name in names if model.get(name))
+    try:
+        record = parse_json(template) if template else {"chat_template": "", "special_tokens": {}}
+        texts = (record["chat_template"], *record["special_tokens"].values())
+        is_whole = all(isinstance(text, str | None) for text in texts)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        yield "chat_template is not as it was saved"
 
 
 _RANGED = (ModelConfig, DataConfig, TrainConfig)

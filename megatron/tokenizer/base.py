@@ -1,11 +1,11 @@
 """What tokenizers share: the encoders of the Rust library ``tokenizers``, and reading vocabularies from disk."""
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,9 +160,9 @@ def require_files(kind: str, files: Mapping[str, str | None], origin: str = _TRA
     for flag, path in files.items():
         if path is None:
             problems.append(f"{flag} is missing: {kind} needs it{origin}")
-        elif not Path(path).is_file():
-            exists = "is no file" if Path(path).exists() else "no such file"
-            problem = "is a folder" if Path(path).is_dir() else exists
+        elif not os.path.isfile(path):  # unlike Path's, never an error, such as of a name that is too long
+            exists = "is no file" if os.path.exists(path) else "no such file"
+            problem = "is a folder" if os.path.isdir(path) else exists
             problems.append(f"{flag} {path}: {problem}{origin}")
     if problems:
         raise DataError(problems)

@@ -4,9 +4,9 @@ Where the library gigatoken is installed, it encodes texts: faster, and to the s
 """
 
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -58,7 +58,7 @@ class GPT2BPETokenizer(RustTokenizer):
     def __init__(self, vocab_file: str | None, merge_file: str | None):
         """Raises DataError if a file is absent or broken, or if the two do not fit each other."""
         files = {"--vocab-file": vocab_file, "--merge-file": merge_file}
-        if merge_file is None and vocab_file is not None and Path(vocab_file).is_file():
+        if merge_file is None and vocab_file is not None and os.path.isfile(vocab_file):
             read_byte_vocabulary(vocab_file)  # if it holds whole words, merges are not what is missing
         vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
         vocabulary = read_byte_vocabulary(vocab_path)

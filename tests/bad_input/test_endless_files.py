@@ -23,6 +23,7 @@ from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.common import reading
 from megatron.common.errors import CheckpointError, UserError
 from megatron.model.huggingface import config_of
+from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_text
 from megatron.tools.preprocess import corpus, file_lines
 from megatron.tools.preprocess.corpus import read_chunks
@@ -164,6 +165,28 @@ def test_a_model_of_another_shape_is_refused_in_lines() -> None:
 def test_a_setting_that_is_not_taken_over_is_refused(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=key):
         config_of({**LLAMA, key: value}, Path("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "problem"),
+    [
+        ("model", "encoder_num_layers", 2, "encoder_num_layers is 2, and GPT-2 has no encoder"),
+        ("model", "vision_num_layers", 2, "vision_num_layers is 2, and GPT-2 has no encoder"),
+        ("data", "chat_template", "{{ messages }}", "chat_template is not as it was saved"),
+        ("data", "chat_template", '{"chat_template": "x", "special_tokens": {"a": 5}}', "chat_template is not as"),
+    ],
+)
+def test_a_run_that_contradicts_itself(section: str, name: str, value: Any, problem: str) -> None:
+    tree = json.loads(json.dumps(describe(parse(""), 2)))
+    assert checked_description(tree, "run.json")
+    tree["config"][section][name] = value
+    with pytest.raises(CheckpointError, match=problem):
+        checked_description(tree, "run.json")
+
+
+def test_a_vocabulary_whose_name_is_too_long() -> None:
+    with pytest.raises(UserError, match="no such file"):
+        build_tokenizer("WhitespaceTokenizer", "x" * 5000, None)
 
 
 def test_a_run_of_another_shape_is_refused_in_lines() -> None:
