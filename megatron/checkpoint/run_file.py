@@ -198,7 +198,7 @@ def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         names = ("encoder_num_layers", "vision_num_layers")
         yield from (f"{name} is {model[name]}, and {GPT2.name} has no encoder" for name in names if model.get(name))
     try:
-        record = parse_json(template) if template else {"chat_template": "", "special_tokens": {}}
+        record: Any = parse_json(template) if template else {"chat_template": "", "special_tokens": {}}
         texts = (record["chat_template"], *record["special_tokens"].values())
         is_whole = all(isinstance(text, str | None) for text in texts)
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -1,6 +1,7 @@
 """Errors caused by the user or the environment: one class per exit code, one line per cause."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -81,6 +82,13 @@ def escaped(text: str, kept: str = "") -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def too_long_name(error: BaseException) -> str | None:
+    """A message about a name of a file that is too long for the system; None for another error."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return one_line(f"{error.filename}: {error.strerror}; name another file")
+    return None
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line, too_long_name
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
@@ -120,6 +120,9 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if (problem := too_long_name(error)) is not None:
+            print_error(problem)
+            return ConfigError.exit_code
         if is_connection_lost(error):
             print_error(f"rank {rank}: another rank failed first")
             return LaunchError.exit_code

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.cli.provided import read_number
-from megatron.common.errors import ConfigError, ResourceError, UserError
+from megatron.common.errors import ConfigError, ResourceError, UserError, too_long_name
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import unreadable_words
 from megatron.common.screen import ignore_lost_output
@@ -144,6 +144,9 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         _discard_output()
         sys.exit(141)
     except Exception as error:
+        if (problem := too_long_name(error)) is not None:
+            _print_error(problem)
+            sys.exit(ConfigError.exit_code)
         if (limit := failure_of_host(error)) is None:
             raise
         with suppress(OSError):

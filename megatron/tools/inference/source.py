@@ -1,5 +1,6 @@
 """Where a model comes from: its configuration and its tokenizer, by the path that holds it. No torch here."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,7 +152,7 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     chosen = (vocab_file or data["vocab_file"], used_merges(kind, merge_file or data["merge_file"]))
     flags = ("--tokenizer-model",) if kind in PUBLISHED else ("--vocab-file", "--merge-file")
     for flag, file in zip(flags, chosen, strict=False):
-        if file is not None and not Path(file).is_file():
+        if file is not None and not os.path.isfile(file):
             raise ConfigError(f"{flag} {file}: no such file; name the one that {path} was trained with")
     expected_hash = data.get("tokenizer_hash")
     extra_ids = data.get("vocab_extra_ids", 0) if data.get("decoder_seq_length") else 0
