@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError, ResourceError, UserError, too_long_name
 from megatron.common.files import restrict_new_files
-from megatron.common.reading import unreadable_words
+from megatron.common.reading import check_regular, unreadable_words
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
 from megatron.launch.host_limits import failure_of_host
@@ -178,6 +178,7 @@ def read_architecture(program: Path) -> ArchitectureSpec:
     folder = str(program.resolve().parent)
     sys.path.insert(0, folder)  # as if it were started
     try:
+        check_regular(program)
         contents = runpy.run_path(str(program), run_name="program")
     except Exception as error:
         raise ConfigError(f"--program {program} cannot be loaded ({type(error).__name__}: {error})") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser
+from megatron.tools.command_line import ToolParser, read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,3 +90,8 @@ def test_a_repeated_flag_loses_no_value() -> None:
     with pytest.raises(ConfigError) as caught:
         parser.parse_args("--rank 1 --rank 2".split())
     assert caught.value.messages == ["--rank 1 and --rank 2 exclude each other: give one"]
+
+
+def test_a_device_is_no_program() -> None:
+    with pytest.raises(ConfigError, match="--program /dev/zero cannot be loaded"):
+        read_architecture(Path("/dev/zero"))

@@ -116,3 +116,8 @@ def test_a_place_without_a_name_is_no_output(tool: Callable, folder: Path, name:
         2,
         f"report.py: error: --output {name} has no name of its own; name another place\n",
     )
+
+
+def test_answers_of_a_device_are_not_read(tool: Callable, folder: Path) -> None:
+    ended = tool("report", folder, "--predictions", "/dev/zero")
+    assert ended.returncode == 2 and "/dev/zero" in ended.stderr and len(ended.stderr.splitlines()) == 1

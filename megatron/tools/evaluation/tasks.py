@@ -145,7 +145,7 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
     """Perplexity of a text, or of the concatenated texts of a JSONL or Parquet file, or documents of a data set."""
     path = request.path
     if not path.is_file():
-        if path.with_name(f"{path.name}.idx").exists():
+        if Path(f"{path}.idx").exists():
             if not request.override and (others := other_tokenizers([str(path)], tokenizer)):
                 raise DataError(others)
             return _text_task(request, _tokens_of_data_set(path, tokenizer.vocab_size), {})

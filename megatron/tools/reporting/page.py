@@ -13,7 +13,7 @@ from jinja2 import Environment
 from PIL import Image
 
 from megatron.common.errors import ConfigError, DataError
-from megatron.common.reading import parse_json
+from megatron.common.reading import parse_json, regular
 from megatron.common.units import duration, with_prefix
 from megatron.tools.inference.images import read_image
 from megatron.tools.reporting.files import Points, Record
@@ -41,7 +41,7 @@ def read_answers(path: Path) -> list[Answer]:
     Raises ConfigError if the file or an image cannot be read.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=regular) as file:
             records = [parse_json(line) for line, _ in zip(file, range(_MOST), strict=False)]
         return [
             Answer(_url(one), one["question"], _text(one["answer"]), one["predicted"], bool(one["right"]))
