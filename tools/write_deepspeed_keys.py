@@ -213,10 +213,8 @@ def _simplified(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str
         return {"type": "object", "properties": inner}
     kept = {name: schema[name] for name in ("type", "enum", "minimum", "maximum") if name in schema}
     if "items" in schema:
-        kept |= {
-            "items": _simplified(schema["items"], definitions),
-            "description": f"a list of {schema['items']['type']}s",
-        }
+        items = _simplified(schema["items"], definitions)
+        kept |= {"items": items, "description": f"a list of {items['type']}s" if "type" in items else "a list"}
     if "enum" in kept:
         kept["enum"] = list(dict.fromkeys(kept["enum"]))
     if schema.get("type") == "integer" and "exclusiveMinimum" in schema:
