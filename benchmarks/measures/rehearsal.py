@@ -30,7 +30,7 @@ LAYOUTS = {
     ),
 }
 MICRO_BATCHES = 2
-STEPS = 8
+STEPS = 6
 """Timed iterations of a round."""
 
 
