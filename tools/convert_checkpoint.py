@@ -314,8 +314,9 @@ def _reshard(args: argparse.Namespace) -> None:
     check_values(args, {**sizes, "time_limit": "(0, inf)"})
     if args.output is None:
         kept = {"tp": args.model_parallel_size, "pp": stages, "dp": copies}
-        name = "-".join([args.path.name, *(f"{axis}{size}" for axis, size in kept.items() if size > 1)])
-        args.output = args.path.with_name(name)
+        place = args.path.resolve()
+        name = "-".join([place.name, *(f"{axis}{size}" for axis, size in kept.items() if size > 1)])
+        args.output = place.parent / name
     is_rank = "RANK" in os.environ
     saved = tag_at(args.path) if is_rank else find_source(args, "tag", "folder").saved
     assert saved is not None, "a checkpoint of this suite"
