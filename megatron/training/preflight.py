@@ -163,9 +163,10 @@ def _check_sizes(run: RunConfig) -> None:
     needs: list[tuple[str, float, str]] = []
     if run.parallel.device == "cpu" and not run.zero.uses_nvme:
         size = 4 if run.precision.dtype == "fp32" else 2
-        states = train.micro_batch_size * run.data.seq_length * model.hidden_size * size
+        tokens = max(run.data.seq_length, run.data.decoder_seq_length)
+        states = train.micro_batch_size * tokens * model.hidden_size * size
         states //= run.parallel.model_parallel_size * run.parallel.sequence_ranks
-        needs.append(("the hidden states of one layer", states, "--batch-size, --seq-length or --hidden-size"))
+        needs.append(("the hidden states of one layer", states, "--batch-size, --hidden-size or the sequence length"))
         weights = size * sum(parameter.numel for parameter in architecture.named_parameters(model).values())
         weights //= run.parallel.world_size if run.zero.zero_stage == 3 else run.parallel.replica_size
         flags = "--lora-rank, " * bool(model.lora_rank) + "--num-layers or --hidden-size, or use more ranks"

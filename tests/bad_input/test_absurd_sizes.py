@@ -34,6 +34,7 @@ def sized(words: str) -> RunConfig:
     "words, what",
     [
         ("--batch-size 1e6 --seq-length 1e6", "the hidden states of one layer "),
+        ("t5 --batch-size 1e6 --decoder-seq-length 1e6", "the hidden states of one layer "),
         ("--num-layers 10000 --hidden-size 100000", "the weights of one rank "),
     ],
 )
