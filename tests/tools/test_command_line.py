@@ -60,6 +60,12 @@ def test_ctrl_c_during_the_imports_is_silent(program: str) -> None:
     assert (finished.returncode, finished.stderr) == (-signal.SIGINT, "")
 
 
+def test_a_program_that_is_imported_leaves_ctrl_c_as_it_is() -> None:
+    script = "import sys; sys.path.append('tools'); import _project_root, signal; signal.raise_signal(signal.SIGINT)"
+    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.stderr.endswith("KeyboardInterrupt\n")
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     finished = run("1 / 0")
     assert finished.returncode == 1
