@@ -29,10 +29,11 @@ def main() -> None:
     metrics = args.run / METRICS if args.run.is_dir() else args.run
     if not args.run.exists():
         raise ConfigError(f"{args.run}: no such file or folder; name a folder that --run-dir wrote")
-    record = metrics.parent / RECORD
-    if output.resolve() in (path.resolve() for path in (metrics, record, args.predictions) if path):
+    record, trace = metrics.parent / RECORD, args.trace or metrics.parent / TRACE
+    if output.resolve() in (
+        path.resolve() for path in (metrics, record, trace, trace / TRACE, args.predictions) if path
+    ):
         raise ConfigError(f"--output {output} is read for the page; name another file")
-    trace = args.trace or metrics.parent / TRACE
     try:
         series, loads = read_series(metrics, KEYS), read_expert_loads(metrics)
     except DataError as error:

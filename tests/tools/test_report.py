@@ -98,15 +98,16 @@ def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> No
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
 
 
-def test_what_is_read_is_not_replaced(tool: Callable, folder: Path) -> None:
-    metrics = folder / "metrics.jsonl"
-    content = metrics.read_bytes()
-    ended = tool("report", metrics, "--output", metrics)
+@pytest.mark.parametrize("words", [["metrics.jsonl"], ["trace.json"], ["trace.json", "--trace", "{folder}"]])
+def test_what_is_read_is_not_replaced(tool: Callable, folder: Path, words: list[str]) -> None:
+    read = folder / words[0]
+    content = read.read_bytes()
+    ended = tool("report", folder, "--output", read, *(word.format(folder=folder) for word in words[1:]))
     assert (ended.returncode, ended.stderr) == (
         2,
-        f"report.py: error: --output {metrics} is read for the page; name another file\n",
+        f"report.py: error: --output {read} is read for the page; name another file\n",
     )
-    assert metrics.read_bytes() == content
+    assert read.read_bytes() == content
 
 
 @pytest.mark.parametrize("name", [".", "..", "/"])
