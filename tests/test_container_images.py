@@ -15,6 +15,13 @@ DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
 VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-docs.txt", "requirements-test.txt"])
+def test_every_package_is_pinned(name) -> None:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    packages = [line for line in lines if line and not line.startswith("-r requirements")]
+    assert packages and all(re.fullmatch(r"[\w-]+==\d+(\.\d+)+", package) for package in packages)
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
     text = (ROOT / "docker" / name).read_text().replace("\\\n", " ")

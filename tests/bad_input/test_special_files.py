@@ -55,17 +55,19 @@ def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.01)
-    signal.alarm(60)  # a process that opens a FIFO would wait for ever
     os.mkfifo(fifo := tmp_path / name)
     for target in (None, "/dev/zero"):
         if target:
             fifo.unlink()
             fifo.symlink_to(target)
-        with pytest.raises(UserError) as caught:
-            READERS[name](fifo)
+        signal.alarm(60)  # a process that opens a FIFO would wait for ever
+        try:
+            with pytest.raises(UserError) as caught:
+                READERS[name](fifo)
+        finally:
+            signal.alarm(0)
         (line,) = caught.value.messages
         assert str(tmp_path) in line
-    signal.alarm(0)
 
 
 def test_what_is_no_file_is_not_replaced_copied_or_mapped(tmp_path: Path) -> None:

@@ -172,3 +172,10 @@ def test_tools_that_describe_runs_read_it(tmp_path: Path) -> None:
     assert (request.given["hidden_size"].value, request.given["lr"].value) == (64, 2)
     words = verified(["--config", str(file)], 4, None, CPU).words
     assert "--config" not in words and words[words.index("--hidden-size") + 1] == "64" and "--bf16" in words
+
+
+def test_the_example_is_a_legal_run() -> None:
+    example = ROOT / "examples" / "run.yaml"
+    parsed = read_run(["--config", str(example)], {**CUDA, "WORLD_SIZE": "8"})
+    assert (parsed.problems, parsed.warnings) == ([], [])
+    assert example.read_text().strip() in (ROOT / "docs" / "training.md").read_text()

@@ -295,6 +295,7 @@ def test_a_classic_schedule_has_the_originals_numbers_to_the_bit(
     rates = train(optim, first, 30)
     state = first.state_dict()
     assert state.pop("classic") is True  # without it the state is the original's, and the flag decides
+    assert state.keys() == {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
     optim = optimizer()
     resumed = scheduler(optim, style, **values, use_checkpoint_lr_scheduler=False)
     resumed.load_state_dict(state)

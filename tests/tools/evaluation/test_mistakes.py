@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.evaluating import load_tool
 
 from megatron.common.errors import UserError
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,9 @@ def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "latin1.txt").write_bytes(b"the sea, na\xefve")
     (folder / "cut.bin").write_bytes(b"12")
     (folder / "cut.idx").write_bytes(b"12")
+    with IndexedDatasetBuilder(str(folder / "more"), np.uint16) as builder:
+        builder.add_document(np.array([1, 2, 399]))
+        builder.finish()
     vocabulary = json.loads((place / "hf" / "vocab.json").read_text())
     names = list(vocabulary)
     vocabulary |= {names[0]: 1, names[1]: 0}
@@ -40,6 +45,7 @@ def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("WIKITEXT {wrong}/latin1.txt", "byte 11 is not UTF-8"),
         ("PPL nowhere", "nowhere: no such file, nor nowhere.bin and nowhere.idx"),
         ("PPL {wrong}/cut", "cut.idx"),
+        ("PPL {wrong}/more", "its tokens range from 1 to 399, and the model's vocabulary has 301"),
         ("PPL {wrong}/empty.txt", "0 tokens, from which nothing can be predicted"),
         ("PPL {place}/plain.txt --seq-length 49", "--seq-length 49 is more than the 48 positions"),
         ("PPL {place}/plain.txt --seq-length 8 --overlapping-eval 9", "--overlapping-eval 9: windows of 8 tokens"),

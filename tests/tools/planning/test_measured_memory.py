@@ -22,6 +22,7 @@ FEW_STEPS, MORE_STEPS = 2, 5
 
 ON_ONE = [
     STILL,
+    "",
     f"{STILL} --recompute-granularity selective --attention-softmax-in-fp32",
     f"{STILL} {LONG} --pre-tokens 100 --attention-softmax-in-fp32",
     f"{STILL} {LONG} --window-size 100,0 --tiled-mlp",

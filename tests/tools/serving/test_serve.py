@@ -24,10 +24,21 @@ def test_a_completion_has_the_shape_that_clients_know(server):
     }
 
 
+def test_a_seed_gives_the_same_text_again(server):
+    assert server.texts(**HELLO) == server.texts(**HELLO) != server.texts(**{**HELLO, "seed": 6})
+    assert server.texts(prompt="Hello", temperature=0) == server.texts(prompt="Hello", temperature=0, seed=1)
+
+
 def test_choices_come_in_the_order_of_prompts(server):
     several = server.texts(**{**HELLO, "prompt": ["Hello", "World"]}, n=2, echo=True)
     assert [text[:5] for text in several] == ["Hello", "Hello", "World", "World"]
     assert several[0] == "Hello" + server.texts(**HELLO)[0] != several[1]
+
+
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(server):
+    text = server.texts(**HELLO)[0]
+    choice = server.complete(**HELLO, stop=["never there", text[4:6]])["choices"][0]
+    assert choice["text"] == text[: text.index(text[4:6])] and choice["finish_reason"] == "stop"
 
 
 def test_streamed_pieces_equal_the_completion(server):

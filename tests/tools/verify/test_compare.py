@@ -78,6 +78,7 @@ def test_the_first_difference_is_named_in_the_order_of_training(changes: dict, f
 @pytest.mark.parametrize(
     "changes",
     [
+        {"losses": (math.nan, 1.0)},
         {"losses": (2.0,)},
         {"norms": (0.5, None)},
         {"gradients": {"0.weight": [GRADIENT * math.nan]}},
