@@ -6,8 +6,11 @@ import pytest
 import torch
 from support.command_lines import parse
 
+from megatron.checkpoint.run_file import SavedLayout, describe
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
+from megatron.training.summary import describe_config
 
 LAYOUTS = [
     "",
@@ -134,3 +137,33 @@ def test_tiles_of_an_mlp_are_as_many_as_torch_makes(tokens: int, shards: int | N
     tiles = config.mlp_tiles(tokens)
     assert len(torch.arange(tokens).chunk(tiles)) == tiles <= (shards or -(-tokens // 32))
     assert config.mlp_tiles(tokens) > 1 or tokens <= 32 and shards is None or tokens == 1
+
+
+def test_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the model T6 is unknown \(known: GPT-2, BERT"):
+        architecture_of(replace(settled("").model, architecture="T6"))
+
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        ("", "GPT-2"),
+        ("bert", "BERT"),
+        ("t5", "T5"),
+        (LLAMA, "Llama"),
+        (f"{LLAMA} --pre-tokens 8", "Mistral"),
+        (f"{LLAMA} --num-experts 4", "Mixtral"),
+        ("--position-embedding-type rope", "GPT"),
+    ],
+)
+def test_a_model_is_called_what_people_call_it(words: str, title: str) -> None:
+    run = settled(words)
+    assert describe_config(run)["model"].startswith(f"{title}, ")
+    assert describe(run, 0)["model"] == title
+    assert ", PP 1, " in str(SavedLayout.from_run(run))

@@ -149,6 +149,13 @@ def test_pieces_are_whole_characters(tokenizer):
     assert "🙂" in pieces, "complete as soon as its last byte is there"
 
 
+def test_half_a_character_at_the_end_is_replaced(tokenizer):
+    stream = Detokenizer(tokenizer, [])
+    half = tokenizer.tokenize("🙂")[:-1]
+    assert [stream.push(token) for token in half] == [""] * len(half)
+    assert stream.finish() == tokenizer.detokenize(half)
+
+
 @pytest.mark.parametrize(
     ("stop", "left"),
     [

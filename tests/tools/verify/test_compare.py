@@ -45,6 +45,18 @@ def test_equal_runs_do_not_differ() -> None:
     assert found() == Differences(0.0, 0.0, 0.0, 0.0, 0.0, None)
 
 
+def test_the_largest_differences_are_reported() -> None:
+    differences = found(
+        losses=(2.02, 1.001),
+        norms=(0.5, 0.3),
+        gradients={"1.weight": [GRADIENT + 0.02]},
+        weights={"0.weight": [moved(clear=0.02)], "1.weight": [moved(rounding=0.3)]},
+    )
+    assert (differences.loss, differences.grad_norm, differences.gradient) == pytest.approx((0.01, 0.2, 0.01), rel=1e-4)
+    assert (differences.weights, differences.other_weights) == pytest.approx((0.1, 1.5), rel=1e-4)
+    assert not differences.agree
+
+
 def test_a_step_of_rounding_is_no_difference() -> None:
     """Both runs may move such an element by the learning rate in each iteration, in opposite directions."""
     assert found(weights={"0.weight": [moved(rounding=0.39)]}).agree
