@@ -1,7 +1,7 @@
 """The central test for a mixture of experts: every layout gives the same losses, gradient norms and weights."""
 
 import pytest
-from support.layouts import COMPARED, LayoutRuns, compare_metrics, compare_runs, layout
+from support.layouts import COMPARED, LayoutRuns, compare_metrics, compare_runs, differing_weights, layout
 from support.programs import read_metrics
 from support.training import RankTraining
 
@@ -44,8 +44,9 @@ def test_a_balanced_global_batch_agrees_with_one_process(runs: LayoutRuns) -> No
 
 def test_training_resumes_with_other_numbers_of_expert_ranks(runs: LayoutRuns) -> None:
     """From one rank to four, and then to two, each time for one iteration."""
-    folder = runs(1, "--exit-interval 1")
+    whole, folder = runs.on_one_process(), runs(1, "--exit-interval 1")
     for name in ("dp4 ep4 zero1 --exit-interval 2", "dp2 ep2"):
         folder = runs(*layout(f"{name} --load {folder / 'checkpoint'}"))
-    expected = [line for line in read_metrics(runs.on_one_process() / "metrics") if line["iteration"] > 2]
+    expected = [line for line in read_metrics(whole / "metrics") if line["iteration"] > 2]
     compare_metrics(expected, read_metrics(folder / "metrics"), COMPARED | OF_EXPERTS)
+    assert not differing_weights(whole / "checkpoint", folder / "checkpoint")
