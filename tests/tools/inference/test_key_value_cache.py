@@ -18,10 +18,12 @@ LLAMA = {
 }  # fmt: skip
 KINDS = {
     "plain": {},
+    "sequence first": {"shape_order": "SBH"},
     "a window": {"pre_tokens": 3},
     "softmax in fp32": {"attention_softmax_in_fp32": True},
     "residual after the norm": {"apply_residual_connection_post_layernorm": True},
     "documents apart": {"reset_attention_mask": True, "reset_position_ids": True},
+    "positions of documents": {"reset_position_ids": True},
     "experts": {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 8, "swiglu": True},
     "grouped queries": LLAMA,
     "grouped queries in a window": {**LLAMA, "pre_tokens": 3},
