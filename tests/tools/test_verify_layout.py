@@ -115,6 +115,12 @@ def test_a_layout_that_differs_is_bisected(programs: Programs, tmp_path: Path) -
     assert "their sum over the tensor-parallel ranks is right: a reduction is absent" in text
 
 
+def test_bert_is_verified_by_its_program(programs: Programs) -> None:
+    words = [*SETTINGS, *TINY_MODEL, *programs.sentence_arguments, "--program", "pretrain_bert.py"]
+    finished = programs.warm(1, QUICK, *words, "--layouts", "tp1-pp0-dp1", "tp2-pp0-dp1-zero2").ok()
+    assert "2 of 2 layouts agree" in finished.output
+
+
 def test_a_run_that_fails_is_reported_with_its_last_lines(programs: Programs) -> None:
     finished = verify(programs, "--layouts", "tp1-pp0-dp1", "--data-path", "nowhere")
     assert finished.returncode == 1
