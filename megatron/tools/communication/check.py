@@ -168,7 +168,7 @@ def _arrive(entry: _Entry) -> Sequence[_Entry]:
     communicator, call = entry.communicator, entry.calls[0]
     if communicator.arrived:
         first = communicator.arrived[0]
-        if first.calls[0].signature != call.signature:
+        if first.calls[0] is not call and first.calls[0].signature != call.signature:
             raise Counterexample(
                 f"ranks {first.thread.rank} and {entry.thread.rank} call different operations as number "
                 f"{communicator.number + 1} of their group of {_of_ranks(communicator.ranks)}, in {call.phase}:\n"
