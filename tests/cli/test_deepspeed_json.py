@@ -181,6 +181,11 @@ def test_errors_of_a_file_name_the_line(text: str, message: str, config_file_err
     assert printed.startswith(f"ds.json{message}")
 
 
+def test_a_refused_key_that_is_off_is_nothing(config_file_errors) -> None:
+    off = '"amp": {"enabled": false}, "zero_optimization": {"zenflow": null, "legacy_stage1": false}'
+    assert config_file_errors(f"{{{off}}}") == []
+
+
 def test_quantized_weights_need_a_gpu(config_file_errors) -> None:
     refused = ["zero_optimization.zero_quantized_weights needs a GPU, and this host has none: remove it"]
     assert config_file_errors('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}') == refused

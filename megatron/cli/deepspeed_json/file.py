@@ -63,6 +63,8 @@ _LARGEST = 1 << 18
 _DIGITS = 18
 """Digits of a whole number: as many as surely fit into 64 bits."""
 _TOO_LARGE = 2**63
+_OFF = (None, False, {"enabled": False})
+"""Values of a refused key that ask for nothing, as a config written by DeepSpeed has them."""
 _KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
 
 
@@ -148,7 +150,8 @@ class _Check:
         for name, value in tree.items():
             key = (*prefix, name)
             if ".".join(key) in REFUSED_KEYS:
-                self._problem(key, REFUSED_KEYS[".".join(key)])
+                if value not in _OFF:
+                    self._problem(key, REFUSED_KEYS[".".join(key)])
             elif name not in keys:
                 candidates = [known for known in keys if ".".join((*prefix, known)) not in REFUSED_KEYS]
                 guess = did_you_mean(name, candidates, otherwise="DeepSpeed has no such setting")
