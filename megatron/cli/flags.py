@@ -19,7 +19,7 @@ from megatron.cli.provided import Provided
 from megatron.common.errors import ConfigError
 from megatron.common.reading import unreadable_words
 from megatron.config import flag_fields
-from megatron.config.fields import flag_name
+from megatron.config.fields import flag_name, flag_of
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY
 from megatron.model.architectures import GPT2
@@ -29,7 +29,7 @@ from megatron.model.spec import ArchitectureSpec
 PRESET, HF_FOLDER = "model_preset", "load_hf"
 _ALTERNATIVES = (
     ("fp16", "bf16"),
-    *((name, other) for name, field in flag_fields().items() for other in field.metadata["flag"]["instead_of"]),
+    *((name, other) for name, field in flag_fields().items() for other in flag_of(field).instead_of),
 )
 """Fields of which a layer that gives one replaces all in the layers before it."""
 

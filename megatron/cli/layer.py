@@ -13,7 +13,7 @@ from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, names_of
 from megatron.cli.provided import Provided, Source, read_value
 from megatron.common.errors import did_you_mean
 from megatron.config import flag_fields
-from megatron.config.fields import flag_name, has_flag, negative_flag
+from megatron.config.fields import flag_name, flag_of, has_flag, negative_flag
 from megatron.model.architectures import BERT, GPT2, LLAVA, T5
 from megatron.model.spec import ArchitectureSpec
 
@@ -212,10 +212,10 @@ def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
 
 def _owner(field: Field) -> str:
     """The model and the program that have the flag of ``field``, which not all have."""
-    models = field.metadata["flag"]["models"]
-    if models == ["gpt", "bert", "t5"]:
+    models = flag_of(field).models
+    if models == "gpt bert t5":
         return "for pretraining"
-    owner = next(spec for spec in (GPT2, BERT, T5, LLAVA) if models[0] == spec.kinds[-1])
+    owner = next(spec for spec in (GPT2, BERT, T5, LLAVA) if models.split()[0] == spec.kinds[-1])
     return f"{owner.name}'s, for {owner.program}"
 
 

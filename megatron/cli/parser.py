@@ -9,7 +9,7 @@ from megatron.cli.provided import value_type
 from megatron.cli.validation.rules import conditions_as_text
 from megatron.common.errors import ConfigError
 from megatron.config import sections
-from megatron.config.fields import flag_name, has_flag, negative_flag
+from megatron.config.fields import flag_name, flag_of, has_flag, negative_flag, with_reasons
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
@@ -78,19 +78,19 @@ def _add_fields(parser: argparse.ArgumentParser, architecture: ArchitectureSpec)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
-    metadata = field.metadata["flag"]
+    flag = flag_of(field)
     names = names_of(field)
     if value_type(field) is bool:
         group.add_argument(*names, action=ConfigFlag, dest=field.name, nargs=0, const=True, help=_help(field))
     else:
-        metavar = metadata["metavar"] or "|".join(metadata["choices"] or ()) or _METAVARS[value_type(field)]
+        metavar = flag.metavar or "|".join(flag.choices or ()) or _METAVARS[value_type(field)]
         nargs = "+" if get_origin(field.type) is tuple else None
         group.add_argument(*names, action=ConfigFlag, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
-    for value in dict.fromkeys(metadata["switches"].values()):
-        names_of_value = [f"--{name}" for name in metadata["switches"] if metadata["switches"][name] == value]
+    for value in dict.fromkeys(flag.switches.values()):
+        names_of_value = [f"--{name}" for name in flag.switches if flag.switches[name] == value]
         text = f"Same as {names[0]} {value}." if value_type(field) is not bool else f"Disable {names[0]}."
         group.add_argument(*names_of_value, action=ConfigFlag, dest=field.name, nargs=0, const=value, help=text)
-    if value_type(field) is bool and negative_flag(field).removeprefix("--") not in metadata["switches"]:
+    if value_type(field) is bool and negative_flag(field).removeprefix("--") not in flag.switches:
         negative = [name.replace("--", "--no-", 1) for name in names]
         text = f"Disable {names[0]}." if field.default is not False else argparse.SUPPRESS
         group.add_argument(*negative, action=ConfigFlag, dest=field.name, nargs=0, const=False, help=text)
@@ -98,19 +98,19 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 
 def names_of(field: Field) -> list[str]:
     """The flag of a field and its aliases."""
-    return [flag_name(field), *("--" + alias.replace("_", "-") for alias in field.metadata["flag"]["aliases"])]
+    return [flag_name(field), *("--" + alias.replace("_", "-") for alias in flag_of(field).aliases)]
 
 
 def _help(field: Field) -> str:
-    metadata = field.metadata["flag"]
-    text = metadata["help"].replace("%", "%%")
-    if needed := [conditions_as_text(needed) for needed in metadata["needs"] if ": " not in needed]:
+    flag = flag_of(field)
+    text = flag.help.replace("%", "%%")
+    if needed := [conditions_as_text(needed) for needed in with_reasons(flag.needs) if ": " not in needed]:
         text += f" Needs {' and '.join(needed)}."
-    if metadata["required"]:
+    if flag.required:
         return f"{text} (required)"
     # The defaults "off" and "not set" are obvious, and some texts explain their default themselves.
     omitted = field.default in (None, MISSING, ()) or isinstance(field.default, bool) or "(default" in text
-    if omitted or (metadata["within"] == "[1, inf)" and not field.default):
+    if omitted or (flag.within == "[1, inf)" and not field.default):
         return text
     return f"{text} (default: {field.default})"
 

@@ -1,6 +1,5 @@
 """The values that a user provides: from texts to values, with their sources, and the intervals that they must be in."""
 
-import ast
 import math
 import re
 from collections.abc import Callable
@@ -9,7 +8,8 @@ from typing import Any, NamedTuple, get_args
 
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import did_you_mean
-from megatron.config.experts import as_runs
+from megatron.config.experts import as_runs, layer_list
+from megatron.config.fields import flag_of
 
 
 class Source(str):
@@ -48,7 +48,7 @@ def read_value(field: Field | None, text: str | list[str]) -> Any:
         return _text(str(text))
     if isinstance(text, list):
         return tuple(map(_READERS[value_type(field)], text))
-    choices = tuple(PRESETS) if field.name == "model_preset" else field.metadata["flag"]["choices"]
+    choices = tuple(PRESETS) if field.name == "model_preset" else flag_of(field).choices
     if choices and text not in choices:
         raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
     reader = _layer_freq if field.name == "moe_layer_freq" else _READERS[value_type(field)]
@@ -62,48 +62,6 @@ def _layer_freq(text: str) -> int | str:
     if (number := _whole(text)) < 1:
         raise ValueError("must be 1 or more")
     return number
-
-
-_MOST_LAYERS = 20_000
-_LONGEST_TEXT = 100_000
-"""More than the text of a list of the most layers has."""
-
-
-def layer_list(text: str) -> tuple[int, ...]:
-    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
-
-    Raises ValueError if it is no such list, or a longer one than any model.
-    """
-    if len(text) > _LONGEST_TEXT:
-        raise ValueError("is too long")
-    try:
-        found = _value(ast.parse(text.strip("\"' "), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        found = None
-    if not isinstance(found, list) or not found:
-        raise ValueError("must be a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3")
-    return tuple(found)
-
-
-def _value(node: ast.AST) -> Any:
-    """The list or number of an expression. Raises ValueError or TypeError for what is neither."""
-    match node:
-        case ast.List(elts=elements) if all(isinstance(e, ast.Constant) and e.value in (0, 1) for e in elements):
-            found = [int(ast.literal_eval(element)) for element in elements]
-        case ast.Constant(value=int(number)) if 0 < number <= _MOST_LAYERS:
-            return number
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            found = _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first, second = _value(left), _value(right)
-            if math.prod(len(one) if isinstance(one, list) else one for one in (first, second)) > _MOST_LAYERS:
-                raise ValueError  # the list would take gigabytes
-            found = first * second
-        case _:
-            raise ValueError
-    if isinstance(found, int) or len(found) > _MOST_LAYERS:
-        raise ValueError
-    return found
 
 
 def _first_of_window(text: str) -> str:

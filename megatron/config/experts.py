@@ -1,6 +1,6 @@
 """Additions to the linear layers of a model: a mixture of experts, and low-rank adapters (LoRA)."""
 
-import re
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -107,20 +107,47 @@ class ExpertConfig:
     def layer_has_experts(self, layer_number: int) -> bool:
         """Whether the transformer layer of this number, from 1 on, has a mixture of experts."""
         if isinstance(self.moe_layer_freq, str):
-            listed = layers_of_runs(self.moe_layer_freq)
+            listed = layer_list(self.moe_layer_freq)
             return self.has_experts and layer_number <= len(listed) and bool(listed[layer_number - 1])
         return self.has_experts and (layer_number - 1) % self.moe_layer_freq == 0
 
 
+_MOST_LAYERS = 20_000
 _MOST_RUNS = 100
 """Python reads sums of some hundred terms."""
 
 
 @cache
-def layers_of_runs(text: str) -> tuple[int, ...]:
-    """The zeros and ones of a text that ``as_runs`` has written."""
-    runs = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
-    return tuple(int(value) for values, times in runs for value in values.split(",") * int(times or 1))
+def layer_list(text: str) -> tuple[int, ...]:
+    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
+
+    Raises ValueError if it is no such list, or a longer one than any model.
+    """
+    try:
+        return tuple(_elements(ast.parse(text.strip("\"' "), mode="eval").body))
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        expected = "a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3"
+        raise ValueError(f"must be {expected}") from None
+
+
+def _elements(node: ast.AST) -> list[int]:
+    """The elements of an expression. Raises ValueError for what is no list, or one that would take gigabytes."""
+    times = 1
+    match node:
+        case ast.List(elts=elements):
+            listed = [(0, 1).index(ast.literal_eval(element)) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            listed = _elements(left) + _elements(right)
+        case (
+            ast.BinOp(left=factor, op=ast.Mult(), right=ast.Constant(value=int(times)))
+            | ast.BinOp(left=ast.Constant(value=int(times)), op=ast.Mult(), right=factor)
+        ):
+            listed = _elements(factor)
+        case _:
+            raise ValueError
+    if not 0 < len(listed) * times <= _MOST_LAYERS:
+        raise ValueError
+    return listed * times
 
 
 def as_runs(listed: Sequence[int]) -> str:

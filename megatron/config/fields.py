@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, get_origin
 
 if TYPE_CHECKING:
@@ -20,52 +19,43 @@ for: ``nvme: zero_stage=3``. Of the conditions that a flag needs only the first 
 """
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    aliases: tuple[str, ...] = (),
-    switches: Mapping[str, Any] = MappingProxyType({}),
-    choices: tuple[str, ...] | None = None,
-    within: str | None = None,
-    required: bool = False,
-    metavar: str | None = None,
-    models: str = "gpt bert t5 other",
-    multiple_of: Relations = (),
-    needs: Relations = (),
-    ignored_without: Relations = (),
-    excludes: Relations = (),
-    instead_of: tuple[str, ...] = (),
-) -> Any:
-    """A field with a command-line flag named after it, or ``name``, and ``aliases``.
+@dataclass(frozen=True)
+class Flag:
+    """What the command line needs to know of a field."""
 
-    ``switches`` are more flags, each with the value it sets; ``within`` is the interval of valid numbers, such as
-    ``"[0, 1)"``; ``models`` are the kinds of models whose programs have the flag (see ``ArchitectureSpec.kinds``).
-
-    For ``needs``, ``ignored_without`` and ``excludes`` see ``Relations``; ``multiple_of`` names fields that divide the
-    value, and ``instead_of`` those of which only one may be provided.
-    """
-    metadata = {
-        "help": help,
-        "name": name,
-        "aliases": aliases,
-        "switches": switches,
-        "choices": choices,
-        "within": within,
-        "required": required,
-        "metavar": metavar,
-        "models": models.split(),
-        "multiple_of": _with_reasons(multiple_of),
-        "needs": _with_reasons(needs),
-        "ignored_without": _with_reasons(ignored_without),
-        "excludes": _with_reasons(excludes),
-        "instead_of": instead_of,
-    }
-    return field(default=default, metadata={"flag": metadata})
+    help: str
+    name: str | None = None
+    """By default the field's."""
+    aliases: tuple[str, ...] = ()
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """More flags, each with the value that it sets."""
+    choices: tuple[str, ...] | None = None
+    within: str | None = None
+    """The interval of valid numbers, such as ``"[0, 1)"``."""
+    required: bool = False
+    metavar: str | None = None
+    models: str = "gpt bert t5 other"
+    """The kinds of models whose programs have the flag (see ``ArchitectureSpec.kinds``)."""
+    multiple_of: str | tuple[str, ...] = ()
+    """Fields that divide the value."""
+    needs: Relations = ()
+    ignored_without: Relations = ()
+    excludes: Relations = ()
+    instead_of: tuple[str, ...] = ()
+    """Fields of which only one may be provided."""
 
 
-def _with_reasons(relations: Relations) -> Mapping[str, str]:
+def flag(default: Any, help: str, **description: Any) -> Any:
+    """A field with a command-line flag, described as in ``Flag``."""
+    return field(default=default, metadata={"flag": Flag(help, **description)})
+
+
+def flag_of(field: Field) -> Flag:
+    """The flag of a field that has one."""
+    return field.metadata["flag"]
+
+
+def with_reasons(relations: Relations) -> Mapping[str, str]:
     """Each condition with its reason, which may be empty."""
     if isinstance(relations, Mapping):
         return relations
@@ -79,18 +69,18 @@ def derived(default: Any) -> Any:
 
 def flag_name(field: Field) -> str:
     """The canonical flag of a field, such as ``--batch-size``, with hyphens for underscores."""
-    return "--" + (field.metadata["flag"]["name"] or field.name).replace("_", "-")
+    return "--" + (flag_of(field).name or field.name).replace("_", "-")
 
 
 def negative_flag(field: Field) -> str:
     """The flag that switches off the switch of ``field``: one of its own, or ``--no-`` and its name."""
-    own = [name for name, value in field.metadata["flag"]["switches"].items() if value is False]
+    own = [name for name, value in flag_of(field).switches.items() if value is False]
     return f"--{own[0] if own else 'no-' + flag_name(field).removeprefix('--')}"
 
 
 def has_flag(field: Field, kinds: tuple[str, ...]) -> bool:
     """Whether the program that trains models of these kinds (``ArchitectureSpec.kinds``) has the flag of ``field``."""
-    return any(kind in field.metadata["flag"]["models"] for kind in kinds)
+    return any(kind in flag_of(field).models.split() for kind in kinds)
 
 
 def inside(value: float, interval: str) -> bool:
@@ -172,7 +162,7 @@ def _problem(entry: Field, value: Any, ranges: bool) -> str | None:
         value = [value]  # as earlier versions wrote a single one
     if problem := type_problem(entry.type, value):
         return problem
-    metadata = entry.metadata.get("flag") or entry.metadata
+    metadata = vars(flag_of(entry)) if "flag" in entry.metadata else entry.metadata
     interval = metadata.get("within") or (_WHOLE if type(value) is int else "(-inf, inf)")
     if not ranges or value == entry.default:
         return None

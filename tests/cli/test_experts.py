@@ -8,9 +8,8 @@ import pytest
 from support.command_lines import parse
 
 from megatron.cli.flags import read_flags
-from megatron.cli.provided import layer_list
 from megatron.config import ModelConfig
-from megatron.config.experts import as_runs
+from megatron.config.experts import as_runs, layer_list
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_layers_with_experts(words: str, expected: str) -> None:
      "[1]*20000+[1]", "[1 for _ in '1']", "[[1]]", "[1]+1", "(" * 5000 + "[1]", "+".join(["[1]"] * 30000)],
 )  # fmt: skip
 def test_a_list_of_layers_is_read_without_being_run(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a number from 1 on, or a list|is too long"):
+    with pytest.raises(ValueError, match="must be a number from 1 on, or a list"):
         layer_list(text)
 
 

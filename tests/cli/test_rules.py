@@ -10,6 +10,7 @@ from support.command_lines import CPU, CUDA, complaints, read
 from megatron.cli.validation import RULES
 from megatron.cli.validation.rules import condition
 from megatron.config import flag_fields, sections
+from megatron.config.fields import flag_of, with_reasons
 
 
 def surroundings(words: str) -> tuple[str, int, Mapping[str, str]]:
@@ -55,13 +56,13 @@ def test_conditions_name_values_that_flags_have() -> None:
     """What the metadata of the fields say of each other."""
     types = {field.name: field.type for section in sections().values() for field in fields(section)}
     for field in flag_fields().values():
-        metadata = field.metadata["flag"]
-        assert {*metadata["instead_of"]} <= {*flag_fields()}
-        for text in (*metadata["needs"], *metadata["ignored_without"], *metadata["excludes"]):
+        flag = flag_of(field)
+        assert {*flag.instead_of} <= {*flag_fields()}
+        for text in [text for each in (flag.needs, flag.ignored_without, flag.excludes) for text in with_reasons(each)]:
             own, _, others = text.rpartition(": ")
             for part in (*([f"{field.name}={own}"] if own else []), *others.split(" or ")):
                 known = condition(part)
-                choices = known.field.metadata["flag"]["choices"]
+                choices = flag_of(known.field).choices
                 assert {*known.values} <= {*(choices or known.values)}, part
                 assert choices or "int" in str(types[known.field.name]) or not known.values or part.endswith("=0")
 

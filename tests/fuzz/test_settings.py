@@ -15,6 +15,7 @@ from megatron.cli.deepspeed_json.file import TOP_KEYS
 from megatron.cli.parser import names_of
 from megatron.cli.provided import value_type
 from megatron.config import sections
+from megatron.config.fields import flag_of
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
 from megatron.tools.command_line import check_values
@@ -27,7 +28,7 @@ FLAGS = {
     if "flag" in field.metadata and field.name != "load_hf"  # a broken folder has another exit code
     for name in names_of(field)
 }
-SWITCHES = [f"--{name}" for field in FLAGS.values() for name in field.metadata["flag"]["switches"]]
+SWITCHES = [f"--{name}" for field in FLAGS.values() for name in flag_of(field).switches]
 WORDS = st.one_of(
     NUMBERS.map(str), NUMBERS.map(lambda number: f"{number}"[:30]), TEXTS, st.text("0123456789.,:e-+_/ ", max_size=8)
 )
@@ -40,7 +41,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     for _ in range(draw(st.integers(1, 5))):
         name = draw(st.sampled_from(sorted(FLAGS) + SWITCHES))
         field = FLAGS.get(name)
-        choices = field.metadata["flag"]["choices"] if field else None
+        choices = flag_of(field).choices if field else None
         value = draw(st.one_of(WORDS, st.sampled_from(choices))) if choices else draw(WORDS)
         if field is None or (value_type(field) is bool and draw(st.integers(0, 5))):
             words.append(name)

@@ -12,7 +12,7 @@ from megatron.cli.provided import Provided
 from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields, flag_value
-from megatron.config.fields import flag_name, has_flag, inside, interval_as_text, is_above
+from megatron.config.fields import flag_name, flag_of, has_flag, inside, interval_as_text, is_above
 from megatron.model.spec import ArchitectureSpec
 
 # Their rules register themselves, in this order.
@@ -61,7 +61,7 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
 def oversized(provided: Mapping[str, Provided]) -> bool:
     """Whether a value is beyond any computer. Rules are not checked with such values, since some count up to them."""
     return any(
-        (within := flag_fields()[name].metadata["flag"]["within"]) and given.value and is_above(given.value, within)
+        (within := flag_of(flag_fields()[name]).within) and given.value and is_above(given.value, within)
         for name, given in provided.items()
     )
 
@@ -73,17 +73,17 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     """
     problems = []
     for name, field in flag_fields().items():
-        metadata = field.metadata["flag"]
+        flag = flag_of(field)
         if name not in provided:
             is_needed = architecture.provider is None or _is_needed(name, provided)
-            if metadata["required"] and has_flag(field, architecture.kinds) and is_needed:
+            if flag.required and has_flag(field, architecture.kinds) and is_needed:
                 problems.append(f"{flag_name(field)} is required")
             continue
-        value, source, within = provided[name].value, provided[name].source, metadata["within"]
+        value, source, within = provided[name].value, provided[name].source, flag.within
         is_own = architecture.provider is not None and name == "vocab_size"
         if within and value is not None and not (is_own or inside(value, within)):
             problems.append(f"{source} must be {interval_as_text(within, value)}")
-        for other in metadata["instead_of"]:
+        for other in flag.instead_of:
             if other in provided:
                 problems.append(f"{provided[other].source} and {source} exclude each other: give one")
     if not {"train_iters", "train_samples", "epochs"} & provided.keys():

@@ -6,7 +6,7 @@ from megatron.cli.validation.layout import stages_without
 from megatron.cli.validation.rules import Messages, rule
 from megatron.common.errors import counted
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.experts import LORA_TARGETS, layers_of_runs
+from megatron.config.experts import LORA_TARGETS, layer_list
 from megatron.config.positions import ROTARY
 from megatron.config.vision import PARTS
 from megatron.model import partition
@@ -129,9 +129,9 @@ def listed_layers(run: RunConfig) -> Messages:
     if not isinstance(listed, str) or not model.has_experts:
         return
     layers = model.num_layers - model.vision_layers
-    if (count := len(layers_of_runs(listed))) != layers > 0:
+    if (count := len(layer_list(listed))) != layers > 0:
         yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {layers}: give one each"
-    elif not any(layers_of_runs(listed)):
+    elif not any(layer_list(listed)):
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.common.errors import nearest_multiples
 from megatron.config import RunConfig, flag_fields, flag_value
-from megatron.config.fields import flag_name, negative_flag
+from megatron.config.fields import flag_name, flag_of, negative_flag, with_reasons
 from megatron.model.spec import architecture_of
 
 Messages: TypeAlias = Iterator[str]
@@ -127,10 +127,11 @@ def conditions_as_text(text: str) -> str:
 def relation_rules() -> Iterator[Rule]:
     """A rule for each relation that a field states; of those that it needs, the first that is broken counts."""
     for field in flag_fields().values():
-        yield from (_multiple(field, flag_fields()[name]) for name in field.metadata["flag"]["multiple_of"])
+        flag = flag_of(field)
+        yield from (_multiple(field, flag_fields()[name]) for name in with_reasons(flag.multiple_of))
         earlier: list[Rule] = []
         for kind, key in ((IGNORED, "ignored_without"), (NEEDS, "needs"), (EXCLUDES, "excludes")):
-            for text, why in field.metadata["flag"][key].items():
+            for text, why in with_reasons(getattr(flag, key)).items():
                 one = _relation(field, kind, text, why, () if kind == EXCLUDES else tuple(earlier))
                 earlier.append(one)
                 yield one
@@ -141,7 +142,7 @@ def _multiple(field: Field, other: Field) -> Rule:
     name, factors = flag_name(field), flag_name(other)
 
     def messages(run: RunConfig) -> Messages:
-        if run.model.vision_num_layers or field.metadata["flag"]["models"] != ["llava"]:
+        if run.model.vision_num_layers or flag_of(field).models != "llava":
             factor = flag_value(run, other.name)
             yield from multiple(name, flag_value(run, field.name), f"{factors} {factor}", factor)
 

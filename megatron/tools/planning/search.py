@@ -17,6 +17,7 @@ from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
 from megatron.cli.validation import broken_rule
 from megatron.config import ParallelConfig, RunConfig, flag_fields
+from megatron.config.fields import flag_of, with_reasons
 from megatron.config.model import padded_vocabulary
 from megatron.model.partition import Stage, explicit
 from megatron.model.spec import model_flops
@@ -243,7 +244,7 @@ def _recomputations(given: Mapping[str, object]) -> Iterator[Mapping[str, object
     """Those of ``RECOMPUTE`` that the given flags leave open."""
     of_activation = "recompute_mlp_activation"
     is_open = not {"checkpoint_activations", "recompute_granularity"} & given.keys()
-    excluded = flag_fields()[of_activation].metadata["flag"]["excludes"]
+    excluded = with_reasons(flag_of(flag_fields()[of_activation]).excludes)
     for flags in RECOMPUTE:
         if not flags or (is_open and not (of_activation in flags and any(given.get(name) for name in excluded))):
             yield flags
