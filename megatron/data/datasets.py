@@ -203,7 +203,7 @@ def _blended(
     folder = cache_folder(data, sources[0].indexed.prefix)
 
     def load(window: BlendWindow) -> Mapping[str, np.ndarray]:
-        end = window.length + sum(window.taken)
+        end = window.first + window.length
         forms = {
             "sources": Form(np.uint16, (window.length,), len(sources)),
             "places": Form(np.uint32 if end < 1 << 32 else np.int64, (window.length,), end),
@@ -213,7 +213,7 @@ def _blended(
             return np.array_equal(arrays["places"], window.places(arrays["sources"]))
 
         recipe = Recipe(forms, 6 * window.length, lambda _: window.build(), fits)
-        return cached(folder, f"blend_{window.length}ns_{digest((window.shares, sum(window.taken)))}", recipe)
+        return cached(folder, f"blend_{window.length}ns_{digest((window.shares, window.first))}", recipe)
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)
     # Each process begins somewhere else, so that all of them together build what is not there yet.

@@ -109,7 +109,9 @@ def test_the_first_of_a_shuffle_are_those_of_numpy(monkeypatch, count: int, firs
     np.testing.assert_array_equal(gpt2_dataset.first_of_shuffle(np.random.RandomState([3, 5]), count, first), expected)
 
 
-def test_of_the_next_epoch_there_are_the_documents_that_the_last_sample_can_need(monkeypatch) -> None:
+@pytest.mark.parametrize("few", [0, 1000])
+def test_of_the_next_epoch_there_are_the_documents_that_the_last_sample_can_need(monkeypatch, few: int) -> None:
+    monkeypatch.setattr(gpt2_dataset, "FEW", few)
     monkeypatch.setattr(gpt2_dataset, "_SWAPS", 16)
     lengths = np.random.RandomState(1).randint(0, 3, 500)
     stream = SampleStream(lengths, 7, 1234)

@@ -1,5 +1,6 @@
 """Index maps are built an epoch at a time, and blends a window at a time, at a cost that does not grow."""
 
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from megatron.common.errors import ResourceError
 from megatron.config import DataConfig
 from megatron.data import blend_order, map_cache
-from megatron.data.blend_order import BlendOrder
+from megatron.data.blend_order import BlendOrder, BlendWindow, taken_before
 from megatron.data.datasets import build_datasets
 
 SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 90, "eval_interval": 7, "eval_iters": 2, "seed": 5}
@@ -63,3 +64,29 @@ def test_a_blend_has_the_same_order_in_windows(weights: tuple[int, ...], monkeyp
     assert [windowed[sample] for sample in range(400)] == whole
     for requested, sample in ((400, 399), (400, 5), (300, 7), (15, 14)):
         assert BlendOrder(shares, requested)[sample] == whole[sample]
+
+
+def test_what_precedes_a_window_is_known_without_the_windows_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on after billions of samples computes neither their order nor reads it."""
+    chance = random.Random(3)
+    lists = [[chance.randint(1, 99) for _ in range(chance.randint(1, 30))] for _ in range(40)]
+    for weights in [*lists, [1, 1], [1], [90, 1, 1, 1, 1, 1], [5000, 1, 3, 2], [1, 2, 4, 8, 16, 32, 64, 128]]:
+        shares = tuple(Fraction(weight, sum(weights)) for weight in weights)
+        order, taken = BlendOrder(shares, 1500), [0] * len(shares)
+        for position in range(min(1500, sum(weights))):
+            assert position % 7 or taken_before(shares, position) == tuple(taken), (weights, position)
+            taken[order[position][0]] += 1
+    monkeypatch.setattr(blend_order, "BLEND_WINDOW", 50)
+    shares = tuple(Fraction(weight, 100003) for weight in (33331, 33331, 33341))
+    firsts: list[int] = []
+
+    def load(window: BlendWindow) -> dict[str, np.ndarray]:
+        firsts.append(window.first)
+        return window.build()
+
+    late = [BlendOrder(shares, 100003, load)[sample] for sample in (77777, 77778)]
+    assert firsts == [0, 77750, 0, 77750]
+    firsts.clear()
+    order = BlendOrder(shares, 100003, load)
+    assert [order[sample] for sample in range(77779)][77777:] == late
+    assert firsts == list(range(0, 77779, 50))
