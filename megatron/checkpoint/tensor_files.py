@@ -4,8 +4,9 @@ Tensors of safetensors files are read when they are asked for.
 """
 
 import re
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -16,7 +17,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor
+from torch import Tensor, TypedStorage, UntypedStorage
 from torch.utils._pytree import tree_map
 
 from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, make_folder, read_manifest
@@ -56,38 +57,65 @@ def read_checked_file(path: Path, *, mapped: bool = False, outlines: bool = Fals
     the meta device. Raises CheckpointError if the file is missing or damaged, or asks for code.
     """
     try:
-        check_archive(path)
-        with torch.serialization.safe_globals(ALLOWED):
-            device = "meta" if outlines else "cpu"
-            content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
-        check_nesting(content)
-        return content
+        return load_plain(path, ALLOWED, map_location="meta" if outlines else "cpu", mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
 
 
+def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
+    """What ``torch.load`` reads with the classes ``allowed`` and its ``options``, silently. Raises whatever it does.
+
+    Raises ValueError for more than the content of a file of this suite or of Megatron: see ``_check_content``.
+    """
+    check_archive(path)
+    with torch.serialization.safe_globals([*allowed]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of types of tensor that are rejected here
+        content = torch.load(path, weights_only=True, **options)
+        _check_content(content)
+    return content
+
+
 _DEEPEST, _LARGEST = 64, 1 << 26
 
 
-def check_nesting(content: Any) -> None:
-    """Raises ValueError for containers within containers that never end, as when one holds itself, or too many."""
+def _check_content(content: Any) -> None:
+    """Raises ValueError for containers within containers that never end, as when one holds itself, or too many, and
+    for tensors that are sparse, quantized, or larger than their data.
+    """
     counted: dict[int, int] = {}
 
-    def count(value: Any, depth: int) -> int:
+    def count(value: Any, depth: int, name: str = "") -> int:
         """Values in ``value``, of which what is there several times counts each time."""
         if not isinstance(value, Mapping | list | tuple):
+            if kind := _unusual(value):
+                raise ValueError(f"{name or 'it'} is {kind}")
             return 1
         if id(value) not in counted:
             if depth > _DEEPEST:
                 raise ValueError("it is nested too deep")
-            parts = value.values() if isinstance(value, Mapping) else value
-            counted[id(value)] = 1 + sum(count(part, depth + 1) for part in parts)
+            parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+            counted[id(value)] = 1 + sum(count(part, depth + 1, str(key)) for key, part in parts)
         return counted[id(value)]
 
     if (values := count(content, 0)) > _LARGEST:
         raise ValueError(f"it unfolds to {values:,} values")
+
+
+def _unusual(value: Any) -> str | None:
+    """What kind of data ``value`` is, unless it is a plain tensor or another value."""
+    if isinstance(value, TypedStorage | UntypedStorage):
+        return "a storage, not a tensor"
+    if not isinstance(value, Tensor):
+        return None
+    if value.layout != torch.strided or value.is_nested:
+        return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor, not a dense one"
+    if value.is_quantized:
+        return f"a quantized tensor of type {str(value.dtype).removeprefix('torch.')}, not one of floating point"
+    if value.nbytes > (size := value.untyped_storage().nbytes()):
+        return f"a tensor of {value.nbytes:,} bytes with {size:,} bytes of data"
+    return None
 
 
 def check_identity(path: Path, iteration: int) -> None:

@@ -2,7 +2,11 @@
 
 import os
 import sys
-from typing import Any, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import IO, Any, TextIO
 
 from megatron.common.errors import escaped
 
@@ -76,3 +80,52 @@ def open_closed_streams() -> None:
         name = ("stdin", "stdout", "stderr")[number]
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+class _HeldStderr:
+    """Where stderr goes meanwhile, and for how many threads."""
+
+    def __init__(self) -> None:
+        self._turn, self._threads, self._has_failed = Lock(), 0, False
+        self._screen = -1
+        self._held: IO[bytes] | None = None
+
+    def enter(self) -> None:
+        with self._turn:
+            self._threads += 1
+            if self._threads == 1:
+                self._has_failed, self._screen, self._held = False, os.dup(2), self._held or TemporaryFile(buffering=0)
+                os.dup2(self._held.fileno(), 2)
+
+    def leave(self, *, failed: bool) -> None:
+        with self._turn:
+            self._threads -= 1
+            self._has_failed |= failed
+            if self._threads or self._held is None:
+                return
+            os.dup2(self._screen, 2)
+            os.close(self._screen)
+            if self._held.tell() or self._has_failed:
+                self._held.seek(0)
+                text = b"" if self._has_failed else self._held.read()
+                self._held.seek(0)
+                self._held.truncate()
+                os.write(2, text)
+
+
+_stderr = _HeldStderr()
+
+
+@contextmanager
+def held_stderr() -> Iterator[None]:
+    """Hold back what libraries write to stderr inside of the block: it is dropped if the block raises an exception.
+
+    Libraries in Rust write pages about an error before they raise it. Several threads may be inside at once.
+    """
+    _stderr.enter()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        _stderr.leave(failed=failed)

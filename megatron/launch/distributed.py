@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,10 @@ from megatron.launch.rank import is_explained
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.process_groups import new_group
 
+_OF_BACKEND = re.compile("gloo|nccl|makeDeviceFor", re.IGNORECASE)
+"""In messages of gloo and NCCL."""
+_OF_DEVICE = re.compile("device|interface|address|hostname|socket", re.IGNORECASE)
+"""In those about the interface by which they connect."""
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
 """How much later than this rank others may time out."""
@@ -67,11 +72,12 @@ def distributed(
         try:
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         except RuntimeError as error:
-            if is_explained(error):
+            if is_explained(error) or not (isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error))):
                 raise
+            advice = f"; check {backend.upper()}_SOCKET_IFNAME and other environment variables of {backend}"
             raise LaunchError(
-                f"the process group of {backend} cannot form ({first_line(error)}): check the environment variables "
-                f"DS_ACCELERATOR and those of {backend}, such as {backend.upper()}_SOCKET_IFNAME"
+                f"the process group of {backend} cannot form ({first_line(error)})"
+                f"{advice if _OF_DEVICE.search(str(error)) else ''}"
             ) from error
         set_groups_of_deepspeed(partial(new_group, timeout=timeout))
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

@@ -13,6 +13,7 @@ import tokenizers
 
 from megatron.common.errors import DataError, first_line
 from megatron.common.reading import LARGEST_JSON, parse_json, read_bytes
+from megatron.common.screen import held_stderr
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""
@@ -76,15 +77,17 @@ class Tokenizer(ABC):
 
 
 @contextmanager
-def encoding_errors() -> Iterator[None]:
-    """Convert what the library raises where it cannot encode a text, its panics included, to DataError."""
+def library_errors(task: str = "encode this text") -> Iterator[None]:
+    """Convert what the library raises where it cannot do its ``task``, its panics included, to DataError."""
+    os.environ["RUST_BACKTRACE"] = "0"  # of a panic: it takes seconds
     try:
-        yield
+        with held_stderr():
+            yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         problem = f"{type(error).__name__}: {first_line(error)}"
-        raise DataError(f"the tokenizer cannot encode this text ({problem}); use the files of another one") from None
+        raise DataError(f"the tokenizer cannot {task} ({problem}); use the files of another one") from None
 
 
 class RustTokenizer(Tokenizer):
@@ -100,7 +103,7 @@ class RustTokenizer(Tokenizer):
         self._given, self.vocab_size = encoder, vocab_size
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        with encoding_errors():
+        with library_errors():
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -108,13 +111,15 @@ class RustTokenizer(Tokenizer):
         """The ids of each text and the characters of each id, where the texts of special tokens become these tokens."""
         check_texts(texts)
         self._encoder.encode_special_tokens = False
-        with encoding_errors():
-            encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
-        self._encoder.encode_special_tokens = True
-        return encodings
+        try:
+            with library_errors():
+                return self._encoder.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._encoder.encode_special_tokens = True
 
     def _decode(self, ids: list[int]) -> str:
-        return self._encoder.decode(ids, skip_special_tokens=False)
+        with library_errors("decode these tokens"):
+            return self._encoder.decode(ids, skip_special_tokens=False)
 
     @property
     def _encoder(self) -> tokenizers.Tokenizer:

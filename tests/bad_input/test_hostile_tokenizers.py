@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.processes import failure_in_child
-from megatron.common.screen import LossyStream
+from megatron.common.screen import LossyStream, held_stderr
 from megatron.tokenizer import published
 from megatron.tokenizer.published import HuggingFaceTokenizer
+from megatron.tools.preprocess.job import Job
+from megatron.tools.preprocess.preprocess import preprocess
 
 END = {"content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"}
@@ -47,6 +51,40 @@ def test_a_text_without_tokens_is_an_error_of_the_text(tmp_path: Path) -> None:
     assert tokenizer.tokenize("a") == [0]
     with pytest.raises(DataError, match="cannot encode this text"):
         tokenizer.tokenize("c")
+
+
+SLOW = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+TOO_SLOW = "x" * 200
+
+
+def test_nothing_of_a_panic_is_on_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The expression gives up at a text that the check does not have."""
+    tokenizer = HuggingFaceTokenizer(written(tmp_path, {"pre_tokenizer": SLOW}))
+    for encode in (tokenizer.tokenize_batch, tokenizer.encode_marked):
+        with pytest.raises(DataError, match="cannot encode this text .PanicException"):
+            encode([TOO_SLOW])
+    assert tokenizer.encode_marked(["</s>"])[0].ids == [2]
+    with held_stderr():
+        os.write(2, b"of another library")
+    assert capfd.readouterr().err == "of another library"
+
+
+def test_preprocessing_names_the_line_that_cannot_be_encoded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, {"pre_tokenizer": SLOW})
+    (text := tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("a", TOO_SLOW, "b")))
+    job = Job(
+        inputs=(text,),
+        output_prefix=str(tmp_path / "out"),
+        tokenizer_type="HuggingFaceTokenizer",
+        vocab_file=model,
+        workers=2,
+    )
+    with pytest.raises(DataError, match=f"{text}:2: the tokenizer cannot encode this text"):
+        preprocess(job, lambda _: None, print)
+    skipped: list[str] = []
+    summary = preprocess(replace(job, skip_errors=True), lambda _: None, skipped.append)
+    assert (summary.documents, summary.bad_lines, len(skipped)) == (2, 1, 1)
+    assert capfd.readouterr().err == ""
 
 
 def test_thousands_of_added_tokens_take_no_minute(tmp_path: Path) -> None:

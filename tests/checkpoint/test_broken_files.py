@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import tag_at
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.load_and_save import lazy_weights
+from megatron.tools.convert.megatron_files import _read
 
 LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
 SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0".split()
@@ -193,3 +195,27 @@ def test_a_program_refuses_or_falls_back_on_all_ranks(programs: Programs, folder
     assert f"> warning: {file} asks for posix.mkdir" in resumed.output
     assert f"> loaded {folder}/global_step1; resuming after iteration 1" in resumed.output
     assert not marker.exists()
+
+
+WEIGHT = torch.eye(4)
+UNUSUAL: dict[str, tuple[Callable[[], Any], str]] = {
+    "quantized": (lambda: torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8), "a quantized tensor of type qint8"),
+    "sparse": (WEIGHT.to_sparse, "a sparse_coo tensor, not a dense one"),
+    "compressed": (WEIGHT.to_sparse_csr, "a sparse_csr tensor, not a dense one"),
+    "nested": (lambda: torch.nested.nested_tensor([WEIGHT, WEIGHT[:2]]), "a nested tensor, not a dense one"),
+    "repeated": (lambda: torch.ones(1).expand(1 << 40), "a tensor of 4,398,046,511,104 bytes with 4 bytes of data"),
+    "storage": (WEIGHT.untyped_storage, "a storage, not a tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("read", [read_file, _read], ids=["ours", "Megatron's"])
+def test_an_unusual_tensor_is_refused_without_a_warning(tmp_path: Path, kind: str, read: Callable) -> None:
+    make, problem = UNUSUAL[kind]
+    torch.save({"module": {"weight": make()}}, file := tmp_path / "mp_rank_00_model_states.pt")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointError) as caught:
+            read(file)
+    assert not shown and caught.value.messages[0].startswith(f"{file} cannot be read (weight is {problem}")

@@ -5,17 +5,18 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
+from unittest.mock import MagicMock
 
 import pytest
 from support.bare_ranks import BareRanks
 from support.programs import TINY_MODEL, Programs
 from support.warm import places, start
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
 from megatron.launch import rank
-from megatron.launch.distributed import connect, leave_store
+from megatron.launch.distributed import connect, distributed, leave_store
 from megatron.launch.environment import free_port, listen, prepare_environment
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -37,7 +38,29 @@ def test_the_port_is_taken(programs) -> None:
 def test_a_backend_that_cannot_start(programs: Programs, variable: str) -> None:
     ended = programs.pretrain(1, *SETTINGS, **{variable: "none"})
     assert ended.returncode == 6 and "Traceback" not in ended.output
-    assert "error: the process group of gloo cannot form (" in ended.output.splitlines()[-1]
+    (line,) = ended.output.splitlines()[-1:]
+    assert "error: the process group of gloo cannot form (" in line and "; check GLOO_SOCKET_IFNAME and other" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (RuntimeError("a tensor is wrong"), RuntimeError, "a tensor is wrong"),
+        (RuntimeError("gloo: rank 1 is unknown"), LaunchError, "of gloo cannot form (gloo: rank 1 is unknown)"),
+        (DistStoreError("no such key"), LaunchError, "of gloo cannot form (no such key)"),
+    ],
+)
+def test_an_error_of_init_distributed_is_not_taken_for_another(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], message: str
+) -> None:
+    """What is not the backend's is a failure like any other, with code 1; what is has no advice about interfaces."""
+    for name, value in {**PLACE, "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("deepspeed.init_distributed", MagicMock(side_effect=error))
+    monkeypatch.setattr("megatron.launch.distributed.rendezvous_barrier", lambda *_: None)
+    with pytest.raises(kind) as caught, distributed(ParallelConfig(world_size=1, distributed_backend="gloo")):
+        pass
+    assert type(caught.value) is kind and str(caught.value).endswith(message)
 
 
 def test_ranks_with_other_arguments(programs: Programs, tmp_path: Path) -> None:

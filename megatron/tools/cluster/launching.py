@@ -4,12 +4,18 @@ DeepSpeed's launcher puts hosts, folders and arguments into a command line for r
 is quoted here; what cannot be quoted is an error.
 """
 
+import ast
 import json
+import os
 import re
 import shlex
 import sys
+import warnings
+import zipfile
 from argparse import REMAINDER, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import MAGIC_NUMBER
+from io import BytesIO
 from pathlib import Path
 
 from megatron.checkpoint.tracker import LATEST
@@ -17,7 +23,8 @@ from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.cli.validation import value_problems
-from megatron.common.errors import ConfigError, counted
+from megatron.common.errors import ConfigError, counted, first_line
+from megatron.common.reading import LARGEST_SETTINGS, read_bytes
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.cluster.hostfile import Host, check_one_filter, name_problem, read_hostfile, runs_here_alone, select
@@ -90,6 +97,8 @@ def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
         launch.max_restarts = 100 if launch.elastic else 0
     _check_elastic_flags(launch)
     launch.exclude_after = launch.exclude_after or MOST_FAILURES
+    if not (launch.module or launch.no_python) and os.path.exists(launch.script):
+        _check_program(Path(launch.script))
     return launch
 
 
@@ -188,6 +197,28 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
     known = values if CONFIG_FILE not in values else None  # the JSON file may provide the rest
     if problems := problems + (value_problems(known, program) if known is not None else []):
         raise ConfigError(problems)
+
+
+def _check_program(path: Path) -> None:
+    """Raises ConfigError unless ``path`` is a program in Python. JSON and some YAML can be parsed, but do nothing."""
+    try:
+        content = read_bytes(path, largest=LARGEST_SETTINGS)
+        if content.startswith(MAGIC_NUMBER) or zipfile.is_zipfile(BytesIO(content)):  # compiled, or an archive
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = ast.parse(content)
+        only_values = all(isinstance(line, ast.Expr | ast.Assign | ast.AnnAssign) for line in program.body)
+        if not only_values or any(isinstance(node, ast.Call) for node in ast.walk(program)):
+            return
+        problem = "it does nothing"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except SyntaxError as error:
+        problem = f"{error.msg} in line {error.lineno}" if error.lineno else error.msg
+    except (ValueError, RecursionError, MemoryError) as error:
+        problem = first_line(error)
+    raise ConfigError(f"{path} is no program in Python: {problem}; name the program to start, or add --no_python")
 
 
 def training_program(launch: Namespace) -> ArchitectureSpec | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.safetensors_files import no_floats
-from megatron.checkpoint.tensor_files import check_nesting
+from megatron.checkpoint.tensor_files import load_plain
 from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
@@ -47,11 +47,9 @@ def _read(path: Path) -> dict[str, Any]:
         stubs = [(_Stub, name) for name in names if name.startswith(_STUBBED)]
         if unknown := sorted(set(names) - {name for _, name in stubs} - {"argparse.Namespace"}):
             raise ValueError(f"it asks for {unknown[0]}, which could run code")
-        with torch.serialization.safe_globals([Namespace, *stubs]):
-            value = torch.load(path, map_location="cpu", weights_only=True)
+        value = load_plain(path, [Namespace, *stubs], map_location="cpu")
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, and should hold a dictionary")
-        check_nesting(value)
     except Exception as error:  # torch raises many types for a damaged file
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
     return value

@@ -11,6 +11,7 @@ from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import (
     HUGGINGFACE,
+    NULL_TOKENIZER,
     PUBLISHED,
     check_tokenizer_folder,
     tokenizer_files,
@@ -39,11 +40,20 @@ class TokenizerFiles:
 
     def of_kind(self, kind: str) -> tuple[str | None, str | None]:
         """Vocabulary and merges. Raises ConfigError or DataError if they are given twice, or are not in the folder."""
-        files = {"--vocab-file": self.vocab_file, "--merge-file": self.merge_file}
-        if given := [f"{flag} {file}" for flag, file in files.items() if file is not None and self.folder is not None]:
+        if self.folder is not None and (given := self._given[1:]):
             raise ConfigError(f"--tokenizer-model {self.folder} and {given[0]} exclude each other: give one")
         check_tokenizer_folder(kind, self.folder)
         return tokenizer_files(kind, self.vocab_file, self.merge_file, self.folder)
+
+    def refuse(self, reason: str) -> None:
+        """Raises ConfigError with the ``reason`` if a file is given."""
+        if given := self._given:
+            raise ConfigError(f"{given[0]} has no effect: {reason}")
+
+    @property
+    def _given(self) -> list[str]:
+        flags = {"--tokenizer-model": self.folder, "--vocab-file": self.vocab_file, "--merge-file": self.merge_file}
+        return [f"{flag} {file}" for flag, file in flags.items() if file is not None]
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,8 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     """The tokenizer of a model trained by this project."""
     data = description["config"]["data"]
     kind = data["tokenizer_type"]
+    if kind == NULL_TOKENIZER:
+        files.refuse(f"{path} has no tokenizer but that of numbers")
     vocab_file, merge_file = files.of_kind(kind)
     chosen = (vocab_file or data["vocab_file"], used_merges(kind, merge_file or data["merge_file"]))
     flags = ("--tokenizer-model",) if kind in PUBLISHED else ("--vocab-file", "--merge-file")
@@ -167,6 +179,7 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
 
 def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles) -> Tokenizer:
     """The tokenizer of a Hugging Face folder with a model of the Llama family."""
+    replace(files, folder=None).refuse(f"the tokenizer of {path} is one file: give it by --tokenizer-model")
     folder = files.folder or str(path)
     kind = tokenizer_kind(HUGGINGFACE, folder)
     vocab_file, _ = tokenizer_files(kind, None, None, folder)

@@ -57,10 +57,21 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
     tokenizer = tokenizer_of(job)
     numbers, contents, errors = _read_lines(job, chunk, tokenizer)
-    documents_of = _documents_of_texts if job.conversations is None else _documents_of_conversations
     tokens, sizes = {}, {}
     blank = unknown = 0
-    for key, documents in documents_of(job, tokenizer, contents).items():
+    try:
+        documents_by_key = _documents_of(job, tokenizer, contents)
+    except DataError:  # of one of the texts
+        problems = [_encoding_problem(job, tokenizer, content) for content in contents]
+        lines = list(zip(numbers, contents, problems, strict=True))
+        errors |= {
+            LineError(number, f"{chunk.path}:{number}: {problem}", is_empty=False)
+            for number, _, problem in lines
+            if problem
+        }
+        numbers = [number for number, _, problem in lines if not problem]
+        documents_by_key = _documents_of(job, tokenizer, [content for _, content, problem in lines if not problem])
+    for key, documents in documents_by_key.items():
         without = [number for number, document in zip(numbers, documents, strict=True) if not document]
         if FORMATS[job.format_of(chunk.path)].allows_blank_lines:
             blank += len(without)
@@ -107,6 +118,19 @@ def _check_words(where: str, texts: Sequence[str]) -> None:
             check_words(text)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+
+
+def _documents_of(job: Job, tokenizer: Tokenizer, contents: Sequence[Any]) -> Documents:
+    documents_of = _documents_of_texts if job.conversations is None else _documents_of_conversations
+    return documents_of(job, tokenizer, contents)
+
+
+def _encoding_problem(job: Job, tokenizer: Tokenizer, content: Any) -> str | None:
+    try:
+        _documents_of(job, tokenizer, [content])
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _documents_of_texts(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> Documents:

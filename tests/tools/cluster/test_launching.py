@@ -165,6 +165,29 @@ def test_what_cannot_be_started_is_refused_at_once(words: list[str], message: st
         check_arguments(launch, {})
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"train_batch_size": 1}', "it does nothing"),
+        (b'{"bf16": {"enabled": true}}', "it does nothing"),
+        (b"zero_stage: 1\n", "it does nothing"),
+        (b"", "it does nothing"),
+        (b"a:\n  - b\n", "invalid syntax in line 1"),
+        (b"import os\nif True\n", "expected ':' in line 2"),
+        (b"\x80\x02}q", "encoding problem|invalid or missing encoding|'utf-8' codec"),
+        (b"import os\0", "null bytes"),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_what_is_no_program_is_not_started(tmp_path: Path, content: bytes, problem: str) -> None:
+    (script := tmp_path / "program").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{script} is no program in Python: .*{problem}.*; name the program to star"):
+        read_launch([str(script)])
+    read_launch(["--no_python", str(script)])
+    script.write_text("1\nprint(1)")
+    read_launch([str(script)])
+
+
 @pytest.mark.parametrize("value", ["x; touch m", "x $(touch m)", 'a"b', "a\nb"])
 def test_variable_that_a_remote_shell_would_interpret_is_refused_without_its_value(hostfile: Path, value: str) -> None:
     refused = refusals(hostfile, environ={"DS_ACCELERATOR": "cpu", "UCX_X": value}) if value != "x; touch m" else []

@@ -106,6 +106,31 @@ def test_another_tokenizer_than_that_of_a_hugging_face_folder(foreign: Path, tmp
         open_source(foreign, TokenizerFiles(merge_file=files["merges.txt"]))
 
 
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    "files", [TokenizerFiles("vocab.json"), TokenizerFiles(merge_file="m"), TokenizerFiles("vocab.json", folder="a")]
+)
+def test_files_that_a_published_model_does_not_read(tmp_path: Path, files: TokenizerFiles) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    flag = "--vocab-file vocab.json" if files.vocab_file else "--merge-file m"
+    with pytest.raises(ConfigError, match=f"{flag} has no effect: .* give it by --tokenizer-model"):
+        open_source(tmp_path, files)
+
+
 def test_a_folder_without_a_tokenizer(exported: Path, foreign: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         open_source(exported)
