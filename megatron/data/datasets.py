@@ -1,7 +1,6 @@
 """The data sets of a run: the samples of each split, from one data set or a blend of several."""
 
 import math
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from megatron.data.indexed_dataset import Span
 from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.sft_dataset import SFTDataset
-from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
+from megatron.data.splits import OrderedSamples, Source, find_sources, from_anywhere, has_split, split_weights
 from megatron.data.t5_dataset import PairDataset, T5Dataset
 
 PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
@@ -216,9 +215,7 @@ def _blended(
         return cached(folder, f"blend_{window.length}ns_{digest((window.shares, window.first))}", recipe)
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)
-    # Each process begins somewhere else, so that all of them together build what is not there yet.
-    first = secrets.randbelow(len(sources))
-    numbers = [*range(first, len(sources)), *range(first)]
+    numbers = from_anywhere(range(len(sources)))
     # A data set has its share of the samples, plus less than one.
     opened = {number: of_source(sources[number], math.ceil(sources[number].share * samples)) for number in numbers}
     parts = [opened[number] for number in range(len(sources))]

@@ -1,6 +1,7 @@
 """A cache of arrays on disk, for index maps and blends: one process builds them, all processes map them into memory."""
 
 import contextlib
+import glob
 import hashlib
 import io
 import json
@@ -72,9 +73,11 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
     """
     with contextlib.suppress(OSError, ValueError):
         return _load(folder, name, recipe)
-    with _lock(folder / f"{name}.lock"):
+    with _lock(folder / f"{name}.lock") as is_locked:
         with contextlib.suppress(OSError, ValueError):
             return _load(folder, name, recipe)
+        if is_locked and recipe.nbytes >= LARGE:
+            _remove_unfinished(folder, name)
         _check_disk(folder, recipe.nbytes)
         with _new_files(folder, name, recipe) as (make, store):
             arrays = recipe.build(make)
@@ -118,6 +121,12 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
     finally:
         for path in unfinished.values():
             path.unlink(missing_ok=True)
+
+
+def _remove_unfinished(folder: Path, name: str) -> None:
+    """Remove the large files of a process that was killed while it built these arrays."""
+    for path in folder.glob(f".{glob.escape(name)}_*{UNFINISHED}"):
+        path.unlink(missing_ok=True)
 
 
 def _identities(folder: Path, name: str, recipe: Recipe) -> dict[str, list[int]]:
@@ -240,15 +249,17 @@ def _covers(array: np.ndarray, end: int) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``.
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold the lock file ``path``; false if there is none.
 
     The kernel drops the lock of a killed process. Without write access, or on a file system without such locks, there
     is no lock: it only saves work.
     """
     with contextlib.ExitStack() as stack:
+        is_locked = False
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             # A soft lock would outlive a killed process.
             stack.enter_context(FileLock(path, fallback_to_soft=False))
-        yield
+            is_locked = True
+        yield is_locked

@@ -2,11 +2,12 @@
 
 import math
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder
+
+T = TypeVar("T")
 
 
 def split_weights(split: str) -> tuple[float, float, float]:
@@ -183,23 +186,29 @@ def _of_text(indexed: IndexedDataset) -> IndexedDataset:
     return indexed
 
 
+def from_anywhere(items: Sequence[T]) -> list[T]:
+    """``items`` from a random one on, then those before: several processes that build what is absent divide it."""
+    first = secrets.randbelow(len(items))
+    return [*items[first:], *items[:first]]
+
+
 def all_sources(data: DataConfig) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
     if not data.prefixes:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
     opened: dict[str, IndexedDataset] = {}
     documents: dict[str, dict[str, range]] = {}
-    errors: list[str] = []
-    for prefix in data.prefixes:
+    errors: dict[str, list[str]] = {}
+    for prefix in from_anywhere(data.prefixes):
         try:
             opened[prefix] = _of_text(IndexedDataset(prefix, cache=cache_folder(data, prefix)))
             total = opened[prefix].num_documents
             parts = split_documents(total, data.split) if data.is_split else [range(total)] * len(SPLITS)
             documents[prefix] = dict(zip(SPLITS, parts, strict=True))
         except DataError as error:
-            errors += error.messages
+            errors[prefix] = error.messages
     if errors:
-        raise DataError(errors)
+        raise DataError([message for prefix in data.prefixes for message in errors.get(prefix, ())])
     return {
         name: tuple(Source(part.share, opened[part.prefix], documents[part.prefix][name]) for part in data.blends[name])
         for name in SPLITS

@@ -3,9 +3,11 @@
 import gc
 import random
 import resource
+import secrets
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,9 +15,10 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data import mapped_file
+from megatron.data import mapped_file, splits
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
+from megatron.data.indexed_dataset import IndexedDataset
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 
@@ -103,6 +106,22 @@ def test_everything_that_is_missing_or_too_small_is_named(prefixes: list[str], w
     own = DataConfig(train_data_path=(prefixes[0],), valid_data_path=(small,), seq_length=64)
     with pytest.raises(DataError, match=r"of 3: 42 tokens\) holds no sample of 64\+1 tokens: use a sm"):
         check_data(own, train_iters=1, eval_iters=1)
+
+
+def test_processes_that_build_together_begin_at_different_data_sets(
+    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    class Counted(IndexedDataset):
+        def __init__(self, prefix: str, **options: Any) -> None:
+            opened.append(prefix)
+            super().__init__(prefix, **options)
+
+    monkeypatch.setattr(splits, "IndexedDataset", Counted)
+    monkeypatch.setattr(secrets, "randbelow", lambda end: end - 1)
+    sources = splits.all_sources(blend(prefixes, "1", "2", "3"))["train"]
+    assert opened == [prefixes[2], *prefixes[:2]] and [source.indexed.prefix for source in sources] == prefixes
 
 
 def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.config import DataConfig
 from megatron.data import fingerprint, indexed_dataset, map_cache
 from megatron.data.gpt2_dataset import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cached
+from megatron.tools.audit.case import check_contents
 
 STREAM = SampleStream(np.arange(1, 50), 8, 1234)
 RECIPE = STREAM.recipe(2)
@@ -126,6 +129,11 @@ def test_a_large_index_is_checked_and_hashed_once(tmp_path: Path, monkeypatch, w
         assert (indexed.num_tokens, indexed.longest_document) == (6, 3)
         assert fingerprint.data_hash(prefix, tmp_path) == hash_of(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
         assert checks == ["index", "hash"]
+    data = DataConfig(data_path=(prefix,), data_cache_path=str(tmp_path), data_hash=fingerprint.data_hash(prefix))
+    checks.clear()
+    check_contents(data, "a checkpoint")
+    assert checks == [], "an audit reads it no more"
+    checks += ["index", "hash"]
     os.utime(f"{prefix}.idx", ns=(1, 1))
     IndexedDataset(prefix, cache=tmp_path)
     assert checks == ["index", "hash", "index"]
@@ -169,6 +177,26 @@ def test_concurrent_processes_have_the_same_maps(tmp_path: Path) -> None:
     expected = IndexMaps(**STREAM.build(2))
     assert results == [[getattr(expected, name).tobytes() for name in ("documents", "samples", "shuffle")]] * 4
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock"}
+
+
+def test_what_a_killed_process_leaves_is_no_obstacle_and_is_removed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(map_cache, "LARGE", 1)
+    other = tmp_path / ".xy_samples.0badc0de.partial"
+    other.write_text("of other maps")
+
+    def die(make: map_cache.Make) -> map_cache.Arrays:
+        make("samples")[:] = 0
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    process = multiprocessing.get_context("fork").Process(
+        target=cached, args=(tmp_path, "x", RECIPE._replace(build=die))
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and len(list(tmp_path.glob(".x_samples.*"))) == 1
+    assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock", other.name}
 
 
 @pytest.mark.parametrize(("checked_once", "flushed"), [(1, 3), (1 << 20, 0)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import DataConfig, TrainConfig
 from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets, sample_at
 from megatron.data.fingerprint import blend_hash, other_tokenizers, tokenizer_hash
+from megatron.data.map_cache import cache_folder
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.convert.inspection import find
@@ -145,7 +146,7 @@ def check_contents(data: DataConfig, checkpoint: str) -> None:
     if data.mock_data:
         raise ConfigError(f"{checkpoint} was trained on --mock-data, which has no documents to list")
     try:
-        found = blend_hash(data.contents)
+        found = blend_hash(data.contents, partial(cache_folder, data))
     except FileNotFoundError as error:
         raise DataError(
             f"{error.filename} is missing: name the present paths of the data of {checkpoint} with --data-path"
