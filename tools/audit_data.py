@@ -26,9 +26,9 @@ from _atomic_file import atomic_file
 from megatron.cli.flags import read_flags
 from megatron.cli.provided import Provided
 from megatron.common.errors import ConfigError
+from megatron.common.tokenizer_files import check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.config import DataConfig
 from megatron.config.data import read_blend
-from megatron.config.tokenizer_files import check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.audit import overlaps, proof, samples

@@ -41,7 +41,7 @@ from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError, ConfigError
-from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
+from megatron.common.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, check_values, run_tool
 

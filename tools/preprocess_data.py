@@ -22,7 +22,7 @@ import _project_root  # noqa: F401
 from tqdm import tqdm
 
 from megatron.common.errors import ConfigError, counted
-from megatron.config.tokenizer_files import (
+from megatron.common.tokenizer_files import (
     GPT2_BPE,
     PUBLISHED,
     TOKENIZER_TYPES,

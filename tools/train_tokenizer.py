@@ -10,7 +10,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError, DataError, counted
-from megatron.config.tokenizer_files import GPT2_BPE
+from megatron.common.tokenizer_files import GPT2_BPE
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.words import SEP
 from megatron.tools.command_line import ToolParser, progress_bar, run_tool

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.common.errors import CheckpointError
-from megatron.common.reading import parse_json
+from megatron.common.reading import parse_json, type_problem
 from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig, sections
-from megatron.config.fields import field_problems, type_problem
+from megatron.config.fields import field_problems
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface import model_title

@@ -65,7 +65,7 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     if oversized(provided):
         raise ConfigError(problems)
     run, unresolved = resolve_run(provided, environ, architecture)
-    problems += [*unresolved, *violations(run), *conflicts(run, tree, provided)]
+    problems += [*unresolved, *(message for _, message in violations(run)), *conflicts(run, tree, provided)]
     problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, tree))

@@ -10,6 +10,7 @@ from megatron.cli.batch_sizes import GLOBAL, ramp_up, read_steps, solve_batch
 from megatron.cli.provided import Provided
 from megatron.common.environment import expected_device, local_rank, world_size
 from megatron.common.errors import ConfigError, DataError
+from megatron.common.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
 from megatron.config import (
     ActivationConfig,
     DataConfig,
@@ -23,7 +24,6 @@ from megatron.config import (
 )
 from megatron.config.batch_schedule import Steps
 from megatron.config.data import DEFAULT_VOCABULARY
-from megatron.config.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
 from megatron.model.architectures import GPT2
 from megatron.model.partition import explicit, repartitioned
 from megatron.model.spec import ArchitectureSpec

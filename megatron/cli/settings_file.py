@@ -5,7 +5,7 @@ written, so that none of YAML's guesses apply: ``1e-4`` is a number where the fl
 """
 
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
@@ -17,8 +17,6 @@ from megatron.model.spec import architecture_of
 
 _LARGEST = 1 << 18
 """Bytes of a settings file: far more than all flags have."""
-_LONGEST = 4096
-"""Characters of a value: as many as the name of a file may have."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
@@ -36,7 +34,7 @@ def read_settings_file(path: str) -> list[Given]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     try:
-        root = _Loader(path, text).get_single_node()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.composer.ComposerError as error:
         _refuse(path, error.problem_mark, "a second document begins here: write one")
     except yaml.MarkedYAMLError as error:
@@ -45,52 +43,36 @@ def read_settings_file(path: str) -> list[Given]:
         raise ConfigError(
             f"{path}, line {text.count(chr(10), 0, error.position) + 1}: not YAML: {error.reason}"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deep: write lines of FLAG: VALUE") from None
+    if root is None:
+        raise ConfigError(f"{path}: holds no settings: write lines of FLAG: VALUE")
+    if not isinstance(root, yaml.MappingNode):
+        _refuse(path, root.start_mark, "not a setting: write lines of FLAG: VALUE")
     settings: list[Given] = []
     marks: dict[str, yaml.Mark] = {}
-    for key, node in root.value if root else []:
-        if not _NAME.fullmatch(name := key.value):
-            problem = f"{_shown(name)} is not the name of a flag: write it without --, then a colon and a space"
+    for key, node in root.value:
+        name = key.value if isinstance(key.value, str) else "a list"
+        if not _NAME.fullmatch(name):
+            problem = f"{name!r} is not the name of a flag: write it without --, then a colon and a space"
             _refuse(path, key.start_mark, problem)
         if (known := name.replace("_", "-")) in marks:
             _refuse(path, key.start_mark, f"{name} was already given in line {marks[known].line + 1}")
         marks[known] = key.start_mark
         settings.append(Given(f"--{name}", _value(path, name, node), f"{path}, line {node.start_mark.line + 1}"))
-    if not settings:
-        raise ConfigError(f"{path}: holds no settings: write lines of FLAG: VALUE")
     return settings
-
-
-class _Loader(yaml.SafeLoader):
-    """Composes the one mapping of names to texts or lists of texts that a file is. Raises ConfigError for all else."""
-
-    def __init__(self, path: str, text: str) -> None:
-        super().__init__(text)
-        self._path = path
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event: Any = self.peek_event()
-        is_list, in_list = isinstance(event, yaml.SequenceStartEvent), isinstance(parent, yaml.SequenceNode)
-        problem = ""
-        if event.anchor:
-            problem = "anchors and aliases are not supported: write the value"
-        elif event.tag:
-            problem = f"the tag {_shown(event.tag)} is not supported: write only the value"
-        elif (parent is None) != isinstance(event, yaml.MappingStartEvent):
-            sections = "sections are not supported: write each flag in its own line, not indented"
-            problem = sections if parent else "not a setting: write lines of FLAG: VALUE"
-        elif is_list and (in_list or index is None):
-            problem = "a list is the value of one flag: write FLAG: [VALUE, VALUE]"
-        if problem:
-            _refuse(self._path, event.start_mark, problem)
-        return super().compose_node(parent, index)
 
 
 def _value(path: str, name: str, node: yaml.Node) -> bool | str | list[str]:
     if isinstance(node, yaml.ScalarNode):
         return _scalar(path, name, node)
+    if isinstance(node, yaml.MappingNode):
+        _refuse(path, node.start_mark, "sections are not supported: write each flag in its own line, not indented")
     if not node.value:
         _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
     for item in node.value:
+        if not isinstance(item, yaml.ScalarNode):
+            _refuse(path, item.start_mark, "a list is the value of one flag: write FLAG: [VALUE, VALUE]")
         _scalar(path, name, item)
         if is_flag(item.value):
             _refuse(path, item.start_mark, f"--{name}: {item.value!r} looks like a flag; write a value")
@@ -102,17 +84,9 @@ def _scalar(path: str, name: str, node: yaml.ScalarNode) -> bool | str:
     if value is None:
         _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
     if isinstance(value, str) and not value.isprintable():
-        problem = f"{name}: {_shown(value)} has a character that is not printable: remove it"
-        _refuse(path, node.start_mark, problem)
-    if len(node.value) > _LONGEST:
-        problem = f"{name}: {len(node.value):,} characters: write at most {_LONGEST:,}"
+        problem = f"{name}: {value!r} has a character that is not printable: remove it"
         _refuse(path, node.start_mark, problem)
     return value
-
-
-def _shown(text: str) -> str:
-    """A text of the file for a message of one line."""
-    return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
 def _refuse(path: str, mark: yaml.Mark | None, problem: str) -> NoReturn:

@@ -79,6 +79,12 @@ def escaped(text: str, kept: str = "") -> str:
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
+def shown(value: object) -> str:
+    """A value for messages, of which a long one is cut off."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -7,9 +7,13 @@ import select
 import stat
 import zipfile
 from collections.abc import Iterable, Iterator
+from functools import cache
 from io import BufferedIOBase, FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
@@ -123,6 +127,26 @@ def parse_json(text: str | bytes, **settings: Any) -> Any:
 
 def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def type_problem(kind: Any, value: Any) -> str | None:
+    """Why ``value`` of a JSON file is none of the type ``kind``, without any conversion; None if it is."""
+    from pydantic import ValidationError
+
+    try:
+        _adapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{step!r}]" for step in first["loc"] if step != "constrained-str")
+        return f"{where} {first['msg']}".strip()
+    return None
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def unreadable_words(words: Iterable[str]) -> list[str]:

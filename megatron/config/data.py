@@ -7,8 +7,8 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from megatron.common.tokenizer_files import NULL_TOKENIZER, PUBLISHED, TOKENIZER_TYPES
 from megatron.config.fields import derived, flag
-from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, TOKENIZER_TYPES
 
 
 class Part(NamedTuple):

@@ -1,13 +1,11 @@
-"""Fields of the config, with what the command line needs to know of each; values of JSON files, compared with them."""
+"""Fields of the config, with what the command line needs to know of each."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias, get_origin
+from typing import Any, TypeAlias, get_origin
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from megatron.common.errors import shown
+from megatron.common.reading import type_problem
 
 Relations: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 """Conditions on other flags, maybe with the reason of each.
@@ -119,7 +117,6 @@ def ends(interval: str) -> tuple[float, float]:
 
 _WHOLE = "[-1, 9007199254740992]"
 """Whole numbers of fields without an interval."""
-_SHOWN = 60
 
 
 def field_problems(kind: type, values: Mapping[str, Any], *, ranges: bool = True) -> list[str]:
@@ -129,32 +126,6 @@ def field_problems(kind: type, values: Mapping[str, Any], *, ranges: bool = True
     """
     found = {entry.name: _problem(entry, values[entry.name], ranges) for entry in fields(kind) if entry.name in values}
     return [f"{name} is {shown(values[name])}: {problem}" for name, problem in found.items() if problem]
-
-
-def shown(value: Any) -> str:
-    """A value for messages, of which a long one is cut off."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def type_problem(kind: Any, value: Any) -> str | None:
-    """Why ``value`` of a JSON file is none of the type ``kind``, without any conversion; None if it is."""
-    from pydantic import ValidationError
-
-    try:
-        _adapter(kind).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"[{step!r}]" for step in first["loc"] if step != "constrained-str")
-        return f"{where} {first['msg']}".strip()
-    return None
-
-
-@cache
-def _adapter(kind: Any) -> "TypeAdapter":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
 
 
 def _problem(entry: Field, value: Any, ranges: bool) -> str | None:

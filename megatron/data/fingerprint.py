@@ -14,8 +14,8 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
+from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.data import chat_template_file
-from megatron.config.tokenizer_files import PUBLISHED
 from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer

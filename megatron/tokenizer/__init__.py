@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron.common.errors import ConfigError, DataError
-from megatron.config.data import DataConfig
-from megatron.config.tokenizer_files import (
+from megatron.common.tokenizer_files import (
     HUGGINGFACE,
     NULL_TOKENIZER,
     PUBLISHED,
@@ -18,6 +17,7 @@ from megatron.config.tokenizer_files import (
     tokenizer_kind,
     used_merges,
 )
+from megatron.config.data import DataConfig
 from megatron.tokenizer.base import Tokenizer as Tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.published import GPTSentencePieceTokenizer, HuggingFaceTokenizer

@@ -17,10 +17,10 @@ from megatron.checkpoint.tracker import resolve
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError, first_line
 from megatron.common.reading import regular
+from megatron.common.tokenizer_files import NULL_TOKENIZER, check_tokenizer_folder, used_merges
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA
 from megatron.config.model import padded_vocabulary
-from megatron.config.tokenizer_files import NULL_TOKENIZER, check_tokenizer_folder, used_merges
 from megatron.data.datasets import check_data
 from megatron.data.fingerprint import (
     blend_hash,
@@ -209,13 +209,18 @@ def _check_outputs(run: RunConfig) -> None:
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
         problems.append(_metrics_problem("--metrics-file", Path(run.logging.metrics_file)))
-    trackers = {
-        "wandb": ("--wandb-project", run.logging.wandb_project),
-        "mlflow": ("--mlflow-experiment", run.logging.mlflow_experiment),
-    }
+    trackers = [
+        ("--wandb-project", run.logging.wandb_project, "wandb"),
+        ("--mlflow-experiment", run.logging.mlflow_experiment, "mlflow"),
+        *(
+            (f"{name}.enabled", "true", package)
+            for name, package in _MONITORS.items()
+            if (run.ds_config.get(name) or {}).get("enabled")
+        ),
+    ]
     problems += [
-        f"{flag} {name} needs {package}, which is not installed: pip install {package}, or remove the flag"
-        for package, (flag, name) in trackers.items()
+        f"{flag} {name} needs {package}, which is not installed: pip install {package}, or remove it"
+        for flag, name, package in trackers
         if name is not None and find_spec(package) is None
     ]
     profile = run.ds_config.get("flops_profiler") or {}
@@ -223,6 +228,10 @@ def _check_outputs(run: RunConfig) -> None:
         problems.append(_file_problem("flops_profiler.output_file", Path(profile["output_file"])))
     if any(problems):
         raise ConfigError(problem for problem in problems if problem)
+
+
+_MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+"""Sections of DeepSpeed's monitors in a JSON, and the package that each imports."""
 
 
 def _folder_problem(flag: str, folder: Path) -> str | None:

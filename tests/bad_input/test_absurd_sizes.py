@@ -48,10 +48,10 @@ def test_what_the_memory_cannot_hold_is_refused(words: str, what: str) -> None:
 
 
 def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.cli.deepspeed_json.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.training.preflight.find_spec", lambda name: None)
     (path := tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
-    (line,) = complaints(f"--deepspeed_config {path}")
-    assert line.startswith("wandb.enabled true needs wandb, which is not installed: ")
+    with pytest.raises(ConfigError, match="wandb.enabled true needs wandb, which is not installed: "):
+        _check_outputs(parse(f"--deepspeed_config {path}"))
     path.write_text(json.dumps({"csv_monitor": {"enabled": True, "output_path": "/dev/null/logs"}}))
     with pytest.raises(ConfigError, match="csv_monitor.output_path /dev/null/logs: /dev/null is not a folder"):
         _check_outputs(parse(f"--deepspeed_config {path}"))

@@ -9,7 +9,7 @@ from support.refusals import ROOT
 
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, DataError
-from megatron.config.tokenizer_files import (
+from megatron.common.tokenizer_files import (
     HUGGINGFACE,
     SENTENCEPIECE,
     check_tokenizer_folder,

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron.cli import parse_run
 from megatron.common.errors import DataError
-from megatron.config.tokenizer_files import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
+from megatron.common.tokenizer_files import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder

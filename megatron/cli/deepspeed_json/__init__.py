@@ -8,7 +8,6 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,8 +160,6 @@ _RIGHT_WITH_ZERO = ("SGD", "Lion", "Muon")
 """Optimizers that need this key, and whose updates under ZeRO are right; Lamb's are not."""
 _FORCES_ITS_OWN = "zero_force_ds_cpu_optimizer"
 """Whether DeepSpeed offloads its own optimizers only. Offloaded, Lion is ours."""
-_MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-"""Sections of DeepSpeed's monitors, and the package that each imports."""
 
 
 def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,10 +260,6 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {schedule}: set it to false, or "
             "remove it; --trace measures each pass"
         )
-    for name, package in _MONITORS.items():
-        if file.get(name, {}).get("enabled") and find_spec(package) is None:
-            remedy = f"pip install {package}, or set it to false"
-            yield f"{name}.enabled true needs {package}, which is not installed: {remedy}"
     quantized = [key for key, value in file.get(ZERO, {}).items() if key.startswith("zero_quantized_") and value]
     if quantized and run.parallel.device == "cpu":
         yield f"{ZERO}.{quantized[0]} needs a GPU, and this host has none: remove it"

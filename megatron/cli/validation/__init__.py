@@ -24,22 +24,20 @@ _TRIAL = 10
 """Shorter runs are trials, whose warm-up does not matter."""
 
 
-def violations(run: RunConfig) -> list[str]:
-    """A message for each rule that ``run`` breaks and that is an error."""
-    return [message for rule in RULES if not rule.only_warns and (message := rule.check(run)) is not None]
+def violations(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """The name of each rule that ``run`` breaks and that is an error, and the message."""
+    return _broken(run, only_warns=False)
 
 
-def broken_rule(run: RunConfig) -> tuple[str, str] | None:
-    """The name of the first rule that ``run`` breaks and that is an error, and the message; None without one."""
+def _broken(run: RunConfig, *, only_warns: bool) -> Iterator[tuple[str, str]]:
     for rule in RULES:
-        if not rule.only_warns and (message := rule.check(run)) is not None:
-            return rule.name, message
-    return None
+        if rule.only_warns == only_warns and (message := rule.check(run)) is not None:
+            yield rule.name, message
 
 
 def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
     """A message for each rule that ``run`` breaks without harm, and for provided values that another one replaces."""
-    messages = [message for rule in RULES if rule.only_warns and (message := rule.check(run)) is not None]
+    messages = [message for _, message in _broken(run, only_warns=True)]
     if "lr_warmup_fraction" in provided and run.train.global_batch_size > 0:
         steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
         if steps >= _TRIAL and provided["lr_warmup_fraction"].value > 0 == run.optim.warmup_steps(run.train):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megatron.cli.validation.rules import Messages, divides, multiple, rule
 from megatron.common.errors import counted, nearest_multiples
-from megatron.config import ParallelConfig, RunConfig
+from megatron.config import RunConfig
 from megatron.model import partition
 from megatron.model.spec import LayerSpec
 
@@ -165,7 +165,7 @@ def stages_have_layers(run: RunConfig) -> Messages:
     chunks = f"--pipe-parallel-size {parallel.pipe_stages}"
     if parallel.chunks_per_stage > 1:
         schedule = f"--pipeline-schedule {parallel.pipeline_schedule}"
-        chunks = f"the {_chunks_per_stage(parallel)} model chunks per stage of {chunks} and {schedule}"
+        chunks = f"the {parallel.chunks_per_stage} model chunks per stage of {chunks} and {schedule}"
     fewer = most // parallel.chunks_per_stage
     remedy = f"use at most {counted(fewer, 'stage')}" if fewer else "use --pipeline-schedule 1f1b"
     if most == layers:
@@ -190,7 +190,7 @@ def partition_fits(run: RunConfig) -> Messages:
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
         return
     if len(numbers) != parallel.model_chunks:
-        each = f"{_chunks_per_stage(parallel)} for each stage of"
+        each = f"{parallel.chunks_per_stage} for each stage of"
         if parallel.chunks_per_stage > 1:
             each += f" --pipeline-schedule {parallel.pipeline_schedule} and"
         yield f"{flag}: give {parallel.model_chunks} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
@@ -198,11 +198,6 @@ def partition_fits(run: RunConfig) -> Messages:
         yield f"{flag} totals {sum(numbers)} layers, and --num-layers is {layers}: make them equal"
     if 0 in numbers[1:-1]:
         yield f"{flag} leaves a middle stage empty: only the first and the last may have no transformer layers"
-
-
-def _chunks_per_stage(parallel: ParallelConfig) -> str:
-    number = parallel.chunks_per_stage
-    return {1: "one", 2: "two", 3: "three"}.get(number, str(number))
 
 
 def _method_problem(method: str) -> str | None:
@@ -260,40 +255,26 @@ def embeddings_alone(run: RunConfig) -> Messages:
 
 
 @rule()
-def micro_batches_in_rounds(run: RunConfig) -> Messages:
-    """The interleaved schedule has a multiple of its stages as micro-batches.
+def micro_batches(run: RunConfig) -> Messages:
+    """The schedules with model chunks have enough micro-batches.
 
-    Micro-batches pass through the model chunks of a stage in rounds of as many as there are stages.
+    The interleaved schedule passes them through the chunks of a stage in rounds of as many as there are stages.
+    DualPipeV works on both chunks of a stage at a time, which takes two micro-batches per stage to fill them.
     """
     parallel, train = run.parallel, run.train
-    if parallel.pipeline_schedule != "interleaved" or not parallel.uses_pipeline:
-        return
-    sizes = [size for _, size in train.batch_steps] or [train.global_batch_size]
-    for size in sizes:
-        number = train.gradient_accumulation_steps * size // max(train.global_batch_size, 1)
-        if number % parallel.pipe_stages:
-            yield (
-                f"--pipeline-schedule interleaved with --pipe-parallel-size {parallel.pipe_stages} needs a multiple of "
-                f"{parallel.pipe_stages} micro-batches, and there are {number}: use --gas "
-                f"{nearest_multiples(number, parallel.pipe_stages)}"
-            )
-
-
-@rule()
-def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
-    """DualPipeV has two micro-batches per stage.
-
-    Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.
-    """
-    parallel, gas = run.parallel, run.train.gradient_accumulation_steps
-    if smallest := min((size for _, size in run.train.batch_steps), default=0):
-        gas = gas * smallest // run.train.global_batch_size
-    needed = 2 * parallel.pipe_stages
-    if parallel.world_size % max(parallel.replica_size, 1):
+    stages, schedule = parallel.pipe_stages, parallel.pipeline_schedule
+    if not parallel.uses_pipeline or train.global_batch_size < 1 or parallel.world_size % max(parallel.replica_size, 1):
         return  # the batch sizes are unknown
-    if parallel.pipeline_schedule == "dualpipev" and parallel.uses_pipeline and 0 < gas < needed:
-        yield (
-            f"--pipeline-schedule {parallel.pipeline_schedule} with --pipe-parallel-size {parallel.pipe_stages} needs "
-            f"{needed} micro-batches or more, and there are {gas}: use --gas {needed}, with a smaller --batch-size "
-            "for the same global batch"
-        )
+    flags = f"--pipeline-schedule {schedule} with --pipe-parallel-size {stages} needs"
+    for _, size in train.batches.steps:
+        number = train.gradient_accumulation_steps * size // train.global_batch_size
+        if schedule == "interleaved" and number % stages:
+            yield (
+                f"{flags} a multiple of {stages} micro-batches, and there are {number}: use --gas "
+                f"{nearest_multiples(number, stages)}"
+            )
+        elif schedule == "dualpipev" and 0 < number < 2 * stages:
+            yield (
+                f"{flags} {2 * stages} micro-batches or more, and there are {number}: use --gas {2 * stages}, with a "
+                "smaller --batch-size for the same global batch"
+            )

@@ -5,10 +5,10 @@ from importlib.util import find_spec
 
 from megatron.cli.validation.rules import Messages, enabled, rule
 from megatron.common.errors import counted, nearest_multiples
+from megatron.common.tokenizer_files import NULL_TOKENIZER, PUBLISHED, unused_merges
 from megatron.config import RunConfig
 from megatron.config.data import read_blend
 from megatron.config.output import steps
-from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, unused_merges
 from megatron.model.architectures import architecture_of
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from megatron.common.tokenizer_files import GPT2_BPE, PUBLISHED
 from megatron.config import ModelConfig
-from megatron.config.tokenizer_files import GPT2_BPE, PUBLISHED
 from megatron.model.architectures.layers import (
     WITHOUT_SEGMENT_IDS,
     final_norm,

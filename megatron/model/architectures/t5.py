@@ -3,8 +3,8 @@
 from dataclasses import replace
 from fractions import Fraction
 
+from megatron.common.tokenizer_files import HUGGINGFACE
 from megatron.config import ModelConfig
-from megatron.config.tokenizer_files import HUGGINGFACE
 from megatron.model.architectures.bert import BERT
 from megatron.model.architectures.layers import (
     column_parallel,

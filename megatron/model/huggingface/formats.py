@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.common.errors import CheckpointError, ConfigError
+from megatron.common.errors import CheckpointError, ConfigError, shown
 from megatron.config import ModelConfig
-from megatron.config.fields import field_problems, shown
+from megatron.config.fields import field_problems
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec, ParameterSpec
 

@@ -8,9 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
-from megatron.config.fields import shown
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface.formats import TOWER, Fields, Format, Names, config_from, config_to, named
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, DataError
 from megatron.common.reading import LARGEST_JSON
+from megatron.common.tokenizer_files import GPT2_BPE, TOKENIZER_FILES, tokenizer_files
 from megatron.config import ModelConfig
-from megatron.config.tokenizer_files import GPT2_BPE, TOKENIZER_FILES, tokenizer_files
 from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids

@@ -23,8 +23,8 @@ from megatron.checkpoint.schema import check_copies, form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError
+from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
-from megatron.config.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import HF_CONFIG, read_json, write_config
 from megatron.model.huggingface import read_config as read_folder_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.common.environment import check_place, rank, world_size
 from megatron.common.errors import ConfigError
-from megatron.config.tokenizer_files import TOKENIZER_TYPES, tokenizer_kind, unused_merges
+from megatron.common.tokenizer_files import TOKENIZER_TYPES, tokenizer_kind, unused_merges
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import TOKENIZERS

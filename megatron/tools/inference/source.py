@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron.common.errors import ConfigError
-from megatron.config import ModelConfig
-from megatron.config.tokenizer_files import (
+from megatron.common.tokenizer_files import (
     HUGGINGFACE,
     NULL_TOKENIZER,
     PUBLISHED,
@@ -18,6 +17,7 @@ from megatron.config.tokenizer_files import (
     tokenizer_kind,
     used_merges,
 )
+from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.model.huggingface import format_of

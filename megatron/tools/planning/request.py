@@ -12,10 +12,10 @@ from megatron.cli.presets import PRESETS, preset_words
 from megatron.cli.provided import Provided
 from megatron.cli.validation import value_problems
 from megatron.common.errors import ConfigError, DataError
+from megatron.common.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.config import flag_fields
 from megatron.config.data import DEFAULT_VOCABULARY
 from megatron.config.fields import flag_name
-from megatron.config.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.machine import Machine

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import broken_rule
+from megatron.cli.validation import violations
 from megatron.config import ParallelConfig, RunConfig, flag_fields
 from megatron.config.fields import flag_of, with_reasons
 from megatron.config.model import padded_vocabulary
@@ -279,7 +279,7 @@ def _with_micro_batches(
     for size in [run.train.micro_batch_size] if is_given else _divisors(samples):
         train = replace(run.train, micro_batch_size=size, gradient_accumulation_steps=samples // size)
         sized = replace(run, train=train).with_image_slots(size)
-        if broken := broken_rule(sized):
+        if broken := next(violations(sized), None):
             reject(*broken)
             if size == 1:  # which breaks the fewest rules
                 return
@@ -314,7 +314,7 @@ def with_schedule(plain: Candidate) -> Candidate:
         }
         given = {**plain.given, **{name: as_flag(name, value) for name, value in flags.items()}}
         found = replace(plain, run=replace(plain.run, parallel=parallel), given=given)
-        if found.fits and found.timing.total < enough and broken_rule(found.run) is None:
+        if found.fits and found.timing.total < enough and not any(violations(found.run)):
             return found
     return plain
 

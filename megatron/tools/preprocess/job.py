@@ -12,8 +12,8 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.common.reading import read_json
+from megatron.common.tokenizer_files import HUGGINGFACE
 from megatron.config.data import loss_mask_prefix
-from megatron.config.tokenizer_files import HUGGINGFACE
 from megatron.data.indexed_dataset_builder import Written, best_dtype
 from megatron.tokenizer.published import CONFIG_FILES
 from megatron.tools.preprocess.file_lines import format_of

@@ -72,7 +72,7 @@ def smallest_change(run: RunConfig, stage: int, available: float) -> str:
 
     for flags, changed in _changes(run):
         needed = stage_memory(changed)[stage].total
-        if needed <= available and not violations(changed):
+        if needed <= available and not any(violations(changed)):
             return f"{flags} would take {needed / 1e9:.3g} GB"
     return "no smaller micro-batch, recomputation or ZeRO stage would fit: use more ranks; tools/plan.py says how many"
 

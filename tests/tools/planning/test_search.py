@@ -10,7 +10,7 @@ import pytest
 
 from megatron.cli import parse_run
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import broken_rule
+from megatron.cli.validation import violations
 from megatron.common.errors import ConfigError
 from megatron.config.model import padded_vocabulary
 from megatron.model.architectures import LLAVA, T5
@@ -133,7 +133,7 @@ def check_layouts(request: Request) -> None:
         padded = padded_vocabulary(request.vocab_size, run.parallel.model_parallel_size, 128)
         model = replace(run.model, vocab_size=request.vocab_size, padded_vocab_size=padded)
         assert not problems and replace(run, model=model) == one.run
-        assert broken_rule(one.run) is None
+        assert not any(violations(one.run))
         assert one.memory.total == max(memory.total for memory in stage_memory(one.run))
 
 
