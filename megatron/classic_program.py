@@ -19,6 +19,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from megatron import mpu
+from megatron.cli.parser import names_of
 from megatron.common.environment import rank
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
@@ -128,10 +129,9 @@ def _namespace(run: RunConfig) -> Namespace:
     values: dict[str, Any] = {}
     for section in filter(is_dataclass, (getattr(run, part.name) for part in fields(run))):
         for one in fields(section):
-            flag = one.metadata.get("flag", {})
-            for name in (one.name, flag.get("name"), *flag.get("aliases", ())):
-                if name:
-                    values[name.replace("-", "_")] = getattr(section, one.name)
+            names = names_of(one) if "flag" in one.metadata else []
+            for name in (one.name, *(name.removeprefix("--") for name in names)):
+                values[name.replace("-", "_")] = getattr(section, one.name)
     values |= {
         "data_impl": "mmap",  # the only one, as Megatron-LM's functions name it
         "mmap_warmup": False,
