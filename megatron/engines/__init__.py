@@ -115,10 +115,26 @@ def continue_without_reports(engine: Any) -> None:
     """
     for part, name, what in (
         (getattr(engine, "flops_profiler", None), "print_model_profile", "the profile of flops_profiler"),
-        (engine.monitor, "write_events", "the files of DeepSpeed's monitors"),
+        (engine.monitor, "write_events", _MONITORS),
     ):
         if part is not None:
             setattr(part, name, _until_unwritable(getattr(part, name), what))
+
+
+@contextmanager
+def reports_optional() -> Iterator[None]:
+    """The same for the file of TensorBoard, which DeepSpeed opens while it builds an engine."""
+    from deepspeed.monitor.tensorboard import TensorBoardMonitor
+
+    opened = TensorBoardMonitor.get_summary_writer
+    TensorBoardMonitor.get_summary_writer = _until_unwritable(opened, _MONITORS)
+    try:
+        yield
+    finally:
+        TensorBoardMonitor.get_summary_writer = opened
+
+
+_MONITORS = "the files of DeepSpeed's monitors"
 
 
 def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., None]:

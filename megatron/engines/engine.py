@@ -23,7 +23,7 @@ from megatron.common.checkpoint_folders import located
 from megatron.config import RunConfig
 from megatron.config.training import LR_MULTIPLIER
 from megatron.data.loader import Batch
-from megatron.engines import continue_without_reports
+from megatron.engines import continue_without_reports, reports_optional
 from megatron.engines.containers import loss_parts
 from megatron.engines.gradients import gradient_norm, sum_together
 from megatron.engines.optimizers.muon import Muon
@@ -63,7 +63,8 @@ class Engine(DeepSpeedEngine):
         self._data_group = layout.get_sequence_data_parallel_group()
         self._coalesces_grad_reduction = run.coalesces_grad_reduction
         self._overlaps_grad_reduce = run.overlaps_grad_reduce
-        super().__init__(*arguments, **options)
+        with reports_optional():
+            super().__init__(*arguments, **options)
         self.routers = routers(self.module)
         self._fp8_layers = fp8_layers(self.module)
         for _, kernel in self._fp8_layers:

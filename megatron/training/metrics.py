@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -50,13 +50,13 @@ class MetricsLogger:
         self._file: TextIO | None = None
         self._board: Any = None
         if is_main_rank and run.logging.metrics_file:
-            with warn_if_unwritable("metrics"):
+            with warn_if_unwritable(_FILE):
                 Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
         if is_main_rank and run.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do not use it
 
-            with warn_if_unwritable("TensorBoard's file"):
+            with warn_if_unwritable(_BOARD):
                 self._board = SummaryWriter(run.logging.tensorboard_dir)
 
     def info(self, text: str) -> None:
@@ -67,11 +67,7 @@ class MetricsLogger:
 
     def text(self, name: str, text: str) -> None:
         """Add ``text`` to TensorBoard."""
-        if self._board:
-            with warn_if_unwritable("TensorBoard's file"):
-                self._board.add_text(name, f"```\n{text}\n```")
-                return
-            self._board = None
+        self._board = _kept(self._board, _BOARD, lambda board: board.add_text(name, f"```\n{text}\n```"))
 
     def add(self, iteration: int, loss: Tensor, status: StepStatus) -> None:
         """Add an iteration to the log interval."""
@@ -129,9 +125,8 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flush and close the files."""
-        with warn_if_unwritable("metrics"):
-            for output in filter(None, (self._file, self._board)):
-                output.close()
+        _kept(self._file, _FILE, lambda file: file.close())
+        _kept(self._board, _BOARD, lambda board: board.close())
 
     def report(self, iteration: int, status: StepStatus, measured: Mapping[str, Any]) -> None:
         """Log the iteration that ends an interval, and begin the next interval; of others only print the line.
@@ -176,14 +171,27 @@ class MetricsLogger:
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
         for callback in self._callbacks:
             callback.on_metrics(iteration, values)
-        with warn_if_unwritable("metrics"):
-            if self._file:
-                self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
-            for name, value in values.items() if self._board else ():
+        line = json.dumps({"iteration": iteration, **values}) + "\n"
+        self._file = _kept(self._file, _FILE, lambda file: file.write(line))
+
+        def add_scalars(board: Any) -> None:
+            for name, value in values.items():
                 if value is not None:
-                    self._board.add_scalar(name, value, iteration)
-            return
-        self._file = self._board = None  # one warning is enough
+                    board.add_scalar(name, value, iteration)
+
+        self._board = _kept(self._board, _BOARD, add_scalars)
+
+
+_FILE, _BOARD = "metrics", "TensorBoard's file"
+
+
+def _kept(output: Any, what: str, write: Callable[[Any], Any]) -> Any:
+    """``output`` after ``write``; None, from the first time on that it cannot be written: one warning is enough."""
+    if output is not None:
+        with warn_if_unwritable(what):
+            write(output)
+            return output
+    return None
 
 
 _AVERAGED = "averaged_iterations"

@@ -199,7 +199,9 @@ def _check_outputs(run: RunConfig) -> None:
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
     folder_problems = {
-        flag: _folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None
+        flag: _folder_problem(f"{flag} {folder}:", Path(folder))
+        for flag, folder in folders.items()
+        if folder is not None
     }
     problems = list(folder_problems.values())
     memory = run.checkpoint.snapshot_dir
@@ -234,17 +236,17 @@ _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"
 """Sections of DeepSpeed's monitors in a JSON, and the package that each imports."""
 
 
-def _folder_problem(flag: str, folder: Path) -> str | None:
-    """Why ``folder`` cannot be written to, or created if it does not exist; None if it can."""
+def _folder_problem(named: str, folder: Path) -> str | None:
+    """Why ``folder``, of an output ``named`` so, cannot be written to, or be created; None if it can."""
     if problem := _name_problem(folder):
-        return f"{flag} {folder}: {problem}; name another folder"
+        return f"{named} {problem}; name another folder"
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        return f"{flag} {folder}: {existing} is not a folder; name another folder, or move it away"
+        return f"{named} {existing} is not a folder; name another folder, or move it away"
     if (existing / MANIFEST).exists():
-        return f"{flag} {folder}: {existing} is a checkpoint, and is refused with other files in it; name another"
+        return f"{named} {existing} is a checkpoint, and is refused with other files in it; name another"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{flag} {folder}: no permission to write in {existing}; name another folder, or change its permissions"
+        return f"{named} no permission to write in {existing}; name another folder, or change its permissions"
     return None
 
 
@@ -253,7 +255,7 @@ def _file_problem(flag: str, file: Path) -> str | None:
     if problem := _name_problem(file):
         return f"{flag} {file}: {problem}; name another file"
     if not os.path.lexists(file):
-        return _folder_problem(flag, file.parent)
+        return _folder_problem(f"{flag} {file}:", file.parent)
     if file.is_dir():
         return f"{flag} {file} is a folder; name a file"
     if file.is_fifo() or file.is_socket():

@@ -79,6 +79,12 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         2,
         [f"--metrics-file {BIN} holds something else; name another file"],
     ),
+    "metrics where nothing may be written": (
+        locked("ck", 0o555),
+        "--metrics-file ck/new",
+        2,
+        ["--metrics-file ck/new: no permission to write in {place}/ck; name another folder, or change"],
+    ),
     "a folder for the metrics": (whole, "--metrics-file ck", 2, ["--metrics-file ck is a folder; name a file"]),
     "metrics that may not be written": (
         locked("ck/latest", 0o444),

@@ -6,9 +6,10 @@ import types
 import deepspeed
 import pytest
 import torch
+from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
-from megatron.engines import TESTED_VERSION, continue_without_reports, discover_mpi_ranks
+from megatron.engines import TESTED_VERSION, continue_without_reports, discover_mpi_ranks, reports_optional
 from megatron.engines.overrides import collectives_timed
 
 
@@ -37,6 +38,19 @@ def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixt
         f"  warning: {what} cannot be written (No space left on device); continuing without"
         for what in ("the profile of flops_profiler", "the files of DeepSpeed's monitors")
     ]
+
+
+def test_a_board_that_cannot_be_opened_is_a_warning(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    """DeepSpeed opens it while it builds an engine."""
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorBoardMonitor, "get_summary_writer", no_space)
+    with reports_optional():
+        TensorBoardMonitor.get_summary_writer(None)
+    assert capsys.readouterr().out.startswith("  warning: the files of DeepSpeed's monitors cannot be written")
+    assert TensorBoardMonitor.get_summary_writer is no_space
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), os.mkfifo], ids=["a file", "a named pipe"])

@@ -162,7 +162,7 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable, run: Callab
         (["--image-tokens", "4"], 2, "--image-tokens without --format images"),
         (["--format", "images", "--image-tokens", "4", "--image-token-id", "1", "--resume"], 2, "cannot be resumed"),
         (["--vocab-file", "/nowhere.json"], 3, "/nowhere.json"),
-        (["--output-prefix", "/proc/nowhere/out"], 7, "cannot write /proc/nowhere"),
+        (["--output-prefix", "/proc/nowhere/out"], 2, "cannot write /proc/nowhere"),
     ],
 )
 def test_bad_flags(tmp_path: Path, command: Callable, run: Callable, flags: list[str], code: int, message: str) -> None:
@@ -174,7 +174,7 @@ def test_bad_flags(tmp_path: Path, command: Callable, run: Callable, flags: list
 def test_a_folder_in_place_of_an_output_leaves_no_files(tmp_path: Path, command: Callable, run: Callable) -> None:
     (tmp_path / "out_text_document.idx").mkdir()
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
-    assert "out_text_document." in one_error(run(command([corpus])), 7)
+    assert "out_text_document." in one_error(run(command([corpus])), 2)
     assert outputs(tmp_path) == {"out_text_document.idx"}
 
 

@@ -147,3 +147,30 @@ def test_full_disk_does_not_end_the_run(run_ranks_once, programs, tmp_path):
     assert "warning: metrics cannot be written (File too large); continuing without" in output
     few = (tmp_path / "few").read_text().splitlines()[:-1]  # the last line may be cut
     assert 0 < len(few) < 6 and all(json.loads(line)["lm_loss"] > 0 for line in few)
+
+
+@pytest.mark.parametrize("full", ["_file", "_board"])
+def test_one_full_disk_ends_one_of_the_two_records(full: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of the metrics file and TensorBoard; with one warning."""
+    words = f"--train-iters 4 --eval-iters 0 --metrics-file {tmp_path}/m --tensorboard-dir {tmp_path}/b"
+    log = MetricsLogger(parse(words), is_main_rank=True)
+    written: list[int] = []
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    class Output:
+        def __init__(self, call) -> None:
+            self.write = self.add_scalar = call
+            self.close = lambda: None
+
+    for name in ("_file", "_board"):
+        setattr(log, name, Output(fail if name == full else lambda *_: written.append(1)))
+    for iteration in (1, 2):
+        log.record(iteration, {"loss": 1.0})
+    log.close()
+    what = "metrics" if full == "_file" else "TensorBoard's file"
+    assert capsys.readouterr().out == (
+        f"  warning: {what} cannot be written (No space left on device); continuing without\n"
+    )
+    assert len(written) == 2

@@ -24,6 +24,7 @@ from megatron.config.data import chat_template_file
 from megatron.data.fingerprint import write_tokenizer
 from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.launch.host_limits import failure_of_host
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
@@ -48,8 +49,9 @@ def preprocess(
     Raises:
         DataError: a file or line that cannot be read (unless lines are to be skipped), a bad vocabulary or one
             without any of the words, no document at all, or unfinished output of another job.
-        ConfigError: a package to read an input is missing, or the tokenizer has no token to begin documents with.
-        ResourceError: the output cannot be written, or a worker was killed.
+        ConfigError: a package to read an input is missing, the tokenizer has no token to begin documents with, or the
+            output cannot be written there.
+        ResourceError: the disk is full, or a worker was killed.
     """
     tokenizer = _checked_tokenizer(job)
     journal = job.journal
@@ -65,7 +67,10 @@ def preprocess(
         raise ResourceError(f"{cause}{_hint(journal)}") from error
     except OSError as error:
         place = error.filename or job.output_prefix
-        raise ResourceError(f"cannot write {place}: {error.strerror}{_hint(journal)}") from error
+        problem = f"cannot write {place}: {error.strerror}{_hint(journal)}"
+        if failure_of_host(error) is None:
+            raise ConfigError(f"{problem}; name another --output-prefix") from error
+        raise ResourceError(f"{problem}; free some space, or name another --output-prefix") from error
     summary.output_bytes = summary.tokens * job.dtype_of(TOKENS, tokenizer.vocab_size).itemsize
     summary.finished = True
     report(summary)

@@ -1,5 +1,6 @@
 """Traces and profiles of chosen iterations: ``--trace`` and ``--profile-steps``."""
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn, profiler
 
+from megatron.common.files import replace_file
 from megatron.config import RunConfig
 from megatron.config.output import steps
 from megatron.engines.overrides import collectives_timed
@@ -76,9 +78,18 @@ class Profiler(Callback):
         table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS)
         with warn_if_unwritable("the profile"):
             (self._folder / f"profile-rank{self._rank}.txt").write_text(table)
-            self._profile.export_chrome_trace(str(self._folder / f"profile-rank{self._rank}.json"))
+            self._export(self._folder / f"profile-rank{self._rank}.json")
             if self._rank == 0:
                 print(f"  wrote the profile to {self._folder}: profile-rank*.txt and .json", flush=True)
+
+    def _export(self, file: Path) -> None:
+        """Write the timeline. Raises OSError if it is not there then: torch logs why, and renames nothing."""
+        assert self._profile is not None
+        file.unlink(missing_ok=True)
+        self._profile.export_chrome_trace(str(file))
+        if not file.exists():
+            file.with_name(f"{file.name}.tmp").unlink(missing_ok=True)
+            raise OSError(errno.EIO, f"torch did not write {file.name}", str(file))
 
 
 class Tracer(Callback):
@@ -137,8 +148,12 @@ class Tracer(Callback):
         from megatron.tools.reporting.pictures import draw
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / TRACE).write_text(to_json(timeline, unit_seconds=unit_seconds(timeline)))
-        (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
+        for name, text in (
+            (TRACE, to_json(timeline, unit_seconds=unit_seconds(timeline))),
+            (PICTURE, draw(timeline, measure(timeline))),
+        ):
+            with replace_file(self._folder / name, text=True, durable=False) as file:
+                file.write(text)
         print(f"  wrote the trace to {self._folder}: {TRACE}, {PICTURE}", flush=True)
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.command_lines import parse
 from support.programs import read_metrics
 from support.timelines import instructions
 from support.training import RankTraining, pretrain
@@ -16,7 +17,7 @@ from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.pipeline.schedule import Instruction, Schedule
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.timeline import Timeline, measure
-from megatron.tools.reporting.tracing import machine, seconds_ahead
+from megatron.tools.reporting.tracing import Profiler, machine, seconds_ahead
 
 SETTINGS = (
     "--train-iters 4 --batch-size 1 --eval-iters 1 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0 "
@@ -166,3 +167,16 @@ def test_both_profilers_beside_a_trace(train_in_ranks, tmp_path: Path) -> None:
     assert "Profile Summary at step 2:" in counted and "ParallelTransformerLayer" in counted
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["args"]["iteration"] for event in trace if event["ph"] == "X"} == {4}, "the run ends before 9"
+
+
+def test_a_profile_that_torch_did_not_write_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On a full disk torch logs it, and leaves the half of a file."""
+    run = parse(f"--train-iters 4 --profile-dir {tmp_path} --profile-steps 1:1")
+    callback = Profiler(run, 0)
+    with callback.around_iteration(1):
+        assert callback._profile is not None
+        callback._profile.export_chrome_trace = lambda path: Path(f"{path}.tmp").write_text("{")
+    assert capsys.readouterr().out == (
+        "  warning: the profile cannot be written (torch did not write profile-rank0.json); continuing without\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["profile-rank0.txt"]
