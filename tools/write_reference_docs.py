@@ -27,9 +27,10 @@ from megatron.cli.validation.rules import REASONS, Rule
 from megatron.config import ModelConfig, default_ffn_hidden_size
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, in_flight
+from megatron.parallel.pipeline.simulation import PassSeconds, in_flight
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
+from megatron.tools.planning.schedule_costs import idle_share
 from megatron.tools.reporting.pictures import draw_learning_rates, draw_schedules
 from megatron.training import learning_rates
 

@@ -5,6 +5,7 @@ and when all of it is on disk, rank 0 makes that folder the newest checkpoint.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,6 @@ from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
-from megatron.checkpoint.conversion_info import conversion_info
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.host_copies import HostCopies, pinned_copies
@@ -32,9 +32,10 @@ from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, with_identity, write_file
 from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError, UserError, first_line
-from megatron.config import RunConfig
-from megatron.engines.state import optimizer_name, save_state
+from megatron.config import ModelConfig, RunConfig
+from megatron.engines.state import optimizer_name, parameter_shapes, save_state
 from megatron.launch.rank import exit_now
+from megatron.model.architectures import architecture_of
 
 SETTINGS_FILE = "run.yaml"
 """Name of the settings file in ``--save``."""
@@ -190,7 +191,7 @@ class Checkpointer:
             "tokens": description["consumed_tokens"],
             "checkpoint_version": CHECKPOINT_VERSION,
             "args": description["config"],
-            **conversion_info(engine, run),
+            **_conversion_info(engine, run),
         }
         if run.checkpoint.no_save_optim:
             client_state["optimizer"] = None  # replaces DeepSpeed's own entry
@@ -281,3 +282,28 @@ def write_files(
         written = {path.relative_to(folder).as_posix(): writers.submit(write, path, state) for path, state in files}
         files.clear()
     return {name: record for name, future in written.items() if (record := future.result()) is not None}
+
+
+def _conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
+    """What DeepSpeed's own conversion of a checkpoint needs, and it does not save by itself: client state."""
+    info = {
+        "universal_checkpoint_version": 0.2,
+        "original_vocab_size": run.model.vocab_size,
+        "padded_vocab_size": run.model.padded_vocab_size,
+        **parameter_patterns(run.model),
+    }
+    # Only with ZeRO DeepSpeed itself saves which parameters the optimizer's tensors are.
+    shapes = {} if run.zero.zero_stage else {"param_shapes": parameter_shapes(engine)}
+    return {"universal_checkpoint_info": info, **shapes}
+
+
+def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
+    """Regular expressions of parameter names, by which DeepSpeed's own conversion merges tensor-parallel shards."""
+    named = architecture_of(model).named_parameters(model)
+    specs = {f"{re.escape(name)}$": spec for name, spec in named.items()}
+    return {
+        "vocabulary_parameter_patterns": [name for name, spec in specs.items() if spec.is_vocabulary],
+        "tp_replicated_parameter_patterns": [name for name, spec in specs.items() if spec.shard_dim is None],
+        "parameter_with_row_parallelism_patterns": [name for name, spec in specs.items() if spec.shard_dim == 1],
+        "pipeline_replicated_parameter_patterns": [name for name in specs if name.startswith("tied_modules")],
+    }

@@ -30,8 +30,7 @@ from megatron.engines.optimizers.muon import Muon
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
 from megatron.engines.status import HostCopy, StepStatus, loss_scale_limit_reported
-from megatron.engines.wrappers import corrected_optimizers
-from megatron.engines.zero import ZeroOptimizer, clip_divisor, scale_and_skip, takes_scale
+from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, scale_and_skip, takes_scale
 from megatron.model.moe import ParallelMoE, routers
 from megatron.ops.fp8 import fp8_layers
 from megatron.parallel.expert import group_name
@@ -104,7 +103,7 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, client_optimizer, model_parameters)")
     def _configure_optimizer(self, client_optimizer: Optimizer | None, model_parameters: Any) -> None:
-        """Wrap the optimizer in one of ``megatron.engines.wrappers``."""
+        """Wrap the optimizer in one of ``megatron.engines.zero``."""
         with corrected_optimizers(
             layout=self.layout,
             positions={parameter: position for position, parameter in enumerate(self.module.parameters())},

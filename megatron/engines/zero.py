@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer of ZeRO 1 and 2 as this suite corrects it.
+"""DeepSpeed's optimizers of ZeRO as this suite corrects them.
 
 DeepSpeed 0.19.8:
 
@@ -16,15 +16,19 @@ DeepSpeed 0.19.8:
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import deepspeed.runtime.engine
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed import Work
@@ -38,13 +42,15 @@ from megatron.engines.gradients import (
     sum_over_model,
     sum_together,
 )
-from megatron.engines.overrides import expect, overrides
+from megatron.engines.overrides import expect, overrides, replaced
 from megatron.engines.state import zero_master_weights
 from megatron.engines.status import loss_scale_limit_reported
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import take_gradient_sums
 
 expect(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "(self)")
+for _module in (stage_1_and_2, stage3):
+    expect(_module, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
 
 
 class LossScaleOfStep:
@@ -359,3 +365,28 @@ def scale_and_skip(optimizer: torch.optim.Adam, norm: Tensor, divisor: Tensor) -
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     """What a gradient of ``norm`` is divided by to be clipped at ``limit``: at least 1."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
+
+
+class Zero3Optimizer(LossScaleOfStep, DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO 3."""
+
+    @overrides(DeepSpeedZeroOptimizer_Stage3, "(*args, **kwargs)")
+    def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
+        """2-norm [] of a parameter group's gradient over all ranks; -1 if it is not finite."""
+        return super().get_grad_norm_direct([block_norms(gradient) for gradient in gradients], params, norm_type)
+
+
+def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
+    norm.masked_fill_(~norm.isfinite(), val)
+
+
+@contextmanager
+def corrected_optimizers(**options: Any) -> Iterator[None]:
+    """While inside, DeepSpeed's engines make the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
+    stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
+    ours = partial(ZeroOptimizer, **options)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(deepspeed.runtime.engine, DeepSpeedZeroOptimizer=ours))
+        stack.enter_context(replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer))
+        yield

@@ -114,7 +114,7 @@ def test_patterns_for_deepspeed_match_each_parameter(program: str):
     """DeepSpeed's own conversion looks up how tensor parallelism divides a parameter by these patterns."""
     from support.command_lines import parse
 
-    from megatron.checkpoint.conversion_info import parameter_patterns
+    from megatron.checkpoint.save import parameter_patterns
     from megatron.model.architectures import architecture_of
 
     model = replace(parse(program).model, vocab_size=92, padded_vocab_size=128)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.engines import wrappers
+from megatron.engines import zero
 from megatron.engines.gradients import GradientBucket, Gradients
 from megatron.engines.zero import ZeroOptimizer
 
@@ -50,7 +50,7 @@ def train_both_ways(common: list[str], folder: Path) -> None:
     os.chdir(folder)
     for number, layout in enumerate(LAYOUTS):
         for way, kind in (("own", ZeroOptimizer), ("theirs", Theirs)):
-            wrappers.ZeroOptimizer = kind  # type: ignore[misc]
+            zero.ZeroOptimizer = kind  # type: ignore[misc]
             code, output = pretrain([*common, *layout.split(), "--metrics-file", str(folder / f"{number}-{way}")])
             assert code == 0, output
 

@@ -11,15 +11,13 @@ from parallel.conftest import NAMES, every
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
-from megatron.parallel.pipeline.simulation import (
-    PassSeconds,
+from megatron.parallel.pipeline.simulation import PassSeconds, in_flight, simulate
+from megatron.tools.planning.schedule_costs import (
     bubble_ratio,
     idle_seconds,
     idle_share,
-    in_flight,
     micro_batches_in_flight,
     peaks,
-    simulate,
     stages_that_keep_most,
 )
 

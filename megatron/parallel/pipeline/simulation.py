@@ -1,4 +1,4 @@
-"""A schedule in time: its bubble, what a stage sends and receives between its passes, and what it keeps. No torch here.
+"""A schedule in time: what a stage sends and receives between its passes, and what it keeps. No torch here.
 
 Each pass begins as early as its stage and the passes before it allow.
 """
@@ -6,8 +6,7 @@ Each pass begins as early as its stage and the passes before it allow.
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
-from math import ceil
-from operator import add, ge
+from operator import add
 from typing import NamedTuple
 
 from megatron.parallel.pipeline.schedule import (
@@ -62,21 +61,17 @@ def simulate(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
 
     A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
     """
-    return sorted(_timed(schedule, [seconds] * schedule.stages), key=lambda one: (one.end, one.stage))
+    return sorted(timed(schedule, [seconds] * schedule.stages), key=lambda one: (one.end, one.stage))
 
 
-def pipeline_seconds(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float) -> float:
-    """Seconds from the first pass of a pipeline to its last: of each stage's passes, and of a ``transfer``."""
-    return max(one.end for one in _timed(schedule, seconds, transfer))
-
-
-def _timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 0.0) -> list[TimedAction]:
+def timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 0.0) -> list[TimedAction]:
+    """All passes in time: ``seconds`` of each stage's passes, and of a ``transfer`` between stages."""
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
     ends: dict[Output, float] = {}
     waiting: dict[Output, int] = {}
     runnable = list(range(schedule.stages))
-    timed, durations = [], [one.by_kind for one in seconds]
+    found, durations = [], [one.by_kind for one in seconds]
     while runnable:
         stage = runnable.pop()
         while position[stage] < len(orders[stage]):
@@ -89,7 +84,7 @@ def _timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float =
                 free[stage], 0.0 if needed is None else ends[needed] + _delay(schedule, needed, stage, transfer)
             )
             free[stage] = begin + durations[stage][action.kind]
-            timed.append(TimedAction(stage, action, begin, free[stage]))
+            found.append(TimedAction(stage, action, begin, free[stage]))
             position[stage] += 1
             if action.kind != WEIGHT_GRADIENTS:
                 output = (action.chunk, action.kind == FORWARD, action.micro_batch)
@@ -97,7 +92,7 @@ def _timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float =
                 if output in waiting:
                     runnable.append(waiting.pop(output))
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
-    return timed
+    return found
 
 
 def _delay(schedule: Schedule, needed: Output, stage: int, transfer: float) -> float:
@@ -113,35 +108,6 @@ def _needed(schedule: Schedule, action: Action) -> Output | None:
         return (action.chunk, False, action.micro_batch)
     is_last = action.chunk == schedule.stages * schedule.chunks - 1
     return (action.chunk + (not is_last), is_last, action.micro_batch)
-
-
-def idle_share(schedule: Schedule, seconds: PassSeconds) -> float:
-    """The bubble: idle time of a pipeline over its time from the first pass to the last."""
-    idle = idle_seconds(schedule, seconds)
-    return idle / (idle + schedule.micro_batches * schedule.chunks * seconds.total)
-
-
-def idle_seconds(schedule: Schedule, seconds: PassSeconds) -> float:
-    """Seconds that each stage idles between the first pass of the pipeline and its last.
-
-    Beyond a few micro-batches per stage they do not depend on the number of micro-batches.
-    """
-    short = schedule.shortened
-    useful = short.micro_batches * short.chunks * seconds.total
-    return pipeline_seconds(short, [seconds] * short.stages, 0.0) - useful
-
-
-def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time over useful time of 1F1B, and with several ``chunks`` to a stage of the interleaved schedule.
-
-    (p - 1) / (v m), if all passes of a kind take equally long (arXiv 2104.04473, section 2.2).
-    """
-    return (stages - 1) / (chunks * micro_batches)
-
-
-def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time of these pipelines over their time: (p - 1) / (v m + p - 1)."""
-    return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 class Transfer(NamedTuple):
@@ -182,11 +148,11 @@ def program(
     Unless it ``receives_early``, all transfers of a time follow the passes, in the same order on all stages, so that a
     stage may wait for each of them.
     """
-    timed = simulate(schedule, PassSeconds())
+    passes = simulate(schedule, PassSeconds())
     if forward_only:
-        timed = [one for one in timed if one.action.kind == FORWARD]
+        passes = [one for one in passes if one.action.kind == FORWARD]
     steps: list[Step] = []
-    for _, group in groupby(timed, key=lambda one: one.end):
+    for _, group in groupby(passes, key=lambda one: one.end):
         ending = list(group)
         transfers = [end for one in ending for end in _ends_at(stage, schedule, one.action)]
         early = [end for end in transfers if receives_early and not end.is_send]
@@ -236,29 +202,12 @@ def in_flight(schedule: Schedule, stage: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def counts_in_flight(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each chunk of a stage the forward passes whose B or W is not done; all counts before a B, I or W."""
-    counts = (moment.counts for moment in _moments(schedule, stage))
+    counts = (moment.counts for moment in moments(schedule, stage))
     return tuple(dict.fromkeys(tuple(map(add, one[::2], one[1::2])) for one in counts))
 
 
 @lru_cache(maxsize=4096)
-def peaks(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
-    """The moments at which ``stage`` keeps most: none keeps less of everything than another one of the same pass."""
-    found: dict[tuple[str, int, bool], list[Counts]] = {}
-    for kind, chunk, is_first, counts in _moments(schedule, stage):
-        most = found.setdefault((kind, chunk, is_first), [])
-        if not any(all(map(ge, other, counts)) for other in most):
-            most[:] = [*(other for other in most if not all(map(ge, counts, other))), counts]
-    return tuple(Moment(*passes, counts) for passes, most in found.items() for counts in most)
-
-
-@lru_cache(maxsize=4096)
-def micro_batches_in_flight(schedule: Schedule, stage: int) -> int:
-    """Micro-batches of which ``stage`` keeps tensors at a time, in the mean over its chunks."""
-    return ceil(max(sum(moment.counts) for moment in peaks(schedule, stage)) / schedule.chunks)
-
-
-@lru_cache(maxsize=4096)
-def _moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
+def moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
     """Every B, I and W of ``stage``; of equal moments the first."""
     index = {chunk: number for number, chunk in enumerate(schedule.chunks_of(stage))}
     counts, found = [0, 0] * schedule.chunks, dict[Moment, None]()
@@ -274,17 +223,3 @@ def _moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
 
 _CHANGES = {FORWARD: (1, 0), BACKWARD: (-1, 0), INPUT_GRADIENTS: (-1, 1), WEIGHT_GRADIENTS: (0, -1)}
 """What a pass adds to the counts of its chunk."""
-
-
-def stages_that_keep_most(schedule: Schedule, first: int, last: int) -> list[int]:
-    """Of the stages from ``first`` to ``last``, which have equal layers, some of which one keeps most.
-
-    With 1F1B the first, where more micro-batches are in flight than later on. With deferred weight gradients, or chunks
-    in the shape of a V, perhaps the last one; with ZB-V and few micro-batches one between them, before which all of
-    them have begun.
-    """
-    p, m = schedule.stages, schedule.micro_batches
-    if schedule.name in ("1f1b", "interleaved"):
-        return [first]
-    between = () if schedule.name != "zbv" else (2 * p - 1 - m, 2 * p - m) if m > p else (m - 2,)
-    return sorted({first, last, *(stage for stage in between if first < stage < last)})

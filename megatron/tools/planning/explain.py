@@ -19,8 +19,9 @@ from megatron.config import ParallelConfig, RunConfig
 from megatron.model.spec import architecture_of
 from megatron.parallel import axis_sizes, coordinates, groups, groups_along, ring_groups, ulysses_groups
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, in_flight, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, in_flight, simulate
 from megatron.tools.planning.memory import Memory, stage_memory
+from megatron.tools.planning.schedule_costs import idle_share
 from megatron.training.preflight import check
 from megatron.training.summary import describe_config, describe_stages
 

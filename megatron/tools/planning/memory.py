@@ -12,8 +12,9 @@ from megatron.config import RunConfig
 from megatron.model.partition import LayerCounts, Stage, counts, plan
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
-from megatron.parallel.pipeline.simulation import Moment, micro_batches_in_flight, peaks, stages_that_keep_most
+from megatron.parallel.pipeline.simulation import Moment
 from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
+from megatron.tools.planning.schedule_costs import micro_batches_in_flight, peaks, stages_that_keep_most
 from megatron.tools.planning.states import States, stage_weights, states
 
 

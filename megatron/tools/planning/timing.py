@@ -11,11 +11,12 @@ from megatron.model.partition import Stage
 from megatron.model.spec import architecture_of
 from megatron.parallel import steps_within
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
-from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
+from megatron.parallel.pipeline.simulation import PassSeconds
 from megatron.tools.planning.activations import heads, hidden_bytes, sizes
 from megatron.tools.planning.compute import core_seconds, pass_seconds
 from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory
+from megatron.tools.planning.schedule_costs import bubble_ratio, idle_seconds
 from megatron.tools.planning.states import FP32, bytes_of, bytes_of_sums, owners
 
 

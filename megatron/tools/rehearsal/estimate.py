@@ -10,8 +10,9 @@ from megatron.config import RunConfig
 from megatron.model.partition import plan
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.schedule import schedule_of
-from megatron.parallel.pipeline.simulation import PassSeconds, pipeline_seconds
+from megatron.parallel.pipeline.simulation import PassSeconds
 from megatron.tools.planning.machine import Machine
+from megatron.tools.planning.schedule_costs import pipeline_seconds
 from megatron.tools.planning.timing import ring_all_reduce, ring_gather
 
 _SENT = {

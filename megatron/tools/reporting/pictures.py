@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.common.errors import counted
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, simulate
+from megatron.tools.planning.schedule_costs import idle_share
 from megatron.tools.reporting.files import Points
 from megatron.tools.reporting.timeline import SHARES, Measures, Timeline, pass_seconds
 

@@ -10,7 +10,8 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from megatron.parallel.pipeline.schedule import KINDS, Schedule, has_order
-from megatron.parallel.pipeline.simulation import PassSeconds, bubble, idle_share
+from megatron.parallel.pipeline.simulation import PassSeconds
+from megatron.tools.planning.schedule_costs import bubble, idle_share
 
 _KINDS = {
     "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInputPass": "backward",

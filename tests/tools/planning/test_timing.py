@@ -14,11 +14,12 @@ from megatron.model.partition import plan
 from megatron.ops.partial_attention import PartialAttention
 from megatron.parallel import sequence
 from megatron.parallel.pipeline.schedule import Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, in_flight, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, in_flight, simulate
 from megatron.parallel.sequence.ring_attention import RingAttention
 from megatron.tools.planning.compute import pass_seconds
 from megatron.tools.planning.machine import DEVICES, TERA, Machine
 from megatron.tools.planning.request import make_request
+from megatron.tools.planning.schedule_costs import idle_seconds
 from megatron.tools.planning.search import Candidate, search
 from megatron.tools.planning.timing import pipeline
 from megatron.tools.planning.timing import sequence as sequence_traffic

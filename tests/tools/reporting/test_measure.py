@@ -8,7 +8,7 @@ import pytest
 from support.timelines import BACKWARD, FORWARD, by_theory
 
 from megatron.common.errors import ConfigError
-from megatron.parallel.pipeline.simulation import bubble
+from megatron.tools.planning.schedule_costs import bubble
 from megatron.tools.reporting.files import read_timeline, to_json
 from megatron.tools.reporting.pictures import draw
 from megatron.tools.reporting.timeline import Event, measure, unit_seconds
