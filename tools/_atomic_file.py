@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.checkpoint.files import MANIFEST
+from megatron.checkpoint.files import MANIFEST, folder_problem
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, sync, sync_folder
+from megatron.common.reading import was_read
 
 
 @contextmanager
@@ -20,11 +21,13 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
     Missing parent folders are created. ``flag`` is the flag that named the path, for messages.
 
     Raises:
-        ConfigError: the file cannot be written, or is in a checkpoint.
+        ConfigError: the file cannot be written, is in a checkpoint, or is an input, which would be lost.
         ResourceError: the disk is full.
     """
     _check_outside(path, flag)
     with _os_errors(path, flag):
+        if was_read(path):
+            raise ConfigError(f"{flag} {path} is an input of this command; name another file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path, text=not binary) as file:
             yield file
@@ -55,6 +58,8 @@ def check_vacant(path: Path, flag: str) -> None:
     """Raises ConfigError if ``path`` exists and is not an empty folder, or if it is in a checkpoint."""
     _check_outside(path, flag)
     if path.is_dir() and not any(path.iterdir()) or not os.path.lexists(path):
+        if problem := folder_problem(f"{flag} {path}:", path.parent):
+            raise ConfigError(problem)
         return
     raise ConfigError(f"{flag} {path} exists already; name another place, or move it away")
 
@@ -74,7 +79,7 @@ def _os_errors(path: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             lacked = "has no inodes left; remove files" if lacks_inodes(path.parent) else "is full; free some space"
             raise ResourceError(f"{flag} {path}: the disk {lacked} and run this again") from error
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}); name another place") from error

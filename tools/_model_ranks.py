@@ -15,7 +15,7 @@ from megatron.common.errors import ConfigError, counted
 from megatron.config import ParallelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.command_line import ToolParser, check_values
+from megatron.tools.command_line import ToolParser, check_values, output_file
 from megatron.tools.inference.model_flags import add_model_flags, context_length, source_of
 from megatron.tools.inference.source import Source, config_on
 
@@ -50,7 +50,7 @@ def add_rank_flags(parser: ToolParser) -> None:
         group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in ("--log-interval", "--checkpoint-num-layers", "--activations-checkpoint-method"):
         group.add_argument(flag, help=argparse.SUPPRESS)
-    group.add_argument("--json", type=Path, metavar="FILE", help="file to write the result to, too")
+    group.add_argument("--json", type=output_file, metavar="FILE", help="file to write the result to, too")
     group.add_argument("--seq-length", type=int, metavar="N", help="context length in tokens (default: the model's)")
 
 

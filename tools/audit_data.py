@@ -33,7 +33,7 @@ from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.audit import overlaps, proof, samples
 from megatron.tools.audit.case import Case, check_contents, check_tokenizer, open_case
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, output_file, run_tool
 
 CHARACTERS = 200
 
@@ -165,7 +165,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--metrics-file": {"type": Path, "metavar": "FILE", "help": "the file that --metrics-file of the run wrote"},
     "--override": {"action": "store_true", "help": "another tokenizer may have made the data"},
-    "--output": {"type": Path, "metavar": "FILE", "help": "file to write"},
+    "--output": {"type": output_file, "metavar": "FILE", "help": "file to write"},
 }
 COMMANDS = {
     "batch": Command(

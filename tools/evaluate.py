@@ -32,7 +32,7 @@ from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.tools.chat.files import template_of_model
 from megatron.tools.chat.template import ChatPrompts
-from megatron.tools.command_line import ToolParser, progress_bar
+from megatron.tools.command_line import ToolParser, output_file, progress_bar
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.evaluation.vqa import VQA, is_right, metrics, predict, read_questions
 from megatron.tools.inference.images import ImageReader
@@ -146,7 +146,7 @@ def build_parser() -> ToolParser:
         f"windows do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
     add("--override", action="store_true", help="evaluate on a data set that another tokenizer has made")
-    add("--predictions", type=Path, metavar="FILE", help="JSONL file to write the answers of VQA to")
+    add("--predictions", type=output_file, metavar="FILE", help="JSONL file to write the answers of VQA to")
     add("--new-tokens", type=int, default=16, metavar="N", help="tokens of an answer of VQA at most")
     add_chat_template_flag(parser)
     add_rank_flags(parser)

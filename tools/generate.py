@@ -31,7 +31,7 @@ from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.tools.chat.files import template_of_model
 from megatron.tools.chat.template import ChatPrompts
-from megatron.tools.command_line import ToolParser, check_values
+from megatron.tools.command_line import ToolParser, check_values, output_file
 from megatron.tools.inference.images import ImageReader, read_image
 from megatron.tools.inference.model_flags import (
     add_chat_template_flag,
@@ -253,10 +253,13 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--sample-input-file", type=Path, metavar="FILE", help="prompts, one per line")
     group.add_argument(
-        "--sample-output-file", type=Path, metavar="FILE", help="output file (default: the input's name and .out)"
+        "--sample-output-file",
+        type=output_file,
+        metavar="FILE",
+        help="output file (default: the input's name and .out)",
     )
     group.add_argument(
-        "--genfile", type=Path, metavar="FILE", help="JSONL file for --num-samples completions without a prompt"
+        "--genfile", type=output_file, metavar="FILE", help="JSONL file for --num-samples completions without a prompt"
     )
     group.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
     group.add_argument(

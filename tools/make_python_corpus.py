@@ -20,7 +20,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError, DataError, counted
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, output_file, run_tool
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages"}
 SHUFFLE_SEED = 1234
@@ -30,7 +30,7 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 def main() -> None:
     """Read the flags, collect, write."""
     parser = ToolParser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="corpus to write (.jsonl)")
+    parser.add_argument("--output", type=output_file, required=True, metavar="FILE", help="corpus to write (.jsonl)")
     parser.add_argument(
         "--max-megabytes", type=float, default=float("inf"), metavar="X", help="stop before the file grows beyond this"
     )

@@ -24,7 +24,14 @@ from _atomic_file import atomic_file
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import ARCHITECTURES, GPT2
-from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
+from megatron.tools.command_line import (
+    ToolParser,
+    check_values,
+    output_file,
+    output_folder,
+    read_architecture,
+    run_tool,
+)
 from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
@@ -39,7 +46,7 @@ PRECISION = {"v100": "fp16", "cpu": "fp32"}
 INTERVALS = {
     "vocab_size": "[1, inf)",
     "tokens": "(0, inf)",
-    "devices": "[1, inf)",
+    "devices": "[1, 1e6]",
     "devices_per_node": "[1, inf)",
     "headroom": "[0, 1)",
     "peak_tflops": "(0, inf)",
@@ -174,8 +181,10 @@ def _parser() -> ToolParser:
     result.add_argument(
         "--rehearse", type=int, metavar="N", help="rehearse the N best layouts on this machine, and rank them by it"
     )
-    result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    result.add_argument(
+        "--emit", type=output_folder, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile"
+    )
+    result.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     return parser
 
 

@@ -8,7 +8,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, output_file, run_tool
 from megatron.tools.reporting.files import Points, read_series
 from megatron.tools.reporting.pictures import CURVE_KEYS, draw_curves
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS", help="files that --metrics-file wrote")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help=f"picture to write ({', '.join(FORMATS)})"
+        "--output", type=output_file, required=True, metavar="FILE", help=f"picture to write ({', '.join(FORMATS)})"
     )
     parser.add_argument(
         "--baseline", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="loss to draw as a dashed line"

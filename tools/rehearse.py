@@ -22,7 +22,7 @@ from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_json
-from megatron.tools.command_line import ToolParser, check_values, read_architecture, run_tool
+from megatron.tools.command_line import ToolParser, check_values, output_file, read_architecture, run_tool
 from megatron.tools.planning.machine import DEVICES, GB, LINKS, TERA, Machine
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.rehearsal.estimate import Expected
@@ -119,7 +119,7 @@ def _parser() -> ToolParser:
     machine.add_argument(
         "--doctor", type=Path, metavar="FILE", help="the output of tools/doctor.py --json, with the measured bandwidth"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     return parser
 
 

@@ -12,7 +12,7 @@ from _atomic_file import atomic_file
 from megatron.cli.resolve import METRICS
 from megatron.common.errors import ConfigError, DataError
 from megatron.model.partition import TRACE
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, output_file, run_tool
 from megatron.tools.reporting.files import RECORD, read_expert_loads, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, page, read_answers
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of --run-dir, or file of --metrics-file")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="folder of --trace, if it is not RUN")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="answers that evaluate.py --predictions wrote")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="page to write (default: RUN/report.html)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="page to write (default: RUN/report.html)")
     args = parser.parse_args()
     output = args.output or (args.run if args.run.is_dir() else args.run.parent) / "report.html"
     metrics = args.run / METRICS if args.run.is_dir() else args.run

@@ -9,11 +9,11 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.common.errors import ConfigError, DataError, counted
+from megatron.common.errors import DataError, counted
 from megatron.common.tokenizer_files import GPT2_BPE
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.words import SEP
-from megatron.tools.command_line import ToolParser, progress_bar, run_tool
+from megatron.tools.command_line import ToolParser, check_values, output_folder, progress_bar, run_tool
 from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
 from megatron.tools.preprocess.corpus import line_texts, read_chunks
 from megatron.tools.preprocess.file_lines import format_of
@@ -52,10 +52,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokenizer-type", choices=KINDS, default=GPT2_BPE, help="kind of tokenizer")
     add("--vocab-size", type=int, required=True, metavar="N", help="size of the vocabulary, including special tokens")
     add("--min-frequency", type=int, default=2, metavar="N", help="minimum count of a pair or a word to become a token")
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to write into")
+    add("--output-dir", type=output_folder, required=True, metavar="DIR", help="folder to write into")
     args = parser.parse_args()
-    if args.min_frequency < 1:
-        raise ConfigError(f"--min-frequency {args.min_frequency} must be 1 or more")
+    check_values(args, {"min_frequency": "[1, 1e9]", "vocab_size": "[1, 1e7]"})
     args.input = expand_inputs(args.input, args.input_format)
     return args
 

@@ -29,7 +29,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.common.errors import ConfigError, LaunchError
-from megatron.tools.command_line import ToolParser, check_values, run_tool
+from megatron.tools.command_line import ToolParser, check_values, output_file, run_tool
 from megatron.tools.communication.request import ITERATIONS, make_starts
 from megatron.tools.verify.request import make_request, supported_layouts
 
@@ -111,7 +111,7 @@ def _parser() -> ToolParser:
     add("--sample-seed", type=int, default=1, metavar="S", help="another seed chooses other ranks, or layouts")
     cores = len(os.sched_getaffinity(0))
     add("--processes", type=int, default=cores, metavar="P", help="ranks that are run at a time")
-    add("--json", type=Path, metavar="FILE", help="write the results to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the results to this file too")
     return parser
 
 

@@ -33,7 +33,7 @@ from _atomic_file import atomic_file
 
 from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser, check_values, run_tool
+from megatron.tools.command_line import ToolParser, check_values, output_file, run_tool
 from megatron.tools.planning.explain import explain
 from megatron.tools.verify.request import PROGRAM, make_request, parse_layout, rule_violations, supported_layouts
 
@@ -107,7 +107,7 @@ def _parser() -> ToolParser:
         help="largest relative difference of losses, gradient norms and gradients (default: 1e-4 in fp32; in half "
         "precision 1e-3, 1e-2 and 0.1)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the results to this file too")
+    add("--json", type=output_file, metavar="FILE", help="write the results to this file too")
     add("--no-bisect", action="store_true", help="do not look for what is wrong in layouts that differ")
     add("--list", action="store_true", help="print the layouts, and run nothing")
     add("--explain", action="store_true", help="explain each layout, rule by rule, and run nothing")

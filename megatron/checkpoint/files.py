@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from megatron.common.errors import CheckpointError, ResourceError
+from megatron.common.errors import CheckpointError, ResourceError, first_line
 from megatron.common.files import file_mode, folder_mode, lacks_inodes, replace_file, sync, sync_folder
 from megatron.common.reading import LARGEST_JSON, read_bytes, regular
 
@@ -298,3 +298,45 @@ def _names(tag_folder: Path) -> Iterator[str]:
         for name in files:
             if (path := os.path.relpath(os.path.join(folder, name), tag_folder)) != MANIFEST:
                 yield path
+
+
+def folder_problem(named: str, folder: Path) -> str | None:
+    """Why ``folder``, of an output ``named`` so, cannot be written to, or be created; None if it can."""
+    if problem := _name_problem(folder):
+        return f"{named} {problem}; name another folder"
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        return f"{named} {existing} is not a folder; name another folder, or move it away"
+    if (existing / MANIFEST).exists():
+        return f"{named} {existing} is a checkpoint, and is refused with other files in it; name another"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{named} no permission to write in {existing}; name another folder, or change its permissions"
+    return None
+
+
+def file_problem(flag: str, file: Path) -> str | None:
+    """Why ``file`` cannot be written; None if it can."""
+    if problem := _name_problem(file):
+        return f"{flag} {file}: {problem}; name another file"
+    if not os.path.lexists(file):
+        return folder_problem(f"{flag} {file}:", file.parent)
+    if file.is_dir():
+        return f"{flag} {file} is a folder; name a file"
+    if file.is_fifo() or file.is_socket():
+        return f"{flag} {file} is no file, and writing to it may wait forever; name a file"
+    if not os.access(file, os.W_OK):
+        return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
+    return None
+
+
+def _name_problem(path: Path) -> str | None:
+    """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror
+    except ValueError as error:  # a NUL character
+        return first_line(error)
+    return None

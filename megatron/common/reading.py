@@ -18,9 +18,18 @@ if TYPE_CHECKING:
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
+_read = set[str]()
+
+
+def was_read(path: Path) -> bool:
+    """Whether this process has read the file ``path``."""
+    return os.path.realpath(path) in _read
+
+
 def regular(path: str, flags: int) -> int:
     """An ``opener`` for ``open``. Raises OSError unless ``path`` is a file: a FIFO would block, a device never end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    _read.add(os.path.realpath(path))
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind in _KINDS:
         os.close(descriptor)

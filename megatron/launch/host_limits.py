@@ -35,8 +35,17 @@ def check_host(environ: Mapping[str, str]) -> None:
         soft = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    check_working_folder()
     if problems := list(_low_limits()) or list(_missing(environ)):
         raise ResourceError(problems)
+
+
+def check_working_folder() -> None:
+    """Raises ResourceError if the working folder has been removed; libraries fail there in ways of their own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ResourceError(f"the working folder is gone ({error.strerror}): change to another one") from None
 
 
 def _low_limits() -> Iterator[str]:

@@ -11,13 +11,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.checkpoint.files import file_problem, folder_problem
 from megatron.cli.provided import read_number
+from megatron.common.environment import rank
 from megatron.common.errors import ConfigError, ResourceError, UserError, too_long_name
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import check_regular, unreadable_words
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
-from megatron.launch.host_limits import failure_of_host
+from megatron.launch.host_limits import check_working_folder, failure_of_host
 from megatron.model.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ class _StoreOnce(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest, self.default)
-        if values == [] and self.nargs in (None, "+"):  # argparse removes the value of --flag=--
+        # argparse removes the value of --flag=--; where the default is empty, an empty value is none
+        if values == [] and self.nargs in (None, "+") or (values == "" and self.default != ""):
             parser.error(f"{option_string} needs a value")
         if option_string is not None and before is not self.default:
             if self.nargs in ("+", "*"):
@@ -103,6 +106,22 @@ def _number(kind: type, text: str) -> Any:
     return kind(text)
 
 
+def output_file(text: str) -> Path:
+    """An argparse type: a file to write. Raises ArgumentTypeError if rank 0, which writes, cannot: before any work."""
+    return _output(text, file_problem("", Path(text)))
+
+
+def output_folder(text: str) -> Path:
+    """The same for a folder to write into."""
+    return _output(text, folder_problem(f"{text}:", Path(text)))
+
+
+def _output(text: str, problem: str | None) -> Path:
+    if problem and not rank(os.environ):
+        raise argparse.ArgumentTypeError(problem.strip())
+    return Path(text)
+
+
 def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
     """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
     problems = [
@@ -132,6 +151,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see megatron.common.ctrl_c
             signal.signal(signal.SIGINT, signal.default_int_handler)
         restrict_new_files(os.environ)
+        check_working_folder()
         main()
         sys.stdout.flush()
     except UserError as error:
@@ -180,7 +200,7 @@ def read_architecture(program: Path) -> ArchitectureSpec:
     try:
         check_regular(program)
         contents = runpy.run_path(str(program), run_name="program")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"--program {program} cannot be loaded ({type(error).__name__}: {error})") from error
     if isinstance(architecture := contents.get("ARCHITECTURE"), ArchitectureSpec):
         return architecture

@@ -1,21 +1,21 @@
 """Checks on this host before torch is imported: input files exist, outputs can be written, the checkpoint fits."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.files import MANIFEST
-from megatron.checkpoint.folder_lock import check_unlocked
+from megatron.checkpoint.files import file_problem, folder_problem
+from megatron.checkpoint.folder_lock import LOCK, check_unlocked
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
 from megatron.checkpoint.snapshot_files import check_memory
-from megatron.checkpoint.tracker import resolve
+from megatron.checkpoint.tracker import LATEST, TRACKER, resolve
 from megatron.common.environment import ranks_on_host
-from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError, first_line
+from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.common.reading import regular
 from megatron.common.tokenizer_files import NULL_TOKENIZER, check_tokenizer_folder, used_merges
 from megatron.config import RunConfig
@@ -199,7 +199,7 @@ def _check_outputs(run: RunConfig) -> None:
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
     folder_problems = {
-        flag: _folder_problem(f"{flag} {folder}:", Path(folder))
+        flag: folder_problem(f"{flag} {folder}:", Path(folder))
         for flag, folder in folders.items()
         if folder is not None
     }
@@ -210,7 +210,7 @@ def _check_outputs(run: RunConfig) -> None:
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
-        problems.append(_metrics_problem("--metrics-file", Path(run.logging.metrics_file)))
+        problems.append(_metrics_problem(Path(run.logging.metrics_file), folders))
     trackers = [
         ("--wandb-project", run.logging.wandb_project, "wandb"),
         ("--mlflow-experiment", run.logging.mlflow_experiment, "mlflow"),
@@ -227,7 +227,7 @@ def _check_outputs(run: RunConfig) -> None:
     ]
     profile = run.ds_config.get("flops_profiler") or {}
     if profile.get("enabled") and profile.get("output_file"):
-        problems.append(_file_problem("flops_profiler.output_file", Path(profile["output_file"])))
+        problems.append(file_problem("flops_profiler.output_file", Path(profile["output_file"])))
     if any(problems):
         raise ConfigError(problem for problem in problems if problem)
 
@@ -236,38 +236,17 @@ _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"
 """Sections of DeepSpeed's monitors in a JSON, and the package that each imports."""
 
 
-def _folder_problem(named: str, folder: Path) -> str | None:
-    """Why ``folder``, of an output ``named`` so, cannot be written to, or be created; None if it can."""
-    if problem := _name_problem(folder):
-        return f"{named} {problem}; name another folder"
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        return f"{named} {existing} is not a folder; name another folder, or move it away"
-    if (existing / MANIFEST).exists():
-        return f"{named} {existing} is a checkpoint, and is refused with other files in it; name another"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{named} no permission to write in {existing}; name another folder, or change its permissions"
-    return None
+_OF_SAVE = (LATEST, TRACKER, LOCK, "ds_config.json", "run.yaml")
 
 
-def _file_problem(flag: str, file: Path) -> str | None:
-    """Why ``file`` cannot be written; None if it can."""
-    if problem := _name_problem(file):
-        return f"{flag} {file}: {problem}; name another file"
-    if not os.path.lexists(file):
-        return _folder_problem(f"{flag} {file}:", file.parent)
-    if file.is_dir():
-        return f"{flag} {file} is a folder; name a file"
-    if file.is_fifo() or file.is_socket():
-        return f"{flag} {file} is no file, and writing to it may wait forever; name a file"
-    if not os.access(file, os.W_OK):
-        return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
-    return None
-
-
-def _metrics_problem(flag: str, file: Path) -> str | None:
-    """The same where lines are appended: also if the file has other content than metrics."""
-    if (problem := _file_problem(flag, file)) or not file.is_file():
+def _metrics_problem(file: Path, folders: Mapping[str, str | None]) -> str | None:
+    """Why metrics cannot be appended to ``file``: also because it is of another output, or has other content."""
+    flag, place = "--metrics-file", os.path.realpath(file)
+    for other, folder in folders.items():
+        names = _OF_SAVE if other == "--save" else ()
+        if folder is not None and place in (os.path.realpath(os.path.join(folder, name)) for name in ("", *names)):
+            return f"{flag} {file} is what {other} {folder} writes; name another file"
+    if (problem := file_problem(flag, file)) or not file.is_file():
         return problem
     with open(file, "rb", opener=regular) as opened:
         line = opened.readline(_LONGEST_METRICS)
@@ -275,16 +254,3 @@ def _metrics_problem(flag: str, file: Path) -> str | None:
 
 
 _LONGEST_METRICS = 1 << 20
-
-
-def _name_problem(path: Path) -> str | None:
-    """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        return error.strerror
-    except ValueError as error:  # a NUL character
-        return first_line(error)
-    return None

@@ -85,6 +85,24 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         2,
         ["--metrics-file ck/new: no permission to write in {place}/ck; name another folder, or change"],
     ),
+    "metrics in the place of checkpoints": (
+        whole,
+        "--metrics-file new --save new",
+        2,
+        ["--metrics-file new is what --save new writes; name another file"],
+    ),
+    "metrics in the place of TensorBoard's": (
+        whole,
+        "--metrics-file ./a/../new --tensorboard-dir new",
+        2,
+        ["--metrics-file a/../new is what --tensorboard-dir new writes; name another file"],
+    ),
+    "metrics in the place of the name of the newest checkpoint": (
+        whole,
+        "--metrics-file new/latest --save new",
+        2,
+        ["--metrics-file new/latest is what --save new writes; name another file"],
+    ),
     "a folder for the metrics": (whole, "--metrics-file ck", 2, ["--metrics-file ck is a folder; name a file"]),
     "metrics that may not be written": (
         locked("ck/latest", 0o444),

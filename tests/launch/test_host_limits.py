@@ -55,6 +55,14 @@ def test_a_tool_with_too_little_data_is_one_line() -> None:
     assert ended.returncode == 7 and line.startswith("preprocess_data.py: error: ") and line.endswith("ulimit -d")
 
 
+@pytest.mark.parametrize("program", ["tools/plan.py", "tools/launch.py", "pretrain_gpt2.py"])
+def test_a_working_folder_that_is_gone_is_one_line(program: str, tmp_path: Path) -> None:
+    script = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} {ROOT / program}"
+    ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 7 and "the working folder is gone" in line
+
+
 def raised(error: Exception):
     def call(*_: object, **__: object) -> None:
         raise error

@@ -1,14 +1,16 @@
 """Exit codes of a tool, and what it prints."""
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser, read_architecture
+from megatron.tools.command_line import ToolParser, output_file, output_folder, read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,6 +98,56 @@ def test_a_repeated_flag_loses_no_value() -> None:
     with pytest.raises(ConfigError) as caught:
         parser.parse_args("--rank 1 --rank 2".split())
     assert caught.value.messages == ["--rank 1 and --rank 2 exclude each other: give one"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "problem"),
+    [
+        (output_file, "folder", "folder is a folder; name a file"),
+        (output_file, "file/x", "file is not a folder; name another folder"),
+        (output_file, "fifo", "fifo is no file, and writing to it may wait forever"),
+        (output_file, "locked/x", "locked/x: no permission to write in"),
+        (output_file, "x" * 300, "File name too long"),
+        (output_folder, "file", "file is not a folder; name another folder"),
+        (output_folder, "locked/x/y", "locked/x/y: no permission to write in"),
+        (output_file, "new/x", None),
+        (output_file, "file", None),
+        (output_folder, "new", None),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_at_once(
+    kind: Callable[[str], Path], name: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir(), Path("file").touch(), Path("locked").mkdir(), os.mkfifo("fifo")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
+    parser = ToolParser("")
+    parser.add_argument("--output", type=kind)
+    if problem is None:
+        assert parser.parse_args(["--output", name]).output == Path(name)
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        parser.parse_args(["--output", name])
+    assert len(caught.value.messages) == 1
+    monkeypatch.setenv("RANK", "1")  # the first rank writes; its disk may be another
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert parser.parse_args(["--output", name]).output == Path(name)
+
+
+def test_an_empty_value_is_none_of_a_flag_that_has_no_empty_default() -> None:
+    parser = ToolParser("")
+    parser.add_argument("--prefix")
+    parser.add_argument("--include", default="")
+    assert parser.parse_args(["--include", ""]).include == ""
+    with pytest.raises(ConfigError, match="--prefix needs a value"):
+        parser.parse_args(["--prefix", ""])
+
+
+def test_a_program_that_exits_is_none(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
+    with pytest.raises(ConfigError, match="cannot be loaded .SystemExit: 0"):
+        read_architecture(tmp_path / "exits.py")
 
 
 def test_a_device_is_no_program() -> None:

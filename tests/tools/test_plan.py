@@ -113,7 +113,7 @@ def test_an_emitted_run_saves_warms_up_and_decays():
     ("words", "message"),
     [
         ("--device a1000", "'a1000': did you mean a100?"),
-        ("--emit /dev/null/files", "--emit /dev/null/files: "),
+        ("--emit /dev/null/files", "--emit: /dev/null/files: /dev/null is not a folder"),
     ],
 )
 def test_bad_arguments_are_one_line_errors(tool, words, message):

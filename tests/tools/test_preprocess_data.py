@@ -178,6 +178,14 @@ def test_a_folder_in_place_of_an_output_leaves_no_files(tmp_path: Path, command:
     assert outputs(tmp_path) == {"out_text_document.idx"}
 
 
+@pytest.mark.parametrize("name", ["out_text_document.bin", "out.progress"])
+def test_an_output_that_is_read_is_refused(tmp_path: Path, command: Callable, run: Callable, name: str) -> None:
+    corpus = write_jsonl(tmp_path / name, [{"text": "a"}])
+    before = corpus.read_bytes()
+    assert f"{name}, which is read" in one_error(run(command([corpus], "--input-format", "jsonl")), 2)
+    assert corpus.read_bytes() == before
+
+
 def test_full_disk_leaves_no_files(tmp_path: Path, command: Callable) -> None:
     """In a process of its own, which may write little; away from the project, where the tool finds its package."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * 1000}] * 100)

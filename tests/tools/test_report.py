@@ -115,7 +115,7 @@ def test_a_place_without_a_name_is_no_output(tool: Callable, folder: Path, name:
     ended = tool("report", folder, "--output", name)
     assert (ended.returncode, ended.stderr) == (
         2,
-        f"report.py: error: --output {name} has no name of its own; name another place\n",
+        f"report.py: error: argument --output: {name} is a folder; name a file (see --help)\n",
     )
 
 

@@ -78,6 +78,8 @@ def test_bad_text_is_one_line_and_leaves_no_files(train: Callable, tmp_path: Pat
     ("words", "expected"),
     [
         ("--vocab-size 256", "--vocab-size 256 is too small: a byte-level BPE needs 257 or more"),
+        ("--vocab-size 999999999999", "--vocab-size 1e+12 must be 10,000,000 at most"),
+        ("--vocab-size 300 --min-frequency 99999999999999999999", "--min-frequency of 20 digits must be"),
         ("--vocab-size 3 --tokenizer-type BertWordPieceCase", "--vocab-size 3 is too small: the text's"),
     ],
 )

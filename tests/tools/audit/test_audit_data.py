@@ -38,6 +38,10 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     assert rows[0] == ["data", "document", "tokens", "seen"] and len(rows) == 1 + 160 + 80
     assert sum(int(row[2]) * float(row[3]) for row in rows[1:]) == pytest.approx(6 * 4 * 32, rel=1e-4)
 
+    index = next(restarted.checkpoints.parent.glob("*.idx"))
+    code, _, error = audit("seen", *load, "--output", index)
+    assert code == 2 and f"--output {index} is an input of this command" in error
+
     code, output, _ = audit("proof", *load, "--metrics-file", restarted.metrics)
     assert code == 0 and output.endswith("proven: no sample was repeated, none was skipped\n")
     assert "repeated after a restart or a spike: iterations 3 to 4" in output
