@@ -86,7 +86,7 @@ def _check_output(job: Job) -> None:
         raise ConfigError(problem)
     names = [name + ending for name in job.prefixes.values() for ending in (".bin", ".idx", ".tokenizer.json")]
     written = [path for name in (*names, f"{prefix}.progress") if (path := Path(name)).is_file()]
-    for read in (*job.inputs, *filter(None, (job.vocab_file, job.merge_file, job.chat_template))):
+    for read in map(str, filter(None, (*job.inputs, job.vocab_file, job.merge_file, job.chat_template))):
         if os.path.exists(read) and any(path.samefile(read) for path in written):
             raise ConfigError(f"--output-prefix {prefix} would write {read}, which is read: name another")
 
