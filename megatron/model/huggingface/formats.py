@@ -33,6 +33,13 @@ _GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
 
 
+_SWITCHES = (
+    *("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),
+    *("scale_decoder_outputs", "is_encoder_decoder"),
+)
+"""Settings that are true or false in every format."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """How files of a kind of model describe it, and what they call its weights."""
@@ -91,6 +98,8 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
             problems.append(f"{names[0]} {large} is not a multiple of {names[1]} {factor}")
     if not problems and (vocab_size or 0) > values["vocab_size"]:
         problems.append(f"vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    if not problems and "num_experts" in values and values["moe_router_topk"] > values["num_experts"]:
+        problems.append(f"num_experts_per_tok is {values['moe_router_topk']}, of {values['num_experts']} experts")
     if problems:
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
     if not form.keeps_rows:
@@ -108,9 +117,14 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
     values: Fields = {field: given.get(name, default) for field, (name, default) in names.items()}
     problems = ["quantization_config: weights must be of floating point"] if given.get("quantization_config") else []
     problems += [
-        f"{name} is {shown(given[name])}, and only {value!r} can be taken over"
+        f"{name} is {shown(tree[name])}, and only {value!r} can be taken over"
         for name, value in form.fixed.items()
-        if name in given and given[name] != value
+        if name in tree and tree[name] != value
+    ]
+    problems += [
+        f"{name} is {shown(given[name])}, and should be true or false"
+        for name in _SWITCHES
+        if type(given.get(name, False)) is not bool
     ]
     problems += [
         f"{name} is {shown(values[field])}, and should be a whole number above 0"

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
+from megatron.config.fields import shown
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, Names
 from megatron.model.huggingface.rotation import read_rotation, write_rotation
@@ -110,6 +111,8 @@ def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         window = None
         if tree.get("use_sliding_window"):
             problems.append("use_sliding_window is true, with a window in some layers only, which is not supported")
+        if (kinds := tree.get("layer_types")) and kinds != ["full_attention"] * len(kinds):
+            problems.append(f"layer_types is {shown(kinds)}, and only full_attention in all layers is supported")
     elif window is not None and not (type(window) is int and window > 0):
         problems.append(f"sliding_window is {window!r}, and should be a whole number above 0")
     end = tree.get("eos_token_id")

@@ -76,7 +76,10 @@ def _read(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         language = config_from(LLAMA_FORMATS[text["model_type"]], tied, Path("text_config"), None)
     except CheckpointError as error:
         return {}, list(error.messages)
-    encoder, problems = read_encoder(tree.get("vision_config") or {})
+    vision = tree.get("vision_config") or {}
+    if not isinstance(vision, Mapping):
+        return {}, [f"vision_config is {shown(vision)}, and should be an object"]
+    encoder, problems = read_encoder(vision)
     values = {field.name: getattr(language, field.name) for field in fields(language)} | encoder
     values |= {
         "architecture": LLAVA.name,
@@ -84,6 +87,9 @@ def _read(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         "vision_feature_layer": tree.get("vision_feature_layer", -2),
         "vision_feature_select_strategy": tree.get("vision_feature_select_strategy", "default"),
     }
+    token = values["image_token_id"]
+    if type(token) is not int or not 0 <= token < language.vocab_size:
+        problems.append(f"image_token_index is {shown(token)}, and the model has {language.vocab_size} tokens")
     if type(values["vision_feature_layer"]) is not int:
         problems.append(f"vision_feature_layer is {shown(values['vision_feature_layer'])}, and should be one number")
     elif not problems:

@@ -24,6 +24,9 @@ def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     given: Mapping[str, Any] = next(filter(None, found.values()), {})
     base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
+    part = given.get("partial_rotary_factor", tree.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        return {}, [f"partial_rotary_factor is {part!r}, and only 1 can be taken over"]
     if type(base) not in (int, float) or not base > 0:
         return {}, [f"rope_theta is {base!r}, and should be a number above 0"]
     if not isinstance(kind, str) or kind not in _EXTENSIONS:

@@ -152,6 +152,35 @@ def test_a_config_of_another_model(changes: dict, message: str):
     assert str(caught.value) == f"config.json: {message}" or message in str(caught.value)
 
 
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN = MIXTRAL | {"model_type": "qwen2"}
+VISION = {"model_type": "clip_vision_model", "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}
+LLAVA = {"model_type": "llava", "text_config": MIXTRAL, "vision_config": VISION, "image_token_index": 7}
+WRONG: list[tuple[dict, dict, str]] = [
+    (MIXTRAL, {"hidden_act": None}, "hidden_act is None, and only 'silu'"),
+    (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
+    (MIXTRAL, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', and should be true or false"),
+    (MIXTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1"),
+    (MIXTRAL, {"rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor is '1', and only 1"),
+    (QWEN, {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention'], and only full_attention"),
+    (QWEN, {"layer_types": "full_attention"}, "layer_types is 'full_attention', and only full_attention"),
+    (LLAVA, {"vision_config": 3}, "vision_config is 3, and should be an object"),
+    (LLAVA, {"image_token_index": 8}, "image_token_index is 8, and the model has 8 tokens"),
+    (LLAVA, {"image_token_index": "7"}, "image_token_index is '7', and the model has 8 tokens"),
+]
+
+
+@pytest.mark.parametrize(("tree", "changes", "message"), WRONG)
+def test_a_setting_that_cannot_be_meant_is_refused(tree: dict, changes: dict, message: str):
+    assert from_huggingface(tree, Path("config.json"))
+    with pytest.raises(CheckpointError) as caught:
+        from_huggingface(tree | changes, Path("config.json"))
+    assert caught.value.messages[0].startswith(f"config.json: {message}")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
