@@ -133,9 +133,6 @@ class SampleStream:
         """
         seed_words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF]
         random = np.random.RandomState([*seed_words, self.salt, epoch, purpose])
-        if len(order) < count and count > FEW:
-            order[:] = first_of_shuffle(random, count, len(order))
-            return
         numbers = np.arange(count, dtype=order.dtype)
         random.shuffle(numbers)  # as its permutation(count)
         # Pages of a file that are written in random order reach the disk again and again.
@@ -178,40 +175,6 @@ class SampleStream:
 MOST_PROCESSES = 8
 """That build the maps of an epoch."""
 _WAIT_SECONDS = 0.001
-
-
-FEW = 1 << 22
-"""Numbers of which all are shuffled where the first are needed: that takes a seventh of the time for half a million."""
-_SWAPS = 1 << 16
-"""Of a shuffle that are drawn at a time."""
-_MARKS = 1 << 22  # a power of two
-
-
-def first_of_shuffle(random: np.random.RandomState, count: int, first: int) -> np.ndarray:
-    """The first numbers of ``random.permutation(count)``, int64 [first], in little memory and half of the time.
-
-    A shuffle swaps each place, from the last one on, with one that is drawn from those up to it. All is drawn forwards,
-    and then again backwards, to follow the first numbers to the places that they come from.
-    """
-    states, end = [], count
-    while end - _SWAPS >= first:
-        states.append((end, random.get_state()))
-        random.randint(0, np.arange(end, end - _SWAPS, -1))
-        end -= _SWAPS
-    numbers = random.permutation(end)[:first]
-    index_at = {place: index for index, place in enumerate(numbers.tolist())}
-    marks = np.zeros(_MARKS, np.bool_)  # where any other place cannot be one of them
-    marks[numbers & (_MARKS - 1)] = True
-    for end, state in reversed(states):
-        random.set_state(state)
-        others = random.randint(0, np.arange(end, end - _SWAPS, -1))  # of the places end - 1, end - 2, ...
-        for row in np.flatnonzero(marks[others & (_MARKS - 1)] | (others >= end - _SWAPS))[::-1].tolist():
-            if (index := index_at.pop(int(others[row]), None)) is not None:
-                index_at[place := end - 1 - row] = index
-                marks[place & (_MARKS - 1)] = True
-    for place, index in index_at.items():
-        numbers[index] = place
-    return numbers
 
 
 def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:

@@ -132,15 +132,15 @@ def test_patterns_for_deepspeed_match_each_parameter(program: str):
 
 
 def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
-    from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-    from megatron.engines.containers import sequential_model
-    from megatron.parallel.layout import ParallelLayout
+    from support.whole_models import whole_model
+
+    from megatron.config import ModelConfig
 
     config = ModelConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, max_position_embeddings=32,
         vocab_size=92, padded_vocab_size=padded_vocab_size,
     )  # fmt: skip
-    return sequential_model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
+    return whole_model(config)
 
 
 def test_the_tool_converts_once(programs: Programs, saved_on):

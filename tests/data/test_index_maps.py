@@ -101,18 +101,7 @@ def test_maps_do_not_depend_on_how_much_is_built_at_a_time(
             np.testing.assert_array_equal(order, random.permutation(len(order)))
 
 
-@pytest.mark.parametrize(("count", "first"), [(70, 9), (64, 64), (20, 1), (5000, 40)])
-def test_the_first_of_a_shuffle_are_those_of_numpy(monkeypatch, count: int, first: int) -> None:
-    monkeypatch.setattr(gpt2_dataset, "_SWAPS", 16)
-    monkeypatch.setattr(gpt2_dataset, "_MARKS", 64)
-    expected = np.random.RandomState([3, 5]).permutation(count)[:first]
-    np.testing.assert_array_equal(gpt2_dataset.first_of_shuffle(np.random.RandomState([3, 5]), count, first), expected)
-
-
-@pytest.mark.parametrize("few", [0, 1000])
-def test_of_the_next_epoch_there_are_the_documents_that_the_last_sample_can_need(monkeypatch, few: int) -> None:
-    monkeypatch.setattr(gpt2_dataset, "FEW", few)
-    monkeypatch.setattr(gpt2_dataset, "_SWAPS", 16)
+def test_of_the_next_epoch_there_are_the_documents_that_the_last_sample_can_need() -> None:
     lengths = np.random.RandomState(1).randint(0, 3, 500)
     stream = SampleStream(lengths, 7, 1234)
     for epoch in range(3):

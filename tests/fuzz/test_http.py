@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged
+from support.served import Words
 
-from megatron.common.errors import DataError
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
 from megatron.tools.serving.protocol import RequestLimits
@@ -35,22 +35,6 @@ HEADERS = st.lists(
     ),
     max_size=2,
 )
-
-
-class Words:
-    """A tokenizer that makes a token of each word."""
-
-    vocab_size, eod = 10, 9
-
-    def tokenize_batch(self, texts):
-        """The length of each word, cut off at 9."""
-        return [[min(len(word), 9) for word in text.split()] for text in texts]
-
-    def detokenize(self, ids):
-        """That many letters."""
-        if not all(0 <= id < 10 for id in ids):
-            raise DataError(f"{ids} are no tokens")
-        return " ".join("x" * id for id in ids)
 
 
 class Chosen:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.whole_models import whole_model
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
-from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.engines.containers import SequentialModel, sequential_model
+from megatron.config import ModelConfig
+from megatron.engines.containers import SequentialModel
 from megatron.model.architectures import BERT, CLASSIFIER
-from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 
@@ -29,7 +29,7 @@ TARGETS = (TOKENS.roll(3, 1), REAL / REAL.sum(), torch.tensor([1, 0]))
 
 
 def _bert(config: ModelConfig = CONFIG) -> SequentialModel:
-    model = sequential_model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
+    model = whole_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # none shall be mistaken for another

@@ -8,17 +8,16 @@ import torch
 from support.command_lines import parse
 from support.llava_models import IMAGE, transformers_model
 from support.saved_tensors import saved_bytes
+from support.whole_models import whole_model
 from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
-from megatron.config import ActivationConfig, ParallelConfig
 from megatron.engines.build import freeze
-from megatron.engines.containers import run_in_order, sequential_model
+from megatron.engines.containers import run_in_order
 from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.huggingface.formats import TOWER
 from megatron.model.llava import PIXELS
-from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.join_llava import joined_llava
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import without_padding
@@ -36,7 +35,7 @@ def test_logits_gradients_and_weights_are_those_of_transformers(tmp_path: Path, 
     theirs = transformers_model(kind)
     theirs.save_pretrained(tmp_path / "theirs")
     model = read_huggingface(tmp_path / "theirs")
-    ours = sequential_model(model.config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
+    ours = whole_model(model.config)
     parameters = dict(ours.named_parameters())
     assert list(parameters) == list(model.weights)
     with torch.no_grad():
@@ -99,9 +98,7 @@ def test_a_frozen_encoder_keeps_nothing_for_the_backward_pass() -> None:
             vocab_size=64,
             padded_vocab_size=64,
         )
-        layers = sequential_model(
-            model, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1))
-        ).train()
+        layers = whole_model(model).train()
         freeze(layers, model)
         groups = weight_decay_groups(layers, model)
         assert [group.get("lr_mult", 1) for group in groups] == [1, 1, 10, 10]

@@ -84,13 +84,12 @@ def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> Non
 @pytest.mark.parametrize("program", ["", "bert", "classifier", "t5", f"t5 {CLASSIC_T5}"])
 @pytest.mark.ranks(1)
 def test_parameters_are_in_the_order_of_the_layers(program: str) -> None:
-    from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.engines.containers import sequential_model
-    from megatron.parallel.layout import ParallelLayout
+    from support.whole_models import whole_model
 
     config = settled(program).model
-    model = sequential_model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig()))
-    assert [name for name, _ in model.named_parameters()] == list(architecture_of(config).named_parameters(config))
+    assert [name for name, _ in whole_model(config).named_parameters()] == list(
+        architecture_of(config).named_parameters(config)
+    )
 
 
 def test_the_vocabulary_is_the_padded_dimension() -> None:

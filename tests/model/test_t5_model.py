@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.whole_models import whole_model
 from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
-from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.engines.containers import SequentialModel, sequential_model
+from megatron.config import ModelConfig
+from megatron.engines.containers import SequentialModel
 from megatron.model.architectures import T5
-from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
 from megatron.tools.inference.batches import TextToTextBatch
@@ -37,15 +37,10 @@ INPUTS = torch.cat([TEXTS, torch.cat([torch.zeros(2, 1), TARGETS[:, :-1]], 1)], 
 WEIGHTS = torch.full((2, 7), 1 / 14)
 
 
-def _t5(config: ModelConfig = CONFIG, activation: ActivationConfig | None = None) -> SequentialModel:
-    layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    return sequential_model(config, activation or ActivationConfig(), layout)
-
-
 @pytest.mark.ranks(1)
 def test_logits_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     """T5 1.1, whose encoder and decoder differ in depth, with an inner size that is not hidden / heads."""
-    ours, whole = _t5(), replace(CONFIG, padded_vocab_size=CONFIG.vocab_size)
+    ours, whole = whole_model(CONFIG), replace(CONFIG, padded_vocab_size=CONFIG.vocab_size)
     theirs = exported(ours, whole, tmp_path / "hf")
     output = theirs(TEXTS.clamp(min=0), attention_mask=(TEXTS >= 0).long(), labels=TARGETS)
     assert_close(ours(INPUTS)[..., :21], output.logits, rtol=1e-5, atol=1e-5)
@@ -71,7 +66,7 @@ def generates_as_transformers(ours: SequentialModel, theirs: torch.nn.Module):
         given, attention_mask=torch.arange(given.size(1)) < torch.tensor([[len(text)] for text in texts]),
         max_new_tokens=50, do_sample=False, eos_token_id=None, use_cache=False,
     )  # fmt: skip
-    model = LanguageModel(ours, CONFIG, ParallelLayout.create(ParallelConfig(world_size=1)).tensor_group)
+    model = LanguageModel(ours, CONFIG, torch.distributed.group.WORLD)
     for use_cache in (True, False):
         batch = TextToTextBatch(model, texts, use_cache=use_cache)
         for _ in range(50):
@@ -98,7 +93,7 @@ def exported(ours: SequentialModel, whole: ModelConfig, folder: Path) -> torch.n
 
 @pytest.mark.ranks(1)
 def test_tokens_of_a_classic_t5_see_the_text_and_earlier_tokens() -> None:
-    model = _t5(CLASSIC)
+    model = whole_model(CLASSIC)
     logits = model(INPUTS)
 
     def changed(row: int, column: int) -> Tensor:

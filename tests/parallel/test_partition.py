@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from support.command_lines import parse
 
-from megatron.config import ParallelConfig, RunConfig
+from megatron.config import RunConfig
 from megatron.model.partition import (
     balanced,
     inputs_in_flight,
@@ -123,18 +123,15 @@ def test_built_stages_equal_the_plan(schedule: str, partition: str, program: str
 def test_flops_equal_those_of_the_flop_counter(lora_rank: int) -> None:
     """By torch's own counter, which knows matrix products and attention: of a forward pass, and of an iteration."""
     import torch
+    from support.whole_models import whole_model
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron.config import ActivationConfig
     from megatron.engines.build import freeze
-    from megatron.engines.containers import sequential_model
-    from megatron.parallel.layout import ParallelLayout
 
     run = tiny("1f1b", "uniform")
     run = replace(run, model=replace(run.model, lora_rank=lora_rank, attention_dropout=0.0, hidden_dropout=0.0))
     softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees
-    layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    model = sequential_model(softmax_by_steps, ActivationConfig(), layout)
+    model = whole_model(softmax_by_steps)
     tokens = torch.zeros(1, run.data.seq_length).long()
     with FlopCounterMode(display=False) as forward:
         model.eval()(tokens)

@@ -1,11 +1,15 @@
 """Models in one piece: what a checkpoint's weights compute, and made-up weights."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    from megatron.engines.containers import SequentialModel
 
 SMALL_GPT2 = ModelConfig(
     num_layers=3, hidden_size=16, ffn_hidden_size=64, num_attention_heads=4, max_position_embeddings=12, vocab_size=21,
@@ -17,17 +21,27 @@ TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]]
 
 def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """What the model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
-    from megatron.checkpoint.tracker import newest
-    from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.engines.containers import sequential_model
-    from megatron.parallel.layout import ParallelLayout
-
-    saved = newest(folder)
-    model = sequential_model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
-    load_weights(model, saved)
+    model = loaded_model(folder)
     with torch.no_grad():
         logits = model.eval()(TOKENS)
     return logits, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def whole_model(config: ModelConfig, activation: ActivationConfig | None = None) -> "SequentialModel":
+    """A model without tensor and pipeline parallelism, for a test of one rank."""
+    from megatron.engines.containers import sequential_model
+    from megatron.parallel.layout import ParallelLayout
+
+    return sequential_model(config, activation or ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+
+
+def loaded_model(folder: Path) -> "SequentialModel":
+    """The same with the weights of the newest checkpoint of ``folder``."""
+    from megatron.checkpoint.tracker import newest
+
+    saved = newest(folder)
+    load_weights(model := whole_model(saved.whole_model_config()), saved)
+    return model
 
 
 def load_weights(module: nn.Module, saved) -> None:

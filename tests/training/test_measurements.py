@@ -50,17 +50,9 @@ def test_values_of_one_process(one_process: tuple[Path, str], run_ranks) -> None
 def norm_of_checkpoint(folder: str) -> float:
     """The 2-norm of all weights, brought together from the ranks."""
     import torch
-    from support.whole_models import load_weights
+    from support.whole_models import loaded_model
 
-    from megatron.checkpoint.tracker import newest
-    from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.engines.containers import sequential_model
-    from megatron.parallel.layout import ParallelLayout
-
-    saved = newest(folder)
-    model = sequential_model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
-    load_weights(model, saved)
-    return torch.nn.utils.get_total_norm([weight.double() for weight in model.parameters()]).item()
+    return torch.nn.utils.get_total_norm([weight.double() for weight in loaded_model(folder).parameters()]).item()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

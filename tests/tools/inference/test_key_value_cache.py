@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.config import ModelConfig
 
 CONFIG = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, max_position_embeddings=16,
@@ -34,17 +34,22 @@ BEGINNINGS = [7, 3, 5]
 """Tokens of the sequences before the first step."""
 
 
-def difference(settings: dict) -> float:
-    """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
-    from megatron.engines.containers import sequential_model
-    from megatron.parallel.layout import ParallelLayout
-    from megatron.tools.inference.cache import KeyValueCache
+def language_model(settings: dict):
+    """``CONFIG`` with these settings, with a cache and without."""
+    from support.whole_models import whole_model
+
     from megatron.tools.inference.model import LanguageModel
 
     config = replace(CONFIG, **settings)
-    layout = ParallelLayout.create(ParallelConfig())
-    model = sequential_model(config, ActivationConfig(), layout).eval()
-    inference = LanguageModel(model, config, layout.tensor_group)
+    model = whole_model(config).eval()
+    return LanguageModel(model, config, torch.distributed.group.WORLD), model
+
+
+def difference(settings: dict) -> float:
+    """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
+    from megatron.tools.inference.cache import KeyValueCache
+
+    inference, model = language_model(settings)
     tokens = torch.randint(0, 49, (4, 16), generator=torch.Generator().manual_seed(1))
 
     def grown(rows: list[int], cache: KeyValueCache, counts: list[int]) -> float:
@@ -85,14 +90,9 @@ def test_the_layers_of_a_step_share_cosines_and_sines(run_ranks):
 
 def tables_of_two_steps() -> int:
     """How often cosines and sines are computed in two steps of a model of two layers."""
-    from megatron.engines.containers import sequential_model
     from megatron.model.rotary import rotation_tables
-    from megatron.parallel.layout import ParallelLayout
-    from megatron.tools.inference.model import LanguageModel
 
-    config, layout = replace(CONFIG, **LLAMA), ParallelLayout.create(ParallelConfig())
-    model = sequential_model(config, ActivationConfig(), layout).eval()
-    inference = LanguageModel(model, config, layout.tensor_group)
+    inference, _ = language_model(LLAMA)
     cache, name = inference.empty_cache(1), "megatron.tools.inference.cache.rotation_tables"
     with torch.no_grad(), patch(name, side_effect=rotation_tables) as computed:
         for tokens in ([[1, 2, 3]], [[4]]):

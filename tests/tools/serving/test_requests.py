@@ -8,25 +8,11 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 from support.command_lines import parse
+from support.served import Words
 
-from megatron.common.errors import DataError
 from megatron.tools.serving.protocol import RequestError, RequestLimits, read_chat, read_completion
 
 LIMITS = RequestLimits(context=64, max_tokens=32, max_choices=4)
-
-
-class Words:
-    """A tokenizer that makes a token of each word."""
-
-    vocab_size, eod = 10, 9
-
-    def tokenize_batch(self, texts):
-        return [[len(word) for word in text.split()] for text in texts]
-
-    def detokenize(self, ids):
-        if max(ids) >= self.vocab_size:
-            raise DataError(f"{max(ids)} is no token")
-        return " ".join("x" * id for id in ids)
 
 
 def read(body):
