@@ -26,6 +26,7 @@ from pathlib import Path
 from megatron.checkpoint.files import make_folder
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, file_mode
+from megatron.common.processes import machine_id
 from megatron.common.reading import parse_json
 from megatron.launch.rank import print_warning
 
@@ -247,14 +248,6 @@ def _read(path: Path) -> tuple[str | None, Owner | None]:
     except (ValueError, KeyError, TypeError):
         return text, None
     return text, owner if type(owner.pid) is int else None
-
-
-def machine_id() -> str:
-    """Identifies the boot of this host and the namespace of process ids; empty if the system does not report it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def start_time(pid: int) -> str:

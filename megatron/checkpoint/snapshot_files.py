@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpoint.files import replace_text
-from megatron.checkpoint.folder_lock import machine_id
 from megatron.common.errors import CheckpointError, ResourceError, counted
+from megatron.common.processes import machine_id
 from megatron.common.reading import read_bytes, read_json
 from megatron.common.units import with_prefix
 from megatron.config import CheckpointConfig, RunConfig

@@ -90,6 +90,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host has refused an allocation; torch, whose error it may be, is not imported."""
+    is_torchs = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or is_torchs or "can't allocate memory" in str(error)
+
+
 def too_long_name(error: BaseException) -> str | None:
     """A message about a name of a file that is too long for the system; None for another error."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

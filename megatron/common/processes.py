@@ -250,10 +250,14 @@ def at_once(steps: Sequence[Callable[[], object]], what: str) -> None:
                 process.join()
 
 
+def machine_id() -> str:
+    """Identifies the boot of this host and the namespace of process ids; empty if the system does not report it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def pid_namespace() -> str:
     """A name of the set of processes that this one can see; the same for ranks that see each other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    return machine_id() or socket.gethostname()

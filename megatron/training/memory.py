@@ -13,7 +13,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron.common.errors import ResourceError
+from megatron.common.errors import ResourceError, is_out_of_memory
 from megatron.config import RunConfig
 from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
@@ -48,11 +48,6 @@ def out_of_memory_reported(
         plan = next(filter(None, plans), None)
         message = _message(progress, str(error), free, held, plan)
         raise ResourceError(_write_report(run, layout.rank, message, plan)) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether ``error`` is an allocation that the device or the host refused."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _message(progress: ProgressState, error: str, free: int, held: int, plan: MemoryPlan | None) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.common.errors import ConfigError, DataError, UserError
+from megatron.common.errors import ConfigError, DataError, UserError, is_out_of_memory
 from megatron.config import ModelConfig, RunConfig
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import GPT2
@@ -38,19 +38,12 @@ def user_function(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if is_connection_lost(error) or is_timeout(error) or failure_of_nccl(error) or _is_memory(error):
+        if is_connection_lost(error) or is_timeout(error) or failure_of_nccl(error) or is_out_of_memory(error):
             raise
         package, frames = str(Path(__file__).parents[1]), traceback.extract_tb(error.__traceback__)
         outside = [frame for frame in frames if not frame.filename.startswith((package, sys.prefix, "<"))]
         at = (outside or frames)[-1]
         raise ConfigError(f"{name}: {type(error).__name__}: {error} ({at.filename}:{at.lineno})") from error
-
-
-def _is_memory(error: Exception) -> bool:
-    """See megatron/training/memory.py, which imports torch."""
-    return isinstance(error, MemoryError) or any(
-        text in f"{type(error).__name__} {error}" for text in ("OutOfMemoryError", "can't allocate memory")
-    )
 
 
 @dataclass(frozen=True)

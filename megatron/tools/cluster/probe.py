@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 
-from megatron.checkpoint.folder_lock import machine_id, start_time
+from megatron.checkpoint.folder_lock import start_time
+from megatron.common.processes import machine_id
 from megatron.data.fingerprint import data_hash
 
 MARK = "megatron-probe "

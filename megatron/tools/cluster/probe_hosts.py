@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint import folder_lock
 from megatron.common import reading
+from megatron.common.processes import machine_id
 from megatron.config import RunConfig
 from megatron.data import fingerprint
 from megatron.tools.cluster import probe
@@ -158,7 +159,7 @@ def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], s
 
 
 def _sources() -> str:
-    parts = (reading, fingerprint, folder_lock.machine_id, folder_lock.start_time, probe)
+    parts = (reading, fingerprint, machine_id, folder_lock.start_time, probe)
     lines = "\n".join(inspect.getsource(part) for part in parts).split("\n")
     own = "\n".join(line for line in lines if not line.startswith("from megatron."))
     return f"from __future__ import annotations\n{own}"
