@@ -95,10 +95,13 @@ def main() -> None:
     except OSError as error:
         print(f"launch.py: error: the ranks cannot be started ({error.strerror})", file=sys.stderr)
         sys.exit(LaunchError.exit_code)
-    except RuntimeError as error:
-        if "not reachable via ssh" not in str(error):
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        problem = first_line(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            problem = "the first host does not tell its address over ssh: name it by --master_addr"
+        elif not problem.endswith("not installed.") and "not reachable via ssh" not in problem:
             raise
-        print(f"launch.py: error: {first_line(error)} (tools/doctor.py looks for the cause)", file=sys.stderr)
+        print(f"launch.py: error: {problem} (tools/doctor.py looks for the cause)", file=sys.stderr)
         sys.exit(LaunchError.exit_code)
     signals = [-child.returncode for child in _Remembered.all if (child.returncode or 0) < 0]
     sys.exit(128 + signals[0] if signals else 0)

@@ -39,7 +39,6 @@ from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import code_after_signal, read_exit_codes, supervise
 from megatron.tools.planning.machine import DEVICES, Device
-from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
 
 LOCK = ".supervisor.lock"
@@ -247,14 +246,12 @@ def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
 
 
 def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name_of_gpu) -> Device:
-    """The device that the planner plans for. Raises ConfigError if it is not known, or ``--device`` names none."""
-    if launch.device and launch.device not in DEVICES:
-        raise ConfigError(f"--device {launch.device}: the planner knows {', '.join(DEVICES)}")
+    """The device that the planner plans for. Raises ConfigError if it is not known."""
     device = DEVICES[launch.device] if launch.device else device_here(kind, query)
     if device is None:
         names = "|".join(DEVICES)
         raise ConfigError(f"--elastic plans for a device that it does not know: name the nearest by --device {names}")
-    return device._replace(memory=bytes_of_text(launch.device_memory)) if launch.device_memory else device
+    return device._replace(memory=launch.device_memory) if launch.device_memory else device
 
 
 _COPY_SECONDS = 600.0

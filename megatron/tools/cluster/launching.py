@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import warnings
 import zipfile
@@ -18,6 +19,7 @@ from importlib.util import MAGIC_NUMBER
 from io import BytesIO
 from pathlib import Path
 
+from megatron.checkpoint.files import folder_problem
 from megatron.checkpoint.tracker import LATEST
 from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
@@ -25,12 +27,15 @@ from megatron.cli.parser import CONFIG_FILE
 from megatron.cli.validation import value_problems
 from megatron.common.errors import ConfigError, counted, first_line
 from megatron.common.reading import LARGEST_SETTINGS, read_bytes
+from megatron.launch.rank import print_warning
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.cluster.hostfile import Host, check_one_filter, name_problem, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
 from megatron.tools.cluster.supervise import MOST_FAILURES
 from megatron.tools.command_line import ToolParser
+from megatron.tools.planning.machine import DEVICES
+from megatron.tools.planning.request import bytes_of_text
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 _PROJECT = Path(__file__).resolve().parents[3]
@@ -120,8 +125,8 @@ def _add_elastic_flags(parser: ToolParser) -> None:
         help="leave out the host that fails in this many failures in a row without a new checkpoint "
         f"(default: {MOST_FAILURES})",
     )
-    group.add_argument("--device", default="", metavar="NAME", help="see tools/plan.py --device")
-    group.add_argument("--device-memory", default="", metavar="SIZE", help="memory of a device, such as 80GB")
+    group.add_argument("--device", choices=DEVICES, help="see tools/plan.py --device")
+    group.add_argument("--device-memory", type=bytes_of_text, metavar="SIZE", help="memory of a device, such as 80GB")
 
 
 def _check_elastic_flags(launch: Namespace) -> None:
@@ -156,6 +161,7 @@ def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[st
         raise ConfigError(f"{spare[0]} is a spare host in {launch.hostfile}: add --elastic, or exclude it by -e")
     problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
+    problems += _host_problems(launch, len(hosts)) if not (problems or several) else _rank_problems(launch)
     if several and launch.launcher == "pdsh":
         problems += _length_problems(launch, hosts)
         if len(hosts) > PDSH_FAN_OUT:  # all ranks wait for one another
@@ -166,7 +172,9 @@ def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[st
     if problems:
         raise ConfigError(problems)
     here, slurm = runs_here_alone(hosts) and not several, several and launch.launcher == "slurm"
-    if here or slurm:  # DeepSpeed would ask the first host for its address, over ssh
+    if (
+        here or slurm or (launch.no_ssh and hosts and not launch.master_addr)
+    ):  # DeepSpeed would ask the first host for its address, over ssh
         address = launch.master_addr or ("127.0.0.1" if here else hosts[0].name)
         launch = Namespace(**{**vars(launch), "no_ssh_check": True, "master_addr": address})
     script, arguments = launch.script, launch.arguments
@@ -239,7 +247,9 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
         for flag, text in (("--include", launch.include), ("--exclude", launch.exclude)):
-            if text and not re.fullmatch(r"localhost(:[0-9]{1,4}(,[0-9]{1,4})*)?", text):
+            named = re.findall("[0-9]+", text)
+            is_local = re.fullmatch(r"localhost(:[0-9]{1,4}(,[0-9]{1,4})*)?", text)
+            if text and (is_local is None or len(set(named)) < len(named)):
                 raise ConfigError(
                     f"{flag} {text}: without a hostfile there is only localhost, as in localhost:0,1: add --hostfile"
                 )
@@ -320,6 +330,36 @@ def _flag_problems(launch: Namespace, flag: str, check: Callable[[str], str | No
     value = getattr(launch, flag)
     problem = check(value) if value else None
     return [f"--{flag} {value!r}: {problem}"] if problem else []
+
+
+def _rank_problems(launch: Namespace) -> list[str]:
+    """What is wrong with flags that belong to others."""
+    problems = []
+    if launch.node_rank is not None and not launch.no_ssh:
+        problems.append(f"--node_rank {launch.node_rank} has no effect without --no_ssh: add it, or remove the flag")
+    if launch.bind_core_list and not launch.bind_cores_to_rank:
+        flag = f"--bind_core_list {launch.bind_core_list}"
+        problems.append(f"{flag} has no effect without --bind_cores_to_rank: add it, or remove the flag")
+    return problems
+
+
+def _host_problems(launch: Namespace, hosts: int) -> list[str]:
+    """The same, and what DeepSpeed's launcher would not find on this host, where all that it starts runs."""
+    problems, last = _rank_problems(launch), max(hosts, 1) - 1
+    if launch.no_ssh and (launch.node_rank is None or not 0 <= launch.node_rank <= last):
+        problems.append(f"--no_ssh needs --node_rank, which of the hosts this one is: a number from 0 to {last}")
+    if (folder := launch.enable_each_rank_log) and (
+        problem := folder_problem(f"--enable_each_rank_log {folder}:", Path(folder))
+    ):
+        problems.append(problem)
+    if launch.bind_cores_to_rank and shutil.which("numactl") is None:
+        problems.append("--bind_cores_to_rank needs numactl, which is not installed: install it, or remove the flag")
+    cores = [int(core) for core in re.findall("[0-9]+", launch.bind_core_list)]
+    if cores and max(cores) >= (count := os.cpu_count() or 1):
+        problems.append(f"--bind_core_list {launch.bind_core_list}: this host has cores 0 to {count - 1}")
+    if not hosts and launch.master_addr not in ("", "localhost", "127.0.0.1"):
+        print_warning(f"--master_addr {launch.master_addr} has no effect without a hostfile: ranks meet at 127.0.0.1")
+    return problems
 
 
 def _path_problems(folder: Path) -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.common.environment import expected_device
+from megatron.common.errors import ConfigError
+from megatron.common.reading import LARGEST_SETTINGS, read_bytes
 
 CONNECT_SECONDS = 5
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
@@ -146,5 +148,10 @@ def _is_safe_in_quotes(value: str) -> bool:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    text = file.read_bytes().decode(errors="replace")
+    try:
+        text = read_bytes(file, largest=LARGEST_SETTINGS).decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(
+            f"{file}, which has variables for all hosts: {error.strerror}; correct or remove it"
+        ) from None
     return enumerate(text.removesuffix("\n").split("\n") if text else [], start=1)

@@ -247,6 +247,8 @@ def test_a_world_size_without_a_layout() -> None:
     [
         ("--elastic pretrain_gpt2.py", "--elastic needs --hostfile"),
         ("--rejoin --hostfile H pretrain_gpt2.py", "are for --elastic"),
+        ("--elastic --hostfile H --device h9000 x.py", "'h9000'"),
+        ("--elastic --hostfile H --device-memory lots x.py", "'lots' is not a size"),
         ("--device h100 --device-memory 1GB x.py", "for --elastic: --device, --device-memory;"),
         (
             "--elastic --hostfile H --launcher openmpi pretrain_gpt2.py",

@@ -150,15 +150,30 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
     [
         (["-i", "host-a:0@localhost", "x.py"], "--include host-a:0@localhost: without a hostfile"),
         (["-i", "localhost", "-e", "localhost:0", "x.py"], "--include and --exclude are both set"),
+        (["-i", "localhost:0,0", "x.py"], "--include localhost:0,0: without a hostfile"),
         (["-i", "localhost:7-3", "x.py"], "--include localhost:7-3: without a hostfile"),
         *(
             (["--bind_core_list", cores, "x.py"], f"--bind_core_list '{cores}': give numbers of cores")
             for cores in ("5-1", "a", "1,1", "1-2-3", "3,1-2")
         ),
         (["absent.py"], "absent.py: no such file"),
+        (["--node_rank", "0", "x.py"], "--node_rank 0 has no effect without --no_ssh"),
+        (["--bind_core_list", "0", "x.py"], "--bind_core_list 0 has no effect without --bind_cores_to_rank"),
+        (["--bind_core_list", "0-9999", "x.py"], "--bind_core_list 0-9999: this host has cores 0 to"),
+        (["--bind_cores_to_rank", "x.py"], "--bind_cores_to_rank needs numactl"),
+        (["--no_ssh", "x.py"], "--no_ssh needs --node_rank, .* from 0 to 0"),
+        (["--no_ssh", "--node_rank", "-1", "x.py"], "--no_ssh needs --node_rank"),
+        (["--no_ssh", "--node_rank", "1", "x.py"], "--no_ssh needs --node_rank"),
+        (
+            ["--enable_each_rank_log", "/dev/null", "x.py"],
+            "--enable_each_rank_log /dev/null: /dev/null is not a folder",
+        ),
     ],
 )
-def test_what_cannot_be_started_is_refused_at_once(words: list[str], message: str) -> None:
+def test_what_cannot_be_started_is_refused_at_once(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     launch = read_launch(words)
     with pytest.raises(ConfigError, match=message):
         launcher_arguments(launch, {"DS_ACCELERATOR": "cpu"})
@@ -206,6 +221,26 @@ def test_malformed_environment_file_is_refused(
     (tmp_path / ".deepspeed_env").write_text(text)
     (message,) = refusals(hostfile)
     assert message.startswith(f"{tmp_path}/.deepspeed_env{place}")
+
+
+def test_an_environment_file_that_cannot_be_read_is_refused(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").touch()
+    os.truncate(tmp_path / ".deepspeed_env", 1 << 32)
+    (message,) = refusals(hostfile)
+    assert message.startswith(f"{tmp_path}/.deepspeed_env, which has variables") and "4,294,967,296 bytes" in message
+
+
+def test_an_address_without_effect_is_a_warning(capsys: pytest.CaptureFixture) -> None:
+    launcher_arguments(read_launch(["--master_addr", "node1", "x.py"]), {})
+    assert "--master_addr node1 has no effect without a hostfile" in capsys.readouterr().err
+
+
+def test_without_ssh_the_first_host_is_not_asked_for_its_address(hostfile: Path) -> None:
+    words = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", "1", "x.py"]
+    assert "--master_addr=host-a" in launcher_arguments(read_launch(words), {})
 
 
 def test_folder_that_a_remote_shell_would_interpret_is_refused(
