@@ -37,6 +37,10 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
         ) from None
 
 
+_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+"""Tasks of a host, or of each of several."""
+
+
 def _adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     if "SLURM_STEP_ID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return
@@ -47,11 +51,14 @@ def _adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     of_mpirun = (environ.get("PMI_RANK", number), environ.get("PMI_SIZE", size)) != (number, size)
     if of_mpirun or "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ:
         return
-    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
-    of_hosts = [count for count, hosts in tasks for _ in range(int(hosts or 1))]
+    listed, node = environ["SLURM_STEP_TASKS_PER_NODE"], environ["SLURM_NODEID"]
+    tasks = [_TASKS.fullmatch(part) for part in listed.split(",")]
+    if not (all(tasks) and re.fullmatch("[0-9]{1,6}", node)):
+        raise ValueError(f"host {node} of SLURM_STEP_TASKS_PER_NODE={listed}")
+    of_hosts = [part[1] for part in tasks if part for _ in range(int(part[2] or 1))]
     first = re.split(r",(?![^[]*\])", environ["SLURM_STEP_NODELIST"])[0]
     port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # two jobs may share a host
-    of_host = of_hosts[int(environ["SLURM_NODEID"])]
+    of_host = of_hosts[int(node)]
     environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size, LOCAL_WORLD_SIZE=of_host)
     environ.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]", r"\1", first))
     environ.setdefault("MASTER_PORT", str(port))

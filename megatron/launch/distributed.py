@@ -152,6 +152,11 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
             missing = _missing(store, keys)
         except RuntimeError as lost:
             raise LaunchError("rank 0 timed out waiting for other ranks and reports which") from lost
+        if not missing:
+            raise LaunchError(
+                f"all {len(keys)} ranks connected, and not all were started with WORLD_SIZE={len(keys)}: start each of "
+                "them with the same number"
+            ) from error
         time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise LaunchError(
@@ -184,7 +189,8 @@ def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
     if store.add("arrived/asks", 1) == 1:
         missing = (str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         store.set("arrived/missing", ",".join(missing))
-    return store.get("arrived/missing").decode().split(",")
+    missing = store.get("arrived/missing").decode().split(",")  # of as many ranks as the first one was told of
+    return [rank for rank in missing if rank and int(rank) < len(keys)]
 
 
 def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:

@@ -76,6 +76,7 @@ def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelCon
     if rank(environ) is None:
         port = str(free_port())
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of another process: there is no agent
     divide_cores(environ, ranks_on_host(environ) or world_size(environ))
     if environ["DS_ACCELERATOR"] == "cuda":
         prepare_cuda(environ, parallel)

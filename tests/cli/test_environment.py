@@ -1,5 +1,6 @@
 """What is read from the environment: world size, local rank, device and backend."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,12 @@ def test_half_a_task_is_refused(name: str) -> None:
         with pytest.raises(ConfigError, match="not as srun sets it .*: start with srun, or unset SLURM_STEP_ID"):
             adopt_slurm_task(given)
         assert "RANK" not in given
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_NODEID", "-1"), ("SLURM_STEP_TASKS_PER_NODE", "8(x99999999999)")])
+def test_an_impossible_task_is_refused_at_once(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"host .*{re.escape(value)}.*: start with srun"):
+        adopt_slurm_task({**TASK, name: value})
 
 
 def test_an_address_that_is_given_stays() -> None:

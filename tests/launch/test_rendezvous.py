@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError, TCPStore
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
 from megatron.launch import rank
-from megatron.launch.distributed import connect, distributed, leave_store
+from megatron.launch.distributed import connect, distributed, leave_store, rendezvous_barrier
 from megatron.launch.environment import free_port, listen, prepare_environment
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -74,6 +74,24 @@ def test_ranks_with_other_arguments(programs: Programs, tmp_path: Path) -> None:
     assert second.exitcode == 2
     line = (tmp_path / "2").read_text().splitlines()[-1]
     assert "rank 1: --seed is 2 here, and 1 on rank 0: start all ranks with the same arguments" in line
+
+
+def test_ranks_that_were_started_with_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.launch.distributed._SKEW_SECONDS", 0.0)
+    shared = {**PLACE, "MASTER_PORT": str(free_port())}
+    errors: list[LaunchError] = []
+
+    def arrive(**place: str) -> None:
+        try:
+            rendezvous_barrier({**shared, **place}, timedelta(seconds=2))
+        except LaunchError as error:
+            errors.append(error)
+
+    other = Thread(target=arrive, kwargs={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"})
+    other.start()
+    arrive(WORLD_SIZE="2")
+    other.join()
+    assert any("all 2 ranks connected, and not all were started with WORLD_SIZE=2" in str(one) for one in errors)
 
 
 def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
