@@ -1,5 +1,6 @@
-"""What to do about a package of requirements.txt that is not installed, in one line instead of a traceback."""
+"""What to do about an import that fails, because of a package or a variable, in one line instead of a traceback."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -16,17 +17,25 @@ _DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}
 
 @contextmanager
 def required_packages() -> Iterator[None]:
-    """Raises ConfigError, which names the package, instead of ModuleNotFoundError for a required one."""
+    """Raises ConfigError as ``failed_import`` says instead of what an import raises."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        if (message := missing_package(error)) is None:
+    except (ModuleNotFoundError, ValueError) as error:
+        if (message := failed_import(error)) is None:
             raise
         raise ConfigError(message) from None
 
 
-def missing_package(error: BaseException) -> str | None:
-    """The package that an import did not find and what to do; None for anything else than a required package."""
+_REFUSED = {"_Accelerator requires": "DS_ACCELERATOR", "Invalid log settings": "TORCH_LOGS"}
+"""Texts of errors that libraries raise when they are imported, and the variable that they refuse."""
+
+
+def failed_import(error: BaseException) -> str | None:
+    """The package of requirements.txt that an import did not find, or the variable that it refused, and what to do."""
+    for text, variable in _REFUSED.items():
+        if isinstance(error, ValueError) and text in str(error):
+            problem = next(line for line in str(error).splitlines() if text in line)
+            return f"environment variable {variable}={os.environ.get(variable, '')}: {problem}; correct or unset it"
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     package = _DISTRIBUTIONS.get(module, module)
     if not package or not _REQUIREMENTS.is_file():
@@ -37,7 +46,7 @@ def missing_package(error: BaseException) -> str | None:
 
 def exit_without_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """``sys.excepthook`` of a tool, whose imports may fail before its ``main`` is called."""
-    if (message := missing_package(error)) is None:
+    if (message := failed_import(error)) is None:
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(ConfigError.exit_code)

@@ -161,4 +161,9 @@ def _adapter(kind: Any) -> "TypeAdapter":
 def unreadable_words(words: Iterable[str]) -> list[str]:
     """A message for each word of a command line that is not UTF-8, such as the name of a file of another system."""
     wrong = [os.fsencode(word) for word in words if any("\udc80" <= letter <= "\udcff" for letter in word)]
-    return [f"the argument {word!r} is not UTF-8: rename the file that it names" for word in wrong]
+    return [
+        f"the argument {word!r} is not UTF-8: rename the file that it names"
+        if "\ufffd" in (text := word.decode(errors="replace"))
+        else f"the argument {text!a} cannot be read in this locale: set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        for word in wrong
+    ]

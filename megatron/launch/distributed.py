@@ -189,8 +189,8 @@ def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
     if store.add("arrived/asks", 1) == 1:
         missing = (str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         store.set("arrived/missing", ",".join(missing))
-    missing = store.get("arrived/missing").decode().split(",")  # of as many ranks as the first one was told of
-    return [rank for rank in missing if rank and int(rank) < len(keys)]
+    named = store.get("arrived/missing").decode().split(",")  # of as many ranks as the first one was told of
+    return [rank for rank in named if rank and int(rank) < len(keys)]
 
 
 def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:

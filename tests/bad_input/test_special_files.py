@@ -136,3 +136,5 @@ def test_thousands_of_digits_are_one_line() -> None:
 def test_an_argument_that_is_not_utf8_is_named() -> None:
     words = ["--load", os.fsdecode(b"caf\xe9"), "caf\u00e9"]
     assert unreadable_words(words) == [r"the argument b'caf\xe9' is not UTF-8: rename the file that it names"]
+    (line,) = unreadable_words([os.fsdecode(b"caf\xc3") + os.fsdecode(b"\xa9")])  # as it comes in with LC_ALL=C
+    assert line == r"the argument 'caf\xe9' cannot be read in this locale: set LC_ALL=C.UTF-8 or PYTHONUTF8=1"

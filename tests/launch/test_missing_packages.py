@@ -26,6 +26,25 @@ def test_a_rank_names_the_package(
     assert capsys.readouterr().err == f"pretrain_gpt2.py: error: the package {package} {ADVICE}"
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "problem"),
+    [
+        ("DS_ACCELERATOR", "XPU_Accelerator requires PyTorch with XPU support", "XPU_Accelerator requires PyTorch"),
+        ("TORCH_LOGS", "\nInvalid log settings: +x, must be a list\nValid settings:\nall", "Invalid log settings: +x,"),
+    ],
+)
+def test_a_variable_that_a_library_refuses_is_named(
+    variable: str, text: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> int:
+        raise ValueError(text)
+
+    monkeypatch.setenv(variable, "x")
+    assert rank._exit_code(refuse, 0, True) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"error: environment variable {variable}=x: {problem}" in line and line.endswith("; correct or unset it")
+
+
 def test_what_is_not_required_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert rank._exit_code(lambda: importlib.import_module("no_such_package") and 0, 0, True) == 1
     assert "Traceback" in capsys.readouterr().err
