@@ -1,5 +1,6 @@
 """The data sets of a run: the samples of each split, from one data set or a blend of several."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from megatron.data.blend_order import BlendOrder, BlendWindow
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.image_dataset import ImageDataset
 from megatron.data.indexed_dataset import Span
-from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest
+from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest, from_anywhere
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.sft_dataset import SFTDataset
-from megatron.data.splits import OrderedSamples, Source, find_sources, from_anywhere, has_split, split_weights
+from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
 from megatron.data.t5_dataset import PairDataset, T5Dataset
 
 PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
@@ -197,8 +198,11 @@ def _blended(
     of_source: Callable[[Source, int], IndexedSamples],
 ) -> Samples:
     """``samples`` of a split, from all its sources."""
+    # A data set has its share of the samples, plus less than one.
+    parts = [of_source(source, math.ceil(source.share * samples)) for source in sources]
     if len(sources) == 1:
-        return of_source(sources[0], samples)
+        parts[0].prepare()
+        return parts[0]
     folder = cache_folder(data, sources[0].indexed.prefix)
 
     def load(window: BlendWindow) -> Mapping[str, np.ndarray]:
@@ -215,10 +219,10 @@ def _blended(
         return cached(folder, f"blend_{window.length}ns_{digest((window.shares, window.first))}", recipe)
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)
-    numbers = from_anywhere(range(len(sources)))
-    # A data set has its share of the samples, plus less than one.
-    opened = {number: of_source(sources[number], math.ceil(sources[number].share * samples)) for number in numbers}
-    parts = [opened[number] for number in range(len(sources))]
+    stored = folder / f"blend_{digest([part.stored_as for part in parts])}_stored"
+    if not stored.exists() and all([parts[number].prepare() for number in from_anywhere(range(len(parts)))]):
+        with contextlib.suppress(OSError):
+            stored.touch()  # others need not look for the maps of each
     return BlendedDataset(parts, order, samples)
 
 

@@ -3,6 +3,7 @@
 Hashes do not depend on the paths and dates of files.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.data import chat_template_file
-from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached
+from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached, from_anywhere
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
 
@@ -57,11 +58,27 @@ def _data_hash(tokens: Path, index: Path) -> str:
 
 
 def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path | None] = lambda prefix: None) -> str:
-    """A hash of the blends of a run, given the prefixes of each. For a single data set it is ``data_hash``."""
-    hashes = [[data_hash(prefix, cache_of(prefix)) for prefix in prefixes] for prefixes in contents]
-    if len(contents) == 1 and len(contents[0]) == 1:
-        return hashes[0][0]
-    return hashlib.sha256(repr(hashes).encode()).hexdigest()
+    """A hash of the blends of a run, given the prefixes of each. For a single data set it is ``data_hash``.
+
+    That of several is kept in the folder of the first, if their indexes are large.
+    """
+    prefixes = [prefix for of_blend in contents for prefix in of_blend]
+    cache = cache_of(prefixes[0])
+    if len(prefixes) == 1:
+        return data_hash(prefixes[0], cache)
+    stats = [Path(f"{prefix}.{ending}").stat() for prefix in prefixes for ending in ("bin", "idx")]
+    file = None
+    if cache is not None and min(index.st_size for index in stats[1::2]) >= CHECKED_ONCE:
+        file = cache / f"blend_{hash_of((contents, [(stat.st_size, stat.st_mtime_ns) for stat in stats]))}_hash"
+        with contextlib.suppress(OSError, ValueError):
+            return bytes.fromhex(file.read_text()).hex()
+    found = {prefix: data_hash(prefix, cache_of(prefix)) for prefix in from_anywhere(prefixes)}
+    hashes = [[found[prefix] for prefix in of_blend] for of_blend in contents]
+    whole = hashlib.sha256(repr(hashes).encode()).hexdigest()
+    if file is not None:
+        with contextlib.suppress(OSError), replace_file(file, text=True, durable=False) as kept:
+            kept.write(whole)
+    return whole
 
 
 def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str:

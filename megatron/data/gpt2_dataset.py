@@ -208,18 +208,23 @@ class GPT2Dataset(SourceSamples):
             return IndexMaps(**cached_epoch(folder, f"{cache_name}{epoch}", stream.recipe(epoch), epoch))
 
         self.maps = maps
+        self.stored_as = f"{cache_name}0"
+        self._is_stored = partial(is_recorded, folder, self.stored_as, stream.recipe(0))
+
+    def prepare(self) -> bool:
         # Those of a blend of thousands are opened when they are read: a process may map 65,530 files.
-        stored = partial(is_recorded, folder, f"{cache_name}0", stream.recipe(0))
-        if not stored():
-            maps(0)
-            if stored():
-                maps.cache_clear()
+        if not self._is_stored():
+            self.maps(0)
+            if not self._is_stored():
+                return False
+            self.maps.cache_clear()
+        return True
 
     @staticmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
         """An error message for a source that does not hold a single sample of the split ``name``, else None."""
         _, indexed, documents = source
-        tokens = indexed.document_start(documents.stop) - indexed.document_start(documents.start)
+        tokens = indexed.tokens_of(documents)
         if tokens > data.seq_length:
             return None
         which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"

@@ -17,9 +17,11 @@ little-endian and packed, with S sequences and D - 1 documents:
 Older lazy and cached data sets have the same ``PREFIX.bin``, and an index that ``_read_legacy_index`` describes.
 """
 
+import errno
 import glob
 import hashlib
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from functools import cached_property
@@ -51,49 +53,107 @@ DTYPES: dict[int, np.dtype] = {
 }
 
 
+class Known(NamedTuple):
+    """What was found of a data set whose files had these sizes and times, and was right."""
+
+    sizes_and_times: list[int]
+    """Of both files, in bytes and ns."""
+    header: str
+    """As hexadecimal numbers."""
+    dtype: str
+    counts: list[int]
+    """Sequences and documents."""
+    checked: list[int]
+    """What ``_check_index`` returns."""
+    parts: list[list[int]]
+    """Of some ranges of documents the first, the end, and how many tokens they have."""
+
+
 class IndexedDataset:
     """Read access to the data set ``PREFIX.bin`` and ``PREFIX.idx``.
 
     Opening costs a pass over the index and none over the tokens. The index is checked completely, so that nothing
-    read later can lie outside of ``PREFIX.bin``.
+    read later can lie outside of ``PREFIX.bin``. Of a data set that is ``known`` nothing is opened until it is read.
 
     Attributes:
-        sizes: tokens of each sequence, int32 [S].
-        pointers: byte offset of each sequence in ``PREFIX.bin``, int64 [S].
-        doc_idx: sequences up to the end of each document, after a leading 0, int64 [D].
         dtype: type of the tokens on disk.
-        modes: what each sequence is, 0 for text, int8 [S]; None unless it is a multimodal data set.
+        num_documents: documents in the data set.
+        is_new: whether it was not known.
 
     Raises:
         DataError: a file is missing, unreadable, of another format, damaged or truncated.
     """
 
-    def __init__(self, prefix: str | Path, *, cache: Path | None = None) -> None:
+    def __init__(self, prefix: str | Path, *, cache: Path | None = None, known: Known | None = None) -> None:
         self.prefix = str(prefix)
         self.bin_path = Path(f"{self.prefix}.bin")
         self.idx_path = Path(f"{self.prefix}.idx")
         self._bin_stat, self._idx_stat = _stat_files(self.prefix, self.bin_path, self.idx_path)
+        stats = self._bin_stat, self._idx_stat
+        self._sizes_and_times = [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns)]
+        self._tokens_of: dict[tuple[int, int], int] = {}
+        self.is_new = known is None or known.sizes_and_times != self._sizes_and_times
+        if known is not None and not self.is_new:
+            self._header, self.dtype = bytes.fromhex(known.header), np.dtype(known.dtype)
+            self._num_sequences, self.num_documents = known.counts
+            self.num_tokens, self.longest_document, self.empty_documents, self._is_divided = known.checked
+            self._tokens_of = {(start, stop): tokens for start, stop, tokens in known.parts}
+            return
+        self.dtype, self.sizes, self.pointers, self.doc_idx = self._index[0]
+        self._num_sequences, self.num_documents = len(self.sizes), len(self.doc_idx) - 1
         try:
-            with open(self.idx_path, "rb", opener=regular) as file:
-                header = file.read(LEGACY_HEADER.size)
-            self._header = header[: HEADER.size]
-            read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
-            index, self.modes = read(self.idx_path, header, self._idx_stat.st_size)
-            self.dtype, self.sizes, self.pointers, self.doc_idx = index
             self.num_tokens, self.longest_document, self.empty_documents, self._is_divided = self._checked(cache)
             check_regular(self.bin_path)  # and that it may be read
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
         except OSError as error:
             raise self._unreadable(error) from error
 
-    def __len__(self) -> int:
-        """Sequences in the data set."""
-        return len(self.sizes)
+    @cached_property
+    def _index(self) -> "tuple[_Index, np.ndarray | None]":
+        """The index and modes, mapped when they are read first. DataError if they have changed since the start."""
+        try:
+            with open(self.idx_path, "rb", opener=regular) as file:
+                header, stat = file.read(LEGACY_HEADER.size), os.fstat(file.fileno())
+            if [stat.st_size, stat.st_mtime_ns] != self._sizes_and_times[2:]:
+                raise DataError(f"{self.idx_path} was replaced after this run had begun: start it again")
+            self._header = header[: HEADER.size]
+            read = _read_legacy_index if header.startswith(LEGACY_MAGIC) else _read_index
+            return read(self.idx_path, header, stat.st_size)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each sequence, int32 [S]."""
+        return self._index[0][1]
+
+    @cached_property
+    def pointers(self) -> np.ndarray:
+        """Byte offset of each sequence in ``PREFIX.bin``, int64 [S]."""
+        return self._index[0][2]
+
+    @cached_property
+    def doc_idx(self) -> np.ndarray:
+        """Sequences up to the end of each document, after a leading 0, int64 [D]."""
+        return self._index[0][3]
 
     @property
-    def num_documents(self) -> int:
-        """Documents in the data set."""
-        return len(self.doc_idx) - 1
+    def modes(self) -> np.ndarray | None:
+        """What each sequence is, 0 for text, int8 [S]; None unless it is a multimodal data set."""
+        return self._index[1]
+
+    def known(self) -> Known | None:
+        """What another process need not find again; None of a small one, which is always checked."""
+        if self._idx_stat.st_size < CHECKED_ONCE:
+            return None
+        checked = [self.num_tokens, self.longest_document, self.empty_documents, int(self._is_divided)]
+        parts = [[*bounds, tokens] for bounds, tokens in self._tokens_of.items()]
+        counts = [self._num_sequences, self.num_documents]
+        return Known(self._sizes_and_times, self._header.hex(), self.dtype.str, counts, checked, parts)
+
+    def __len__(self) -> int:
+        """Sequences in the data set."""
+        return self._num_sequences
 
     def get(self, index: int) -> np.ndarray:
         """Tokens of sequence ``index``, without a copy."""
@@ -137,6 +197,13 @@ class IndexedDataset:
         sequence = self.doc_idx.item(document)
         return self.sequence_start(sequence) if sequence < len(self.sizes) else self.num_tokens
 
+    def tokens_of(self, documents: range) -> int:
+        """Tokens of consecutive documents."""
+        bounds = documents.start, documents.stop
+        if bounds not in self._tokens_of:
+            self._tokens_of[bounds] = self.document_start(documents.stop) - self.document_start(documents.start)
+        return self._tokens_of[bounds]
+
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of some documents, int64 [n]."""
         if not self._is_divided:
@@ -161,7 +228,7 @@ class IndexedDataset:
 
     def content_hash(self) -> str:
         """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""
-        stats = [(stat.st_size, stat.st_mtime_ns) for stat in (self._bin_stat, self._idx_stat)]
+        stats = [tuple(self._sizes_and_times[:2]), tuple(self._sizes_and_times[2:])]
         return hashlib.sha256(repr((stats, self._header)).encode()).hexdigest()
 
 
@@ -201,8 +268,7 @@ class DocumentLengths:
         return self._indexed.lengths_of(numbers.astype(np.int64) + self._documents.start)
 
     def sum(self) -> int:
-        start = self._indexed.document_start
-        return start(self._documents.stop) - start(self._documents.start)
+        return self._indexed.tokens_of(self._documents)
 
     def max(self) -> int:
         """Tokens of the longest document of the data set, perhaps another one: a bound."""
@@ -238,10 +304,23 @@ class Span(NamedTuple):
 
 def _stat_files(prefix: str, bin_path: Path, idx_path: Path) -> tuple[os.stat_result, os.stat_result]:
     """Both files' status; DataError if one is missing."""
-    missing = [str(path) for path in (bin_path, idx_path) if not path.is_file()]
-    if missing:
-        raise DataError(f"no data set at {prefix}: {' and '.join(missing)} missing ({_where_else(prefix)})")
-    return bin_path.stat(), idx_path.stat()
+    found = {path: _stat_file(path) for path in (bin_path, idx_path)}
+    bin_stat, idx_stat = found.values()
+    if bin_stat is None or idx_stat is None:
+        missing = " and ".join(str(path) for path, stat in found.items() if stat is None)
+        raise DataError(f"no data set at {prefix}: {missing} missing ({_where_else(prefix)})")
+    return bin_stat, idx_stat
+
+
+def _stat_file(path: Path) -> os.stat_result | None:
+    """None if there is no such file, or it is none."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP):
+            raise
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def _where_else(prefix: str) -> str:

@@ -8,11 +8,12 @@ import json
 import math
 import mmap
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -23,6 +24,7 @@ from megatron.common.reading import read_json
 from megatron.config import DataConfig
 from megatron.data.mapped_file import content_of
 
+T = TypeVar("T")
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -170,6 +172,12 @@ def in_memory(recipe: Recipe, key: str) -> np.ndarray:
     form = recipe.forms[key]
     size = math.prod(form.shape) * np.dtype(form.dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), form.dtype, math.prod(form.shape)).reshape(form.shape)
+
+
+def from_anywhere(items: Sequence[T]) -> list[T]:
+    """``items`` from a random one on, then those before: several processes that build what is absent divide it."""
+    first = secrets.randbelow(len(items))
+    return [*items[first:], *items[:first]]
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:

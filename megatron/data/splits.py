@@ -1,23 +1,25 @@
 """Splits: which documents of which data sets are for training, validation and test, and samples of them."""
 
+import contextlib
+import json
 import math
 import re
-import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.common.errors import ConfigError, DataError
+from megatron.common.files import replace_file
+from megatron.common.reading import read_json
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cache_folder
-
-T = TypeVar("T")
+from megatron.data.indexed_dataset import IndexedDataset, Known
+from megatron.data.map_cache import cache_folder, digest, from_anywhere
 
 
 def split_weights(split: str) -> tuple[float, float, float]:
@@ -101,6 +103,14 @@ class SourceSamples(OrderedSamples):
         super().__init__(samples)
         self.indexed, self.documents = source.indexed, source.documents
 
+    stored_as = ""
+    """The name of what ``prepare`` stores, if it does."""
+
+    def prepare(self) -> bool:
+        """Build what is not stored yet of the first epoch. Whether it is stored, so that others need not look for
+        it."""
+        return False
+
     @staticmethod
     @abstractmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
@@ -167,8 +177,9 @@ def find_sources(
 
 def check_token_type(data: DataConfig, tokens: int) -> None:
     """Raises DataError if a data set stores its tokens in too few bytes for ids below ``tokens``."""
+    known = _read_known(data)
     for prefix in data.prefixes:
-        dtype = IndexedDataset(prefix, cache=cache_folder(data, prefix)).dtype
+        dtype = IndexedDataset(prefix, cache=cache_folder(data, prefix), known=known.get(prefix)).dtype
         if np.iinfo(dtype).max < tokens - 1:
             raise DataError(
                 f"{prefix}.bin stores tokens as {dtype.name}, which does not hold the {tokens} tokens of "
@@ -176,39 +187,59 @@ def check_token_type(data: DataConfig, tokens: int) -> None:
             )
 
 
-def _of_text(indexed: IndexedDataset) -> IndexedDataset:
-    """``indexed``. Raises DataError if some sequences are no text."""
+def _check_text(indexed: IndexedDataset) -> None:
+    """Raises DataError if some sequences are no text."""
     if indexed.modes is not None and (others := np.count_nonzero(indexed.modes)):
         raise DataError(
             f"{indexed.idx_path} has {others:,} sequences that are no text (modes): tools/preprocess_data.py --format "
             f"images --input {indexed.idx_path} makes a data set of pretrain_vlm.py"
         )
-    return indexed
 
 
-def from_anywhere(items: Sequence[T]) -> list[T]:
-    """``items`` from a random one on, then those before: several processes that build what is absent divide it."""
-    first = secrets.randbelow(len(items))
-    return [*items[first:], *items[:first]]
+def _known_file(data: DataConfig) -> Path:
+    name = digest((data.prefixes, data.split if data.is_split else None))
+    return cache_folder(data, data.prefixes[0]) / f"blend_{name}_known.json"
+
+
+def _read_known(data: DataConfig) -> dict[str, Known]:
+    """What is on record of the data sets of a blend: one file, in place of some for each of thousands."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        if len(data.prefixes) > 1:
+            return {prefix: Known(*found) for prefix, found in read_json(_known_file(data)).items()}
+    return {}
+
+
+def _write_known(data: DataConfig, opened: Mapping[str, IndexedDataset]) -> None:
+    """Record what was found of data sets whose indexes are large; others are always checked."""
+    known = {prefix: found for prefix, indexed in opened.items() if (found := indexed.known())}
+    if len(opened) > 1 and any(opened[prefix].is_new for prefix in known):
+        with contextlib.suppress(OSError), replace_file(_known_file(data), text=True, durable=False) as file:
+            json.dump(known, file)
 
 
 def all_sources(data: DataConfig) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
     if not data.prefixes:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
+    known = _read_known(data)
     opened: dict[str, IndexedDataset] = {}
     documents: dict[str, dict[str, range]] = {}
     errors: dict[str, list[str]] = {}
     for prefix in from_anywhere(data.prefixes):
         try:
-            opened[prefix] = _of_text(IndexedDataset(prefix, cache=cache_folder(data, prefix)))
+            opened[prefix] = IndexedDataset(prefix, cache=cache_folder(data, prefix), known=known.get(prefix))
+            if opened[prefix].is_new:
+                _check_text(opened[prefix])
             total = opened[prefix].num_documents
             parts = split_documents(total, data.split) if data.is_split else [range(total)] * len(SPLITS)
             documents[prefix] = dict(zip(SPLITS, parts, strict=True))
+            for part in parts:
+                opened[prefix].tokens_of(part)
         except DataError as error:
             errors[prefix] = error.messages
     if errors:
         raise DataError([message for prefix in data.prefixes for message in errors.get(prefix, ())])
+    _write_known(data, opened)
     return {
         name: tuple(Source(part.share, opened[part.prefix], documents[part.prefix][name]) for part in data.blends[name])
         for name in SPLITS

@@ -1,6 +1,8 @@
 """Blends: proportions at every point, the samples of each part in their order, and caches."""
 
 import gc
+import json
+import os
 import random
 import resource
 import secrets
@@ -15,7 +17,7 @@ import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data import mapped_file, splits
+from megatron.data import fingerprint, indexed_dataset, map_cache, mapped_file, splits
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
@@ -156,3 +158,49 @@ def test_a_blend_of_more_data_sets_than_a_process_may_open_files(
     del samples
     gc.collect()
     assert prefixes[0] not in maps(), "the mappings end with the data sets"
+
+
+def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
+    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of ranks that each open all files of a blend would take minutes on a shared file system."""
+    for module in (fingerprint, indexed_dataset, map_cache):
+        monkeypatch.setattr(module, "CHECKED_ONCE", 1)
+    read, folder = list[str](), Path(prefixes[0]).parent / "index-cache"
+
+    def counted(path: Path) -> np.ndarray:
+        read.append(Path(path).name)
+        return mapped_file.content_of(path)
+
+    for module in (indexed_dataset, map_cache):
+        monkeypatch.setattr(module, "content_of", counted)
+    data = blend(prefixes, "1", "2", "3")
+
+    def start() -> tuple[Any, str, list[str]]:
+        read.clear()
+        samples = build_datasets(data, **SIZES).train
+        content = fingerprint.blend_hash(data.contents, lambda prefix: folder)
+        return samples, content, sorted({name for name in read if not name.startswith("blend_")})
+
+    first, content, _ = start()
+    expected = first.take(range(100))
+    later, found, opened = start()
+    assert (opened, found) == ([], content) and np.array_equal(later.take(range(100)), expected)
+    assert len([name for name in read if name.startswith("part1")]) == 5, "opened when they are read: both, three maps"
+
+    os.utime(f"{prefixes[1]}.idx", ns=(1, 1))
+    changed, found, opened = start()
+    assert (
+        found == content and opened and all(name.startswith("part1") or name.endswith("_hash.npy") for name in opened)
+    )
+    assert np.array_equal(changed.take(range(100)), expected)
+
+    (record,) = folder.glob("blend_*_known.json")
+    names = json.loads(record.read_text())
+    for damaged in ("", "[]", '{"a": 1}', json.dumps(names | {prefixes[0]: names[prefixes[0]][:-1]})):
+        record.write_text(damaged)
+        assert np.array_equal(start()[0].take(range(100)), expected)
+    unread = start()[0]
+    os.utime(f"{prefixes[2]}.idx", ns=(1, 1))
+    with pytest.raises(DataError, match="part2.* was replaced after"):
+        unread.take(range(100))
