@@ -9,7 +9,7 @@ import torch.distributed as dist
 from checkpoint.conftest import FP8, SAVED, SETTINGS
 from support.layouts import layout
 from support.programs import TINY_MODEL, Programs, read_metrics
-from support.training import RankTraining
+from support.training import RankTraining, started_engine
 
 TP2_FP8 = f"tp2 sp {FP8}"
 PAIRS = [
@@ -78,13 +78,9 @@ def bytes_of_loading(words: list[str]) -> tuple[int, int]:
     from megatron.checkpoint import stored
     from megatron.checkpoint.load import load_checkpoint, select_checkpoint
     from megatron.checkpoint.parameter_state import SavedStates
-    from megatron.checkpoint.save import Checkpointer
     from megatron.cli import parse_run
-    from megatron.engines.build import build_engine
     from megatron.engines.state import master_weights
-    from megatron.training.learning_rates import annealing_lr
     from megatron.training.preflight import check
-    from megatron.training.setup import initialized_ranks
 
     read, counted = stored.read_into, []
 
@@ -94,9 +90,7 @@ def bytes_of_loading(words: list[str]) -> tuple[int, int]:
 
     stored.read_into = counting
     run = check(parse_run(words, os.environ))[0]
-    with initialized_ranks(run, []) as (layout, _):
-        engine = build_engine(run, layout, annealing_lr(run))
-        Checkpointer(engine, run, print)
+    with started_engine(words) as (layout, engine):
         load_checkpoint(engine, run, layout, saved := select_checkpoint(run))
         share = SavedStates(saved, verified=True).copies(slice(dist.get_rank(), None, dist.get_world_size()))
         compared = sum(copy.numel() for _, copies in share for copy in copies)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,15 +50,7 @@ class Programs:
 
     def run(self, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
         """Run ``command`` to its end; its whole process group dies with it."""
-        process = subprocess.Popen(
-            latest([str(part) for part in command], only=DATA),
-            cwd=self.root,
-            env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        process = self._start(command, environ, stdout=subprocess.PIPE, text=True)
         try:
             output, _ = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired:
@@ -70,20 +62,23 @@ class Programs:
     def started(self, log: Path, *command: str | Path, **environ: str) -> Iterator[subprocess.Popen]:
         """``command`` while it runs, with its output in ``log``; its process group is killed after the block."""
         with open(log, "w") as file:
-            process = subprocess.Popen(
-                latest([str(part) for part in command], only=DATA),
-                cwd=self.root,
-                env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = self._start(command, environ, stdout=file)
         try:
             yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def _start(self, command: Sequence[str | Path], environ: Mapping[str, str], **options: Any) -> subprocess.Popen:
+        return subprocess.Popen(
+            latest([str(part) for part in command], only=DATA),
+            cwd=self.root,
+            env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
 
     def python(self, *arguments: str | Path, **options: Any) -> Finished:
         """``python ARGUMENTS``."""

@@ -6,7 +6,7 @@ For tests that compare many runs. How a run starts and ends is for others to sho
 import contextlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +80,20 @@ def fine_tune(words: list[str]) -> tuple[int, str]:
         run, _ = check(task.run)
         code = finetune(replace(task, run=run), ())
     return code, output.getvalue()
+
+
+@contextlib.contextmanager
+def started_engine(words: list[str]) -> Iterator[tuple[Any, Any]]:
+    """Layout and engine of a run with these arguments, on this rank, which can load checkpoints."""
+    from megatron.checkpoint.save import Checkpointer
+    from megatron.cli import parse_run
+    from megatron.engines.build import build_engine
+    from megatron.training.learning_rates import annealing_lr
+    from megatron.training.preflight import check
+    from megatron.training.setup import initialized_ranks
+
+    run = check(parse_run(words, os.environ))[0]
+    with initialized_ranks(run, []) as (layout, _):
+        engine = build_engine(run, layout, annealing_lr(run))
+        Checkpointer(engine, run, print)
+        yield layout, engine

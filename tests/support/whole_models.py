@@ -63,3 +63,15 @@ def made_up_weights(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
         name: torch.randn(spec.shape, generator=generator) * 0.2
         for name, spec in architecture_of(config).named_parameters(config).items()
     }
+
+
+def write_gpt2(folder: Path, std: float, **sizes: int) -> Path:
+    """``folder``, in which Hugging Face has written a GPT-2 of 4 heads; every weight is drawn at random."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, **sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, std)
+    model.save_pretrained(folder)
+    return folder

@@ -11,7 +11,7 @@ from support.command_lines import parse
 from support.programs import Programs
 from support.refusals import refusal
 from support.universal_folders import read_state
-from support.whole_models import TOKENS, logits_and_weights
+from support.whole_models import TOKENS, logits_and_weights, write_gpt2
 from torch import Tensor
 
 from megatron.checkpoint.files import MANIFEST, record_of, write_manifest
@@ -41,16 +41,8 @@ def huggingface_logits(folder: Path) -> Tensor:
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that Hugging Face wrote, without a tokenizer; every weight is drawn at random."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=92, n_positions=32, n_embd=32, n_layer=4, n_head=4, eos_token_id=91, bos_token_id=91)
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.2)
-    folder = tmp_path_factory.mktemp("foreign")
-    model.save_pretrained(folder)
-    return folder
+    sizes = {"vocab_size": 92, "n_positions": 32, "n_layer": 4, "eos_token_id": 91, "bos_token_id": 91}
+    return write_gpt2(tmp_path_factory.mktemp("foreign"), 0.2, **sizes)
 
 
 def test_exported_shards_have_the_same_logits_in_transformers(trained: Path, exported: Path, run_ranks):

@@ -12,23 +12,15 @@ TEXT = "def naïve(x):\n    return '日本語 🙂' + x  # the value that is ask
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a BPE of 300 tokens; every weight is drawn at random, wide enough to be decided."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from support.whole_models import write_gpt2
 
     from megatron.tools.convert.huggingface_files import Vocabulary
     from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
     vocabulary, merges = train_gpt2_bpe([TEXT] * 3, 300, 2)
-    config = GPT2Config(
-        vocab_size=len(vocabulary), n_positions=128, n_embd=32, n_layer=3, n_head=4,
-        bos_token_id=len(vocabulary) - 1, eos_token_id=len(vocabulary) - 1,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.3)
+    ends = {"bos_token_id": len(vocabulary) - 1, "eos_token_id": len(vocabulary) - 1}
     folder = tmp_path_factory.mktemp("foreign")
-    model.save_pretrained(folder)
+    write_gpt2(folder, 0.3, vocab_size=len(vocabulary), n_positions=128, n_layer=3, **ends)
     Vocabulary("GPT2BPETokenizer", vocabulary, merges).write(folder, positions=128)
     return folder
 
