@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import select
 import stat
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -35,31 +34,6 @@ def regular(path: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{_KINDS[kind]}, not a file", path)
     return descriptor  # ``open`` refuses folders itself
-
-
-PATIENCE, PATIENCE_FOR_WRITER = 60.0, 5.0
-"""Seconds to wait for the first byte of a pipe, and of one that no process has opened to write."""
-
-
-def regular_or_pipe(path: str, flags: int) -> int:
-    """The same for inputs that may be pipes, such as bash's ``<(…)``: one into which nothing is written is refused."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return regular(path, flags)
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    if not poll.poll(PATIENCE_FOR_WRITER * 1000):
-        waited = PATIENCE_FOR_WRITER
-        try:
-            os.read(descriptor, 1)
-        except BlockingIOError:  # there is a writer
-            waited = PATIENCE
-        if waited == PATIENCE_FOR_WRITER or not poll.poll((PATIENCE - PATIENCE_FOR_WRITER) * 1000):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, f"a FIFO into which nothing was written in {waited:g} s", path)
-    os.set_blocking(descriptor, True)
-    return descriptor
 
 
 def check_regular(path: str | Path) -> None:

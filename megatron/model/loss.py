@@ -82,12 +82,6 @@ def classifier_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
     return loss
 
 
-def correct_answers(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-    """The sum of the weights of the samples whose largest logit is their label's; in place of the loss."""
-    labels, weights = targets
-    return (weights * (logits.argmax(-1) == labels)).sum()
-
-
 def without_gradient_unless_finite(loss: Tensor) -> Tensor:
     """``loss``, with gradients that are all NaN if it is not finite: an infinite loss can have finite gradients."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)

@@ -31,7 +31,7 @@ from megatron.tools.preprocess.corpus import read_chunks
 
 @pytest.fixture(autouse=True)
 def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.01)
+    monkeypatch.setattr(file_lines, "PATIENCE_FOR_WRITER", 0.01)
     signal.alarm(60)  # a process that opens a FIFO would wait for ever
     yield
     signal.alarm(0)
@@ -50,8 +50,8 @@ def test_a_snapshot_of_a_fifo_is_none(tmp_path: Path) -> None:
 def test_a_fifo_without_a_writer_is_not_waited_for_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_writer: bool, seconds: str
 ) -> None:
-    monkeypatch.setattr(reading, "PATIENCE", 0.1)
-    monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.02)
+    monkeypatch.setattr(file_lines, "PATIENCE", 0.1)
+    monkeypatch.setattr(file_lines, "PATIENCE_FOR_WRITER", 0.02)
     os.mkfifo(fifo := tmp_path / "corpus.jsonl")
     writer = os.open(fifo, os.O_RDWR) if has_writer else os.open(os.devnull, os.O_RDONLY)
     with pytest.raises(UserError, match=f"nothing was written in {seconds} s"):

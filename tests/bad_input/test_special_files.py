@@ -14,7 +14,6 @@ from megatron.checkpoint.safetensors_files import read_entries
 from megatron.checkpoint.tensor_files import read_checked_file
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.settings_file import read_settings_file
-from megatron.common import reading
 from megatron.common.environment import world_size
 from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.common.files import replace_file
@@ -26,6 +25,7 @@ from megatron.tools.cluster.hostfile import read_hostfile
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.finetuning.tables import content_hash
 from megatron.tools.inference.prompts import read_prompts
+from megatron.tools.preprocess import file_lines
 from megatron.tools.preprocess.corpus import read_chunks
 from megatron.tools.preprocess.job import Journal
 from megatron.tools.reporting.files import read_metrics, read_timeline
@@ -54,7 +54,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(reading, "PATIENCE_FOR_WRITER", 0.01)
+    monkeypatch.setattr(file_lines, "PATIENCE_FOR_WRITER", 0.01)
     os.mkfifo(fifo := tmp_path / name)
     for target in (None, "/dev/zero"):
         if target:

@@ -30,7 +30,6 @@ from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, sizes_of
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine, eval_batch
-from megatron.model.loss import correct_answers
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import WordPieceTokenizer
@@ -235,7 +234,7 @@ class EpochTrainer(Trainer):
         """How many rows of the table ``number`` are classified correctly; the same on every rank."""
         batches, train, module = self.rows.file_batches(number), self.run.train, self.engine.module
         what = f"classifying {self.task.validation[number].path}"
-        loss_fn, module.loss_fn = module.loss_fn, correct_answers  # the engine counts in place of the loss
+        loss_fn, module.loss_fn = module.loss_fn, _correct_answers  # the engine counts in place of the loss
         try:
             means = [
                 eval_batch(self.engine, batches, self.hooks).item()
@@ -301,3 +300,9 @@ def _describe(task: TaskRun, classes: Sequence[str]) -> str:
             lines.append(f"> {kind:9} {table.path}: {counted(len(table.rows), 'row')}{skipped}")
     lines.append(f"> epochs    {task.epochs:g} of {counted(task.iterations_per_epoch, 'iteration')}")
     return "\n".join(lines)
+
+
+def _correct_answers(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+    """The sum of the weights of the samples whose largest logit is their label's; in place of the loss."""
+    labels, weights = targets
+    return (weights * (logits.argmax(-1) == labels)).sum()

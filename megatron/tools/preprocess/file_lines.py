@@ -2,9 +2,12 @@
 
 import bz2
 import codecs
+import errno
 import gzip
 import io
 import os
+import select
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.common.errors import ConfigError
-from megatron.common.reading import LARGEST, read_lines, regular_or_pipe
+from megatron.common.reading import LARGEST, read_lines, regular
 
 FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
 """Formats by the ending of a file's name."""
@@ -73,6 +76,31 @@ _OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     **{b"BZh%d1AY&SY" % level: lambda file: bz2.BZ2File(file) for level in range(1, 10)},
 }
 """How compressed files are opened, by their first bytes."""
+
+
+PATIENCE, PATIENCE_FOR_WRITER = 60.0, 5.0
+"""Seconds to wait for the first byte of a pipe, and of one that no process has opened to write."""
+
+
+def regular_or_pipe(path: str, flags: int) -> int:
+    """As ``regular``, for files and pipes, such as bash's ``<(…)``: one into which nothing is written is refused."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return regular(path, flags)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(PATIENCE_FOR_WRITER * 1000):
+        waited = PATIENCE_FOR_WRITER
+        try:
+            os.read(descriptor, 1)
+        except BlockingIOError:  # there is a writer
+            waited = PATIENCE
+        if waited == PATIENCE_FOR_WRITER or not poll.poll((PATIENCE - PATIENCE_FOR_WRITER) * 1000):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, f"a FIFO into which nothing was written in {waited:g} s", path)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def file_lines(path: Path) -> Iterator[bytes]:
