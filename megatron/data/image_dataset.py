@@ -14,6 +14,7 @@ from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.config import DataConfig
 from megatron.config.vision import ImageFormat
+from megatron.data.mapped_file import array_in, content_of
 from megatron.data.sft_dataset import TOKENS, SFTDataset
 from megatron.data.splits import Source
 
@@ -131,10 +132,9 @@ def _paths(prefix: str) -> tuple[Path, Path]:
 
 def _read(path: Path, dtype: type[np.integer], dimensions: int) -> np.ndarray:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = array_in(content_of(path))
     except OSError as error:
-        reason = error.strerror or "it is truncated"
-        raise DataError(f"{path}: cannot read the images of a data set ({reason})") from None
+        raise DataError(f"{path}: cannot read the images of a data set ({error.strerror})") from None
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error})") from None
     if array.dtype != dtype or array.ndim != dimensions:

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import hashlib
-import io
 import json
 import math
 import mmap
@@ -22,7 +21,7 @@ from megatron.common.errors import ResourceError
 from megatron.common.files import UNFINISHED, replace_file, sync
 from megatron.common.reading import read_json
 from megatron.config import DataConfig
-from megatron.data.mapped_file import content_of
+from megatron.data.mapped_file import array_in, content_of
 
 T = TypeVar("T")
 Arrays = Mapping[str, np.ndarray]
@@ -207,7 +206,9 @@ def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
     arrays, is_checked = {}, is_recorded(folder, name, recipe)
     for key, form in recipe.forms.items():
         path = folder / f"{name}_{key}.npy"
-        arrays[key] = array = _array_of(content_of(path), form.dtype)
+        arrays[key] = array = array_in(content_of(path))
+        if array.dtype != form.dtype:
+            raise ValueError(f"{path} is an array of {array.dtype}")
         if len(array.shape) != len(form.shape):
             raise ValueError(f"{path} is not of {form}")
         if any(size != found for size, found in zip(form.shape, array.shape, strict=True) if size != -1):
@@ -225,19 +226,6 @@ def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
     return arrays
 
 
-def _array_of(content: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
-    """The array in the bytes of a file of ``numpy.save``, not a copy. Raises ValueError unless it is of ``dtype``."""
-    head = io.BytesIO(content[:_HEAD].tobytes())
-    if np.lib.format.read_magic(head) != (1, 0):
-        raise ValueError("an array of another version")
-    shape, is_transposed, found = np.lib.format.read_array_header_1_0(head)
-    if found != dtype or is_transposed:
-        raise ValueError(f"an array of {found}")
-    return content[head.tell() :].view(dtype).reshape(shape)
-
-
-_HEAD = 4096
-"""Bytes in which the shape of an array is."""
 ROWS = 1 << 20
 """Rows of an array that are built or checked at a time: they stay in a cache of the processor."""
 _SEEN = 1 << 28

@@ -2,13 +2,14 @@
 
 import ctypes
 import errno
+import io
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 
-from megatron.common.errors import ResourceError
+from megatron.common.errors import ResourceError, first_line
 from megatron.common.reading import regular
 
 READ_AT_ONCE = 1 << 16
@@ -30,6 +31,24 @@ def content_of(path: str | Path) -> np.ndarray:
         if size < READ_AT_ONCE:
             return np.frombuffer(file.read(), np.uint8)
         return np.asarray(_Mapping(file.fileno(), size, str(path)))
+
+
+def array_in(content: np.ndarray) -> np.ndarray:
+    """The array in the bytes of a file of ``numpy.save``, not a copy. Raises ValueError if there is none, or objects."""
+    head = io.BytesIO(content[:_HEAD].tobytes())
+    try:
+        if np.lib.format.read_magic(head) != (1, 0):
+            raise ValueError("an array of another version")
+        shape, is_transposed, dtype = np.lib.format.read_array_header_1_0(head)
+    except Exception as error:  # NumPy parses the header as Python, which fails in many ways
+        raise ValueError(first_line(error)) from None
+    if dtype.hasobject or is_transposed:
+        raise ValueError(f"an array of {dtype} in another order" if is_transposed else "an array of objects")
+    return content[head.tell() :].view(dtype).reshape(shape)
+
+
+_HEAD = 4096
+"""Bytes in which the shape of an array is."""
 
 
 def read_whole(part: np.ndarray) -> np.ndarray:

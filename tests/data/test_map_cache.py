@@ -52,7 +52,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-@pytest.mark.parametrize("damage", ["empty", "torn", "header", "garbage", "pickle", "gone"])
+@pytest.mark.parametrize("damage", ["empty", "torn", "header", "unparsed", "garbage", "pickle", "gone"])
 def test_a_broken_file_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
     IndexMaps(**cached(tmp_path, "x", RECIPE))
     path = tmp_path / name
@@ -61,7 +61,9 @@ def test_a_broken_file_is_rebuilt(tmp_path: Path, name: str, damage: str) -> Non
     if damage == "pickle":
         np.save(path, np.array([Trap(tmp_path / "sprung")], object), allow_pickle=True)
     elif damage != "gone":
-        path.write_bytes({"empty": b"", "torn": content[:-9], "header": content[:20], "garbage": b"\xff" * 400}[damage])
+        damaged = {"empty": b"", "torn": content[:-9], "header": content[:20], "garbage": b"\xff" * 400}
+        damaged["unparsed"] = content.replace(b"(", b"[").replace(b"{", b"((")
+        path.write_bytes(damaged[damage])
     assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
     assert path.read_bytes() == content
     assert not (tmp_path / "sprung").exists()

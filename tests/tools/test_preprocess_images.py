@@ -259,3 +259,50 @@ def test_damaged_files_are_one_line(tmp_path: Path, vocabulary: Path, name: str,
     with pytest.raises(DataError, match=message) as error:
         convert(tmp_path, vocabulary, name)
     assert "\n" not in str(error.value) and not [*tmp_path.glob("out*")]
+
+
+def _archive(content: bytes) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, a=np.frombuffer(content, np.uint8))
+    return file.getvalue()
+
+
+def _array(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+PIXELS, STARTS = np.zeros((2, 4, 4, 3), np.uint8), np.array([0, 1, 2])
+DAMAGED: dict[str, tuple[str, bytes | None, str]] = {
+    "a FIFO": ("_images", None, "a FIFO, not a file"),
+    "an empty file": ("_image_starts", b"", "is damaged"),
+    "an archive": ("_images", _archive(b"abc"), "is damaged"),
+    "a pickle": ("_images", _array(np.array([{}])), "is damaged"),
+    "an open header": ("_images", b"\x93NUMPY\x01\x00" + (3000).to_bytes(2, "little") + b"(" * 3000, "is damaged"),
+    "another version": ("_images", b"\x93NUMPY\x02\x00" + (2**32 - 1).to_bytes(4, "little"), "is damaged"),
+    "huge images": ("_images", _array(PIXELS).replace(b"(2, 4, 4, 3)", b"(2,4,4,9**9)"), "is damaged"),
+    "floats": ("_image_starts", _array(STARTS.astype(float)), "holds float64"),
+    "gray images": ("_images", _array(PIXELS[..., :1]), "have 1 colors"),
+    "starts that fall": ("_image_starts", _array(STARTS[::-1].copy()), "does not fit the 2 images"),
+    "starts of another data set": ("_image_starts", _array(STARTS[:2]), "is of 1 documents"),
+    "one image less": ("_images", _array(PIXELS[:1]), "does not fit the 1 images"),
+    "a truncated file": ("_images", _array(PIXELS)[:-5], "is damaged (cannot reshape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_store_of_images_is_one_line(tmp_path: Path, case: str):
+    which, content, message = DAMAGED[case]
+    for name, array in (("_images", PIXELS), ("_image_starts", STARTS)):
+        (tmp_path / f"out{name}.npy").write_bytes(_array(array))
+    assert len(ImageStore(f"{tmp_path}/out", 2).pixels) == 2
+    (file := tmp_path / f"out{which}.npy").unlink()
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        ImageStore(f"{tmp_path}/out", 2)
+    (line,) = caught.value.messages
+    assert f"{tmp_path}/out_image" in line and message in line
