@@ -34,7 +34,7 @@ def content_of(path: str | Path) -> np.ndarray:
 
 
 def array_in(content: np.ndarray) -> np.ndarray:
-    """The array in the bytes of a file of ``numpy.save``, not a copy. Raises ValueError if there is none, or objects."""
+    """The array in the bytes of a file of ``numpy.save``, not a copy. Raises ValueError if it is none of numbers."""
     head = io.BytesIO(content[:_HEAD].tobytes())
     try:
         if np.lib.format.read_magic(head) != (1, 0):
