@@ -98,7 +98,7 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
             problems.append(f"{names[0]} {large} is not a multiple of {names[1]} {factor}")
     if not problems and (vocab_size or 0) > values["vocab_size"]:
         problems.append(f"vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
-    if not problems and "num_experts" in values and values["moe_router_topk"] > values["num_experts"]:
+    if not problems and 0 < values.get("num_experts", 0) < values["moe_router_topk"]:
         problems.append(f"num_experts_per_tok is {values['moe_router_topk']}, of {values['num_experts']} experts")
     if problems:
         raise CheckpointError(f"{path}: {problem}" for problem in problems)

@@ -158,7 +158,12 @@ MIXTRAL = {
 }  # fmt: skip
 QWEN = MIXTRAL | {"model_type": "qwen2"}
 VISION = {"model_type": "clip_vision_model", "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}
-LLAVA = {"model_type": "llava", "text_config": MIXTRAL, "vision_config": VISION, "image_token_index": 7}
+LLAVA = {
+    "model_type": "llava",
+    "text_config": QWEN | {"model_type": "llama"},
+    "vision_config": VISION,
+    "image_token_index": 7,
+}
 WRONG: list[tuple[dict, dict, str]] = [
     (MIXTRAL, {"hidden_act": None}, "hidden_act is None, and only 'silu'"),
     (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
