@@ -110,20 +110,3 @@ def collectives_wrapped(wrap: Callable[[str, Callable], Callable]) -> Iterator[N
     collectives = {name: wrap(name, getattr(dist, name)) for name in COLLECTIVES}
     with replaced(dist, **collectives), nullcontext() if backend is None else replaced(backend, **references):
         yield
-
-
-@contextmanager
-def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
-    """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``."""
-
-    def timed(name: str, function: Callable) -> Callable:
-        def call(*arguments: Any, **options: Any) -> Any:
-            begin = now()
-            result = function(*arguments, **options)
-            record(name, begin, now())
-            return result
-
-        return call
-
-    with collectives_wrapped(timed):
-        yield

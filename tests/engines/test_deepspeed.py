@@ -10,7 +10,7 @@ from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
 from megatron.engines import TESTED_VERSION, continue_without_reports, discover_mpi_ranks, reports_optional
-from megatron.engines.overrides import collectives_timed
+from megatron.tools.reporting.tracing import collectives_timed
 
 
 def test_the_installed_version_is_the_tested_one() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn, profiler
 from megatron.common.files import replace_file
 from megatron.config import RunConfig
 from megatron.config.output import steps
-from megatron.engines.overrides import collectives_timed
+from megatron.engines.overrides import collectives_wrapped
 from megatron.model.partition import TRACE
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
@@ -263,3 +263,20 @@ class _LayerTimer:
 
 def _tensor(hidden_states: HiddenStates) -> Tensor:
     return hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
+
+
+@contextmanager
+def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
+    """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``."""
+
+    def timed(name: str, function: Callable) -> Callable:
+        def call(*arguments: Any, **options: Any) -> Any:
+            begin = now()
+            result = function(*arguments, **options)
+            record(name, begin, now())
+            return result
+
+        return call
+
+    with collectives_wrapped(timed):
+        yield
