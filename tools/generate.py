@@ -45,8 +45,8 @@ from megatron.tools.inference.prompts import (
     StoppingCriteria,
     checked_length,
     is_jsonl,
-    numbered,
     read_prompts,
+    read_standard_input,
     tokenized,
 )
 from megatron.tools.inference.source import Source
@@ -213,11 +213,7 @@ def _prompts(
     elif rank(os.environ) or sys.stdin.isatty():
         return None
     else:
-        lines = [(place, text, {}) for place, text in numbered("standard input", sys.stdin.read())]
-        if not lines:
-            raise ConfigError(
-                "standard input is empty: give --prompt or --sample-input-file, or write one prompt per line"
-            )
+        lines = [(place, text, {}) for place, text in read_standard_input()]
     return tokenized(lines, source.tokenizer, limits, chat, images=images)
 
 

@@ -1,5 +1,6 @@
 """What is no ordinary file is refused by name and never waited for; hostile JSON and numbers are one line each."""
 
+import io
 import os
 import signal
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from megatron.tokenizer.base import read_text, read_vocab_json
 from megatron.tools.cluster.hostfile import read_hostfile
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.finetuning.tables import content_hash
-from megatron.tools.inference.prompts import read_prompts
+from megatron.tools.inference.prompts import read_prompts, read_standard_input
 from megatron.tools.preprocess import file_lines
 from megatron.tools.preprocess.corpus import read_chunks
 from megatron.tools.preprocess.job import Journal
@@ -138,3 +139,19 @@ def test_an_argument_that_is_not_utf8_is_named() -> None:
     assert unreadable_words(words) == [r"the argument b'caf\xe9' is not UTF-8: rename the file that it names"]
     (line,) = unreadable_words([os.fsdecode(b"caf\xc3") + os.fsdecode(b"\xa9")])  # as it comes in with LC_ALL=C
     assert line == r"the argument 'caf\xe9' cannot be read in this locale: set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+
+
+@pytest.mark.parametrize(
+    ("content", "errors", "problem"),
+    [
+        (b"w1 \xff", "strict", "is not UTF-8"),
+        (b"w1 \xff", "surrogateescape", "is not UTF-8"),
+        (b"", "strict", "is empty"),
+    ],
+)
+def test_standard_input_without_text_is_refused(
+    content: bytes, errors: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors))
+    with pytest.raises(ConfigError, match=f"standard input {problem}"):
+        read_standard_input()

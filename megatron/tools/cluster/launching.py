@@ -194,6 +194,8 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
     """
     if not (launch.module or launch.no_python or chosen_hosts(launch) or Path(launch.script).is_file()):
         raise ConfigError(f"{launch.script}: no such file: name the program to start")
+    if launch.no_python and not chosen_hosts(launch) and shutil.which(launch.script) is None:
+        raise ConfigError(f"--no_python {launch.script}: no such program, or it may not be run: name the one to start")
     program = training_program(launch)
     if program is None or "--explain" in launch.arguments:
         return

@@ -1,6 +1,7 @@
 """Prompts, and when a completion stops. No torch here."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,18 @@ def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
     if is_jsonl(path):
         return [(location, *_from_json(location, line)) for location, line in lines]
     return [(location, line, {"prompt": line}) for location, line in lines]
+
+
+def read_standard_input() -> list[tuple[str, str]]:
+    """Location and text of each line of standard input. Raises ConfigError if there is none, or it is not UTF-8."""
+    try:
+        content = sys.stdin.read()
+        content.encode()  # some locales let other bytes in
+    except UnicodeError:
+        raise ConfigError("standard input is not UTF-8: write text, one prompt per line") from None
+    if not content:
+        raise ConfigError("standard input is empty: give --prompt or --sample-input-file, or write one prompt per line")
+    return numbered("standard input", content)
 
 
 def is_jsonl(path: Path) -> bool:

@@ -157,6 +157,7 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
             for cores in ("5-1", "a", "1,1", "1-2-3", "3,1-2")
         ),
         (["absent.py"], "absent.py: no such file"),
+        (["--no_python", "/no/such"], "--no_python /no/such: no such program"),
         (["--node_rank", "0", "x.py"], "--node_rank 0 has no effect without --no_ssh"),
         (["--bind_core_list", "0", "x.py"], "--bind_core_list 0 has no effect without --bind_cores_to_rank"),
         (["--bind_core_list", "0-9999", "x.py"], "--bind_core_list 0-9999: this host has cores 0 to"),
