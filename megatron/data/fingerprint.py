@@ -21,8 +21,10 @@ from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached, from_any
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
 
+PIECE = 1 << 22
+"""Bytes of an index that are read at a time."""
 BLOCK = 1 << 16
-"""Bytes read at a time."""
+"""Bytes read at a time of a token file."""
 BLOCKS = 64
 """Blocks read of a large token file."""
 
@@ -49,11 +51,12 @@ def data_hash(prefix: str, cache: Path | None = None) -> str:
 def _data_hash(tokens: Path, index: Path) -> str:
     digest = hashlib.sha256()
     digest.update(f"{tokens.stat().st_size}\n".encode())
-    for path, offsets in ((index, range(0, index.stat().st_size, BLOCK)), (tokens, _sampled(tokens))):
-        with open(path, "rb", opener=regular) as file:
+    pieces = range(0, index.stat().st_size, PIECE)
+    for path, offsets, length in ((index, pieces, PIECE), (tokens, _sampled(tokens), BLOCK)):
+        with open(path, "rb", buffering=0, opener=regular) as file:
             for offset in offsets:
                 file.seek(offset)
-                digest.update(file.read(BLOCK))
+                digest.update(file.read(length))
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data import fingerprint
 from megatron.data.fingerprint import BLOCK, BLOCKS, data_hash, tokenizer_hash
 
 LARGE = 3 * BLOCK * BLOCKS + 17
@@ -19,10 +20,13 @@ def change(path: Path, offset: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])
-def test_a_hash_follows_the_content_and_neither_path_nor_date(tmp_path: Path, size: int) -> None:
+def test_a_hash_follows_the_content_and_neither_path_nor_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     (tmp_path / "text.bin").write_bytes(bytes(range(256)) * (size // 256) + bytes(size % 256))
     (tmp_path / "text.idx").write_bytes(b"index" * 30000)
     before, copy = data_hash(str(tmp_path / "text")), str(tmp_path / "copy")
+    monkeypatch.setattr(fingerprint, "PIECE", 1001)
     for ending in ("bin", "idx"):
         shutil.copy(tmp_path / f"text.{ending}", f"{copy}.{ending}")
         Path(f"{copy}.{ending}").touch()
