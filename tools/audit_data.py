@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,15 @@ def _batch(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
 def _seen(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     case = open_case(args.load, data_fields)
     iteration = case.saved.iteration if args.iteration is None else args.iteration
-    found = samples.seen_up_to(case, iteration)
-    if args.output:
-        with atomic_file(args.output, "--output") as file:
-            file.writelines(f"{line}\n" for line in samples.seen_as_table(found))
-    _print(args, samples.seen_as_dict(found), samples.seen_as_text(found, iteration))
+    rows: list[dict[str, Any]] = []
+    with atomic_file(args.output, "--output") if args.output else nullcontext() as file:
+        if file:
+            file.write(f"{samples.HEADING}\n")
+        for seen in samples.seen_up_to(case, iteration):
+            rows.append(samples.seen_as_dict(seen))
+            if file:
+                file.writelines(f"{line}\n" for line in samples.seen_as_table(seen))
+    _print(args, rows, samples.seen_as_text(rows, iteration))
     return True
 
 

@@ -86,6 +86,12 @@ class BlendOrder:
         source = window["sources"].item(at)
         return source, periods * self._in_period[source] + window["places"].item(at)
 
+    def counts(self, samples: int) -> tuple[int, ...]:
+        """How many of the first ``samples`` are of each data set."""
+        periods, position = divmod(samples, self._period)
+        rest = taken_before(self._shares, position)
+        return tuple(periods * whole + part for whole, part in zip(self._in_period, rest, strict=True))
+
     def _load_window(self, number: int) -> Mapping[str, np.ndarray]:
         first = number * BLEND_WINDOW
         length = min(BLEND_WINDOW, self._length - first)

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.datasets import build_datasets, check_data
+from megatron.data.datasets import build_datasets, check_data, indexed_datasets
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.audit import samples as audit
 
 DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
 """Tokens that encode the document (hundreds) and the position in it."""
@@ -143,3 +145,22 @@ def test_the_default_split_of_a_small_corpus(
 def test_epochs_beyond_their_seeds_are_refused(data: DataConfig) -> None:
     with pytest.raises(DataError, match="epochs, and a run has 4,294,967,296 epochs at most"):
         build_datasets(data, **{**SIZES, "train_iters": 2**40})
+
+
+@pytest.mark.parametrize("count", [0, 1, 20, 57, 200])
+def test_tokens_counted_at_once_are_those_of_the_samples(write_dataset: Callable[..., str], count: int) -> None:
+    """Of several epochs, empty documents, and documents of several samples."""
+    chance = np.random.RandomState(4)
+    prefix = write_dataset([[1] * length for length in chance.randint(0, 40, 30).tolist()])
+    data = DataConfig(data_path=(prefix,), seq_length=16, split="20,5,5")
+    datasets = indexed_datasets(data, {"train": 200, "valid": 200, "test": 0}, vocab_size=9, seed=3)
+    skipped = [3, 4, 11] if count > 11 else []
+    for part in (datasets.train, datasets.valid):
+        assert isinstance(part, GPT2Dataset)
+        documents = np.arange(part.documents.start, part.documents.stop)
+        lengths, expected = part.indexed.lengths_of(documents), np.zeros(len(documents), np.int64)
+        for index in sorted({*range(count)} - {*skipped}):
+            *others, last = part.spans(index)
+            for span in (*others, last._replace(stop=last.stop - 1)):
+                expected[span.document - part.documents.start] += span.stop - span.start
+        assert audit._tokens_of_text(part, lengths, count, skipped).tolist() == expected.tolist()

@@ -1,5 +1,6 @@
 """The documents and the text in a global batch, and how often the run has seen each document."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from megatron.checkpoint.sample_history import Segment
 from megatron.common.errors import ConfigError, counted
 from megatron.data.datasets import (
     BlendedDataset,
-    IndexedSamples,
     PretrainingSamples,
     rank_sample_indices,
     sample_at,
@@ -121,8 +121,8 @@ class Seen:
         return float(self.tokens.sum() / max(self.lengths.sum(), 1))
 
 
-def seen_up_to(case: Case, iteration: int) -> list[Seen]:
-    """How much of each data set the iterations up to ``iteration`` have read.
+def seen_up_to(case: Case, iteration: int) -> Iterator[Seen]:
+    """How much of each data set the iterations up to ``iteration`` have read: one data set after the other.
 
     Raises:
         ConfigError: no such iteration.
@@ -133,49 +133,60 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
     samples = case.training_samples(stop)
     blend = samples if isinstance(samples, BlendedDataset) else None
     parts = samples.parts if isinstance(samples, BlendedDataset) else [samples]
-    found = [_unread(part) for part in parts]
-    skipped = {sample for span in case.saved.skipped_samples for sample in span}
-    for sample in range(stop):
-        if sample not in skipped:
+    counts = blend.order.counts(stop) if blend else [stop]
+    skipped = defaultdict[int, list[int]](list)
+    for span in case.saved.skipped_samples:
+        for sample in range(span.start, min(span.stop, stop)):
             source, index = blend.order[sample] if blend else (0, sample)
-            _count_sample(found[source], parts[source], index)
-    return found
+            skipped[source].append(index)
+    for source, part in enumerate(parts):
+        assert isinstance(part, PretrainingSamples)
+        lengths = part.indexed.lengths_of(np.arange(part.documents.start, part.documents.stop))
+        read = counts[source], skipped[source]
+        if isinstance(part, GPT2Dataset):
+            tokens = _tokens_of_text(part, lengths, *read)
+        else:
+            tokens = _tokens_of_spans(part, lengths, *read)
+        yield Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
 
 
-def _unread(part: IndexedSamples) -> Seen:
-    """A data set of which nothing was read yet."""
-    assert isinstance(part, PretrainingSamples)
-    lengths = np.diff(part.indexed.document_starts[part.documents.start : part.documents.stop + 1])
-    return Seen(part.indexed.prefix, part.documents.start, lengths, np.zeros_like(lengths))
+def _tokens_of_spans(part: PretrainingSamples, lengths: np.ndarray, count: int, skipped: Sequence[int]) -> np.ndarray:
+    """Tokens of each document that the first samples have, without those ``skipped``, int64 [documents]."""
+    tokens = np.zeros_like(lengths)
+    for index in sorted({*range(count)} - {*skipped}):
+        for span in part.spans(index):
+            tokens[span.document - part.documents.start] += span.stop - span.start
+    return tokens
 
 
-def _count_sample(seen: Seen, part: IndexedSamples, index: int) -> None:
-    """Add the tokens of the ``index``-th sample of ``part``."""
-    assert isinstance(part, PretrainingSamples)
-    spans = part.spans(index)
-    for span in spans:
-        seen.tokens[span.document - seen.first_document] += span.stop - span.start
-    if isinstance(part, GPT2Dataset):  # its last token is there to be predicted; it is an input of the next sample
-        seen.tokens[spans[-1].document - seen.first_document] -= 1
+def _tokens_of_text(part: GPT2Dataset, lengths: np.ndarray, count: int, skipped: Sequence[int]) -> np.ndarray:
+    """The same for samples of consecutive tokens, without the last of each, which is there to be predicted."""
+    stream, tokens = part.stream, np.zeros_like(lengths)
+    for epoch in range(stream.epoch_of(count - 1) + 1 if count else 0):
+        first, end = stream.first_sample(epoch), stream.first_sample(epoch + 1)
+        maps, is_read = part.maps(epoch), np.zeros(end - first + 1, np.int64)
+        is_read[maps.shuffle[np.setdiff1d(np.arange(first, min(end, count)), skipped) - first]] = 1
+        # Where the documents end, counted from the beginning of the first sample, and how much was read up to there.
+        before = first * stream.seq_length - epoch * stream.tokens
+        ends = np.cumsum(np.append(0, lengths[maps.documents])) - before
+        sample, rest = np.divmod(np.clip(ends, 0, (end - first) * stream.seq_length), stream.seq_length)
+        read = (np.cumsum(is_read) - is_read)[sample] * stream.seq_length + is_read[sample] * rest
+        tokens += np.bincount(maps.documents, np.diff(read), len(lengths)).astype(np.int64)
+    return tokens
 
 
-def seen_as_dict(found: Sequence[Seen]) -> list[dict[str, Any]]:
-    """The figures of each data set, for JSON and for ``seen_as_text``."""
-    rows = []
-    for seen in found:
-        times = seen.times[seen.lengths > 0]
-        rows.append(
-            {
-                "data": seen.prefix,
-                "documents": len(seen.lengths),
-                "tokens_seen": int(seen.tokens.sum()),
-                "tokens": int(seen.lengths.sum()),
-                "epochs": seen.epochs,
-                "most": float(times.max(initial=0)),
-                **{words: _within(times, low, high) for low, high, words in BANDS},
-            }
-        )
-    return rows
+def seen_as_dict(seen: Seen) -> dict[str, Any]:
+    """The figures of a data set, for JSON and for ``seen_as_text``."""
+    times = seen.times[seen.lengths > 0]
+    return {
+        "data": seen.prefix,
+        "documents": len(seen.lengths),
+        "tokens_seen": int(seen.tokens.sum()),
+        "tokens": int(seen.lengths.sum()),
+        "epochs": seen.epochs,
+        "most": float(times.max(initial=0)),
+        **{words: _within(times, low, high) for low, high, words in BANDS},
+    }
 
 
 def _within(times: np.ndarray, low: float, high: float) -> int:
@@ -183,9 +194,9 @@ def _within(times: np.ndarray, low: float, high: float) -> int:
     return int(np.count_nonzero(inside))
 
 
-def seen_as_text(found: Sequence[Seen], iteration: int) -> Iterator[str]:
+def seen_as_text(rows: Sequence[dict[str, Any]], iteration: int) -> Iterator[str]:
     """In lines."""
-    for row in seen_as_dict(found):
+    for row in rows:
         bands = ", ".join(f"{row[words]:,} {words}" for *_, words in BANDS)
         yield (
             f"{row['data']}: {row['epochs']:.4f} epochs up to iteration {iteration} ({row['tokens_seen']:,} of "
@@ -193,9 +204,10 @@ def seen_as_text(found: Sequence[Seen], iteration: int) -> Iterator[str]:
         )
 
 
-def seen_as_table(found: Sequence[Seen]) -> Iterator[str]:
+HEADING = "data\tdocument\ttokens\tseen"
+
+
+def seen_as_table(seen: Seen) -> Iterator[str]:
     """A line for each document: data set, number, tokens, and how often it was seen; divided by tabs."""
-    yield "data\tdocument\ttokens\tseen"
-    for seen in found:
-        for number, (length, times) in enumerate(zip(seen.lengths.tolist(), seen.times.tolist(), strict=True)):
-            yield f"{seen.prefix}\t{seen.first_document + number}\t{length}\t{times:.6g}"
+    for number, (length, times) in enumerate(zip(seen.lengths.tolist(), seen.times.tolist(), strict=True)):
+        yield f"{seen.prefix}\t{seen.first_document + number}\t{length}\t{times:.6g}"

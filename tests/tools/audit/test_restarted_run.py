@@ -73,7 +73,7 @@ def test_seen_samples_equal_those_of_the_batches(case: Case, iteration: int, ski
         # The last token of a sample is there to be predicted; it is an input of the next one.
         for span in (*others, last._replace(stop=last.stop - 1)):
             counted[span.indexed.prefix, span.document] += span.stop - span.start
-    found = seen_up_to(case, iteration)
+    found = list(seen_up_to(case, iteration))
     report = {
         (seen.prefix, seen.first_document + number): int(tokens)
         for seen in found
