@@ -40,7 +40,7 @@ def test_the_table_and_the_file_agree(planned):
     head = next(line for line in output.splitlines() if line.split()[:1] == ["TP"])
     assert "sent kB" in head and "step ms" in head, "units that fit a small model"
     assert f"as in the log of the run: step {row[-4]} ms | " in output
-    assert f"TFLOP/s | memory {with_prefix(best['memory_bytes']['total'], 'B')}" in output
+    assert f"FLOP/s | memory {with_prefix(best['memory_bytes']['total'], 'B')}" in output
     assert f"{len(plan['fitting']):,} fit" in output
     assert plan["looked_at"] == sum(len(plan[kind]) for kind in ("fitting", "superseded", "too_large")) + sum(
         rejection["layouts"] for rejection in plan["rejections"]

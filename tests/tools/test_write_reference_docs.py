@@ -31,9 +31,9 @@ def test_the_pages_are_up_to_date(writer: ModuleType, tmp_path: Path, monkeypatc
 
 
 def test_recipes_fit_and_are_among_the_fastest_layouts(writer: ModuleType) -> None:
-    """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 5 % faster."""
+    """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 6 % faster."""
     found = {recipe.script.stem: recipe for recipe in writer.recipes()}
     assert {"gpt-125m", "gpt-350m", "gpt-1.3b", "llama-1b", "llama-8b", "llama-70b"} < found.keys() and len(found) == 8
     for recipe in found.values():
         seconds = recipe.planned.timing.total
-        assert recipe.planned.fits and seconds < 1.05 * recipe.others.fitting[0].timing.total, recipe.script
+        assert recipe.planned.fits and seconds < 1.06 * recipe.others.fitting[0].timing.total, recipe.script

@@ -1,38 +1,102 @@
 """Estimated compute time of a micro-batch: matmuls, the attention core, and what is bound by the memory's bandwidth."""
 
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
 from megatron.config import RunConfig
 from megatron.model.partition import Stage
-from megatron.model.spec import architecture_of, fp8_weights
+from megatron.model.spec import LayerSpec, ParameterSpec, architecture_of, fp8_weights
 from megatron.ops.choices import computed_scores
 from megatron.parallel.pipeline.simulation import PassSeconds
 from megatron.tools.planning.activations import kept_of, kernel_of_attention, sizes
 from megatron.tools.planning.machine import Machine
+from megatron.tools.planning.states import bytes_of
 
 _SMALL = 2.0e5
-"""Elements of a rank's hidden states, tokens x its columns, at which matmuls reach half the rate of large ones."""
+"""Elements of a rank's hidden states, tokens x its columns, at which starting kernels takes as long as the matmuls."""
+_TILES = ((128, 256), (256, 128))
+"""Rows and columns of the part of a result that a multiprocessor computes at a time, in large matmuls of cuBLAS."""
 _STEPWISE = 0.5
 """Rate of an attention core that keeps its scores, relative to linear layers."""
+_ROWWISE = 0.8
+"""Rate of FP8 with a scale for each row relative to one for each tensor (from torchao's gains for Llama 8B)."""
+BACKWARD = 2.5
+"""Time of the gradients of flash attention, five matmuls, relative to its forward pass, two (arXiv 2307.08691, 4.1)."""
 
 
 def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
     """Compute time of a micro-batch on a rank of ``stage``; the gradients of inputs with what is recomputed for them.
 
-    The attention core has no weights, and its gradients take twice as long as its forward pass.
+    The attention core has no weights.
     """
-    tokens = run.train.micro_batch_size * run.data.seq_length
-    linears = sum(count * layer.matmul_flops for layer, count in stage.counts)
-    in_blocks = sum(count * layer.matmul_flops for layer, count in stage.counts if layer.is_block)
-    frozen = sum(count * layer.frozen_flops for layer, count in stage.counts)
-    repeated = sum(count * layer.repeated_flops for layer, count in stage.counts)
-    per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.sequence_ranks)
-    size = per_rank * run.model.hidden_size
-    speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
+    forward = inputs = weights = 0.0
+    again = bool(run.activation.layers_together)
+    for layer, count in stage.counts:
+        passes = _matmul_seconds(run, machine, layer)
+        repeated = again * layer.is_block + (layer.repeated_flops / layer.matmul_flops if layer.repeated_flops else 0.0)
+        frozen = layer.frozen_flops / layer.matmul_flops if layer.matmul_flops else 0.0
+        forward += count * passes.forward
+        inputs += count * (passes.inputs + repeated * passes.forward)
+        weights += count * passes.weights * (1 - frozen)
     core, touched = core_seconds(run, machine, stage), _touching_seconds(run, machine, stage)
-    saved, again = _saved_in_fp8(run, machine, stage), bool(run.activation.layers_together)
-    repeats_core = again or run.model.recomputes_attention
-    matmuls = (linears - saved, linears - saved + repeated + again * (in_blocks - saved), max(linears - frozen, 0))
-    forward, inputs, weights = (per_rank * flops / speed for flops in matmuls)
-    return PassSeconds(forward + core + touched, inputs + (2 + repeats_core) * core + (2 + again) * touched, weights)
+    cores = (2.0 if _keeps_scores(run) else BACKWARD) + (again or run.model.recomputes_attention)
+    return PassSeconds(forward + core + touched, inputs + cores * core + (2 + again) * touched, max(weights, 0.0))
+
+
+def _matmul_seconds(run: RunConfig, machine: Machine, layer: LayerSpec) -> PassSeconds:
+    """Matmuls of a layer: tiles in full waves, and writing results, during which a multiprocessor computes nothing.
+
+    What has no weights of its own, and experts, are taken to be as fast as large matmuls.
+    """
+    model, parallel, device = run.model, run.parallel, machine.device
+    t, rows = parallel.model_parallel_size, run.train.micro_batch_size * run.data.seq_length // parallel.sequence_ranks
+    size = rows / t * model.hidden_size
+    rate = device.flops(run.precision.dtype) * device.efficiency * size / (size + _SMALL)
+    in_fp8 = fp8_weights(model, layer, t) if device.fp8_speedup > 1 else ()
+    faster = device.fp8_speedup * (_ROWWISE if model.fp8_recipe == "rowwise" else 1.0)
+    forward = inputs = weights = flops = 0.0
+    for weight in layer.parameters if layer.matmul_flops else ():
+        if len(weight.shape) in (2, 3) and not weight.is_expert:
+            speed = rate * (faster if weight in in_fp8 else 1.0)
+            for n, k in _shapes(layer, weight, t, device.joined):
+                written = bytes_of(run) * rows / device.memory_bandwidth
+                of_one = 2 * rows * n * k
+                forward += of_one * waves(rows, n, device.processors) / speed + n * written
+                inputs += of_one * waves(rows, k, device.processors) / speed + k * written
+                weights += of_one * waves(n, k, device.processors) / rate
+                flops += of_one
+    all_of_layer = rows * layer.matmul_flops / t
+    share = min(all_of_layer / flops, 1.0) if flops else 0.0
+    others = (all_of_layer - share * flops) / rate
+    return PassSeconds(share * forward + others, share * inputs + others, share * weights + others)
+
+
+def _shapes(layer: LayerSpec, weight: ParameterSpec, t: int, joined: bool) -> Iterator[tuple[int, int]]:
+    """Outputs and inputs of the matmuls of a rank with a weight, which one has done if they are ``joined``."""
+    inputs = weight.shape[-1] // (t if weight.shard_dim == len(weight.shape) - 1 else 1)
+    outputs = weight.local_numel(t) // inputs
+    parts = [outputs]
+    if not joined and len(weight.shape) == 3:  # gate and up projection
+        parts = [outputs // 2] * 2
+    elif not joined and weight.name.endswith("query_key_value.weight"):
+        query = layer.attention_size // t
+        parts = [query, *[(outputs - query) // 2] * 2]
+    for part in parts:
+        yield part, inputs
+
+
+@lru_cache(maxsize=65536)
+def waves(rows: int, columns: int, processors: int) -> float:
+    """How much longer a matmul with a result of this shape takes than if all ``processors`` were busy with it.
+
+    Tiles at the edges are computed in full, and the last wave of tiles takes as long as the others (NVIDIA, Matrix
+    Multiplication Background User's Guide, chapter 3).
+    """
+    if not processors:
+        return 1.0
+    tiles = ((math.ceil(rows / height) * math.ceil(columns / width), height * width) for height, width in _TILES)
+    return min(math.ceil(count / processors) * area for count, area in tiles) * processors / (rows * columns)
 
 
 def core_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
@@ -41,14 +105,19 @@ def core_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     flops = sum(count * layer.attention_flops(run.data.seq_length) for layer, count in stage.counts)
     tokens = run.train.micro_batch_size * run.data.seq_length
     per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.sequence_ranks)
-    device, kernel = machine.device, kernel_of_attention(run, model, z)
+    device = machine.device
     speed, is_ring = device.flops(run.precision.dtype) * device.efficiency, run.parallel.ring_size > 1
-    if kernel.keeps_scores and not is_ring:
+    if _keeps_scores(run):
         return per_rank * flops / (speed * _STEPWISE)
-    share = 1.0 if is_ring else computed_scores(model, kernel, z.s) / z.s**2
+    share = 1.0 if is_ring else computed_scores(model, kernel_of_attention(run, model, z), z.s) / z.s**2
     if share == 1 and architecture_of(model).is_causal:
         share = 0.5
-    return per_rank * flops * share / (speed * device.attention)
+    remote = (1 + (run.parallel.ring_size - 1) * device.remote) / run.parallel.ring_size
+    return per_rank * flops * share * remote / (speed * device.attention)
+
+
+def _keeps_scores(run: RunConfig) -> bool:
+    return run.parallel.ring_size == 1 and kernel_of_attention(run, run.model, sizes(run)).keeps_scores
 
 
 def _touching_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
@@ -59,15 +128,3 @@ def _touching_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     if run.model.recompute_mlp_activation:  # which is computed all the same, and once more with the gradients of inputs
         kept += 1.5 * stage.num_blocks * z.tokens * z.f * z.element // z.t
     return times * kept / device.memory_bandwidth
-
-
-_ROWWISE = 0.8
-"""Rate of FP8 with a scale for each row relative to one for each tensor (from torchao's gains for Llama 8B)."""
-
-
-def _saved_in_fp8(run: RunConfig, machine: Machine, stage: Stage) -> float:
-    """FLOPs per token that FP8 saves in a forward pass, and again in the gradients of inputs, as those of 16 bits."""
-    rate = machine.device.fp8_speedup * (_ROWWISE if run.model.fp8_recipe == "rowwise" else 1.0)
-    t = run.parallel.model_parallel_size
-    weights = sum(count * weight.numel for layer, count in stage.counts for weight in fp8_weights(run.model, layer, t))
-    return 2 * weights * (1 - 1 / rate) if machine.device.fp8_speedup > 1 else 0.0

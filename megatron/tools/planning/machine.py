@@ -36,6 +36,13 @@ class Device(NamedTuple):
     quantized: float = 2.2
     """How often more with FP8, which scales and converts inputs of linear layers and gradients of their outputs."""
 
+    processors: int = 0
+    """Multiprocessors, each of which computes a tile of a matmul at a time; 0: matmuls of any shape are as fast."""
+    joined: bool = True
+    """Whether projections of the same input are one matmul: query, key and value, gate and up."""
+    remote: float = 1.0
+    """Time of attention to the keys of another rank of a ring relative to a rank's own."""
+
     def flops(self, dtype: str) -> float:
         """Operations a second at most in ``dtype``: fp32, bf16 or fp16."""
         return self.peak_flops if dtype != "fp32" else self.peak_flops_fp32 or self.peak_flops / 16
@@ -57,16 +64,16 @@ def _device(
 
 
 DEVICES: dict[str, Device] = {
-    "v100": _device(32, 125, 15.7, 900, (150, 12.5), 0.45),
-    "v100-16gb": _device(16, 125, 15.7, 900, (150, 12.5), 0.45),
-    "a100": _device(80, 312, 19.5, 2039, (300, 25), 0.62),
-    "a100-40gb": _device(40, 312, 19.5, 1555, (300, 25), 0.62),
-    "a100-pcie": _device(80, 312, 19.5, 1935, (32, 25), 0.62),
-    "a100-pcie-40gb": _device(40, 312, 19.5, 1555, (32, 25), 0.62),
-    "h100": _device(80, 989, 67, 3350, (450, 50), 0.575, fp8_speedup=1.72),
-    "h100-pcie": _device(80, 756, 51, 2000, (64, 50), 0.575, fp8_speedup=1.72),
-    "h200": _device(141, 989, 67, 4800, (450, 50), 0.575, fp8_speedup=1.72),
-    "b200": _device(180, 2250, 80, 8000, (900, 50), 0.5, fp8_speedup=1.72),
+    "v100": _device(32, 125, 15.7, 900, (150, 12.5), 0.45, processors=80),
+    "v100-16gb": _device(16, 125, 15.7, 900, (150, 12.5), 0.45, processors=80),
+    "a100": _device(80, 312, 19.5, 2039, (300, 25), 0.635, processors=108),
+    "a100-40gb": _device(40, 312, 19.5, 1555, (300, 25), 0.635, processors=108),
+    "a100-pcie": _device(80, 312, 19.5, 1935, (32, 25), 0.635, processors=108),
+    "a100-pcie-40gb": _device(40, 312, 19.5, 1555, (32, 25), 0.635, processors=108),
+    "h100": _device(80, 989, 67, 3350, (450, 50), 0.62, fp8_speedup=1.8, processors=132),
+    "h100-pcie": _device(80, 756, 51, 2000, (64, 50), 0.62, fp8_speedup=1.8, processors=114),
+    "h200": _device(141, 989, 67, 4800, (450, 50), 0.62, fp8_speedup=1.8, processors=132),
+    "b200": _device(180, 2250, 80, 8000, (900, 50), 0.54, fp8_speedup=1.8, processors=148),
     # One core of the machine that the tests were written on; gloo's all-reduce for the links.
     "cpu": _device(8, 0.45, 0.1, 10, (2, 0.1), 0.5, per_node=2, accelerator="cpu"),
 }

@@ -13,7 +13,7 @@ from megatron.parallel import steps_within
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds
 from megatron.tools.planning.activations import heads, hidden_bytes, sizes
-from megatron.tools.planning.compute import core_seconds, pass_seconds
+from megatron.tools.planning.compute import BACKWARD, core_seconds, pass_seconds
 from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.schedule_costs import bubble_ratio, idle_seconds
@@ -199,7 +199,7 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     around = seconds("sequence", (traffic.sequence for _, traffic in stages))
     if run.parallel.ring_size > 1 and run.parallel.cp_comm_type != "all_gather":  # during attention
         cores = max(core_seconds(run, machine, stage) for stage, _ in stages)
-        around = max(around - 3 * micro_batches * cores, 0.0)
+        around = max(around - (1 + BACKWARD) * micro_batches * cores, 0.0)
     data = _waiting_for_data(run, seconds("data", (traffic.data for _, traffic in stages)), busiest)
     idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + experts + around)
     return Timing(compute, tensor, sends, idle, data, experts, around, busiest)

@@ -16,7 +16,7 @@ from megatron.parallel import sequence
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, in_flight, simulate
 from megatron.parallel.sequence.ring_attention import RingAttention
-from megatron.tools.planning.compute import pass_seconds
+from megatron.tools.planning.compute import core_seconds, pass_seconds, waves
 from megatron.tools.planning.machine import DEVICES, TERA, Machine
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.schedule_costs import idle_seconds
@@ -208,7 +208,8 @@ def test_the_bubble_of_many_micro_batches_is_that_of_few(name: str, chunks: int)
 
 def test_the_bubble_of_an_iteration() -> None:
     """1F1B's is (p - 1) / m of the useful time; DualPipeV leaves half of that or more."""
-    words = f"{BASE} --model-parallel-size 1 --pipe-parallel-size 4 {SELECTIVE}"
+    sizes = BASE.replace("--hidden-size 512", "--hidden-size 4096").replace("--seq-length 256", "--seq-length 4096")
+    words = f"{sizes} --model-parallel-size 1 --pipe-parallel-size 4 {SELECTIVE}"
     plain, folded = candidate(words, 4), candidate(f"{words} --pipeline-schedule dualpipev", 4)
     assert plain.timing.bubble == pytest.approx(3 / 16 * plain.timing.compute)
     assert 0.5 <= folded.timing.bubble / plain.timing.bubble < 0.8
@@ -229,6 +230,61 @@ def test_fp8_saves_time_where_the_device_has_it():
     assert 1.05 < seconds(run, "h100") / seconds(faster, "h100") < 1.25
     assert 1.0 < seconds(run, "h100") / seconds(rowwise, "h100") < 1.1
     assert seconds(run, "a100") == seconds(faster, "a100")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "processors", "longer"),
+    [
+        (1792, 1792, 108, 108 / 98),  # the guide's example: 7 x 14 tiles are a wave,
+        (1793, 1793, 108, 2 * 108 * 128 * 256 / 1793**2),  # 8 x 15 are two
+        (128 * 108, 256, 108, 1.0),
+        (128 * 109, 256, 108, 2 * 108 / 109),  # one tile more takes a second wave
+        (128 * 108 + 1, 256, 108, 2 * 108 * 128 / (128 * 108 + 1)),
+        (512, 4096, 132, 132 / 64),  # gradients of an output projection at TP 8: 4 x 16 tiles
+        (4096, 512, 132, 132 / 64),
+        (4096, 1792, 132, 2 * 132 / 224),
+        (98304, 4096, 132, 94 * 132 / 12288),
+        (1, 1, 0, 1.0),
+    ],
+)
+def test_tiles_are_computed_in_full_waves(rows: int, columns: int, processors: int, longer: float) -> None:
+    assert waves(rows, columns, processors) == pytest.approx(longer)
+
+
+def test_a_part_of_a_small_model_takes_longer_than_its_share() -> None:
+    """Matmuls of Llama 8B of a rank of 8: tiles in full waves, and writing results of few inputs.
+
+    The gradient of query, key and value takes 132 / 96 of the time of its FLOPs, that of the output projection 132 / 64
+    and those of the MLP 4 x 132 / 448 and 2 x 132 / 224.
+    """
+    words = (
+        "--num-layers 1 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336"
+        " --swiglu --disable-bias-linear --seq-length 8192 --batch-size 12 --bf16 --zero-stage 1 --model-parallel-size"
+    )
+    machine = Machine(DEVICES["h100"]._replace(efficiency=1.0, touched=0.0), 8)
+    run = replace_vocabulary(parse(f"{words} 8", ranks=8))
+    block = next(stage for stage in plan(run) if stage.num_blocks)
+    (layer,) = (layer for layer, _ in block.counts if layer.is_block)
+    only = MagicMock(counts=[(layer, 1)], num_blocks=1)
+    tokens, peak, memory = 12 * 8192, machine.device.peak_flops, machine.device.memory_bandwidth
+    matmuls = [(768, 4096, 132 / 96), (4096, 512, 132 / 64), (3584, 4096, 4 * 132 / 448), (4096, 1792, 2 * 132 / 224)]
+    seconds = pass_seconds(run, machine, only)
+    weights = sum(2 * tokens * n * k * longer / peak for n, k, longer in matmuls)
+    assert seconds.weights == pytest.approx(weights, rel=0.005), "starting kernels takes 0.4 %"
+    computed = sum(2 * tokens * n * k * waves(tokens, n, 132) / peak for n, k, _ in matmuls)
+    forward = seconds.forward - core_seconds(run, machine, only)
+    assert forward == pytest.approx(computed + sum(2 * tokens * n / memory for n, *_ in matmuls), rel=0.005)
+    apart = Machine(machine.device._replace(joined=False), 8)
+    assert pass_seconds(run, apart, only).weights > 1.1 * seconds.weights
+
+
+def test_attention_to_other_ranks_takes_as_much_longer_as_stated() -> None:
+    words = "--num-layers 1 --hidden-size 1024 --num-attention-heads 8 --seq-length 32768 --context-parallel-size 4"
+    run = parse(f"{words} --bf16", ranks=4)
+    stage = plan(run)[0]
+    device = DEVICES["h100"]
+    near, far = (core_seconds(run, Machine(device._replace(remote=r), 8), stage) for r in (1.0, 2.0))
+    assert far == pytest.approx(near * (1 + 3 * 2) / 4)
 
 
 def replace_vocabulary(run: RunConfig) -> RunConfig:
