@@ -34,7 +34,7 @@ OF_TRANSFORMER_ENGINE = {"attention": 0.8, "quantized": 0.9}
 OF_TORCHTITAN = {"joined": False}
 """Its linear layers are those of the paper: query, key and value have one each, gate and up projection, too."""
 OF_LIMITED_H100 = {"memory_bandwidth": 2.4e12}
-"""torchtitan's H100 have HBM2e, as its tables say, besides 500 W instead of 700, on which its rates are fitted."""
+"""torchtitan's H100 have HBM2e, as its tables say, and 500 W instead of 700."""
 NVIDIA, TORCHTITAN = "NVIDIA", "pytorch/torchtitan"
 SOFTWARE: dict[str, dict[str, float]] = {
     NVIDIA: OF_TRANSFORMER_ENGINE,
