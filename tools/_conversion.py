@@ -14,6 +14,7 @@ from _atomic_file import atomic_path, check_vacant
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import ConfigError, ResourceError
+from megatron.tools.command_line import print_warnings
 from megatron.tools.convert.inspection import KINDS, Found, find, verify
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def find_source(args: argparse.Namespace, *kinds: str) -> Found:
         accepted = " or ".join(KINDS[kind].words for kind in kinds)
         raise ConfigError(f"{args.path} is {found.what}, and {args.command} accepts {accepted}")
     if found.saved:
+        print_warnings(found.saved.warnings)
         verify(found.saved.path, "*" if found.saved.layout.zero_stage == 3 else "*model_states.pt")
     return found
 

@@ -43,7 +43,7 @@ from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.common.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser, check_values, run_tool
+from megatron.tools.command_line import ToolParser, check_values, print_warnings, run_tool
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,7 @@ def _to_universal(args: argparse.Namespace) -> None:
     DeepSpeed reads it with "load_universal". pretrain_gpt2.py needs none: it loads a checkpoint on any layout.
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
+    print_warnings(saved.warnings)
     check_unlocked(saved.folder)
 
     from megatron.tools.convert.universal import cached

@@ -18,7 +18,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser, read_architecture, run_tool
+from megatron.tools.command_line import ToolParser, print_warnings, read_architecture, run_tool
 from megatron.tools.convert.inspection import Found, find, integrity
 
 
@@ -30,6 +30,7 @@ def main() -> None:
     if args.program:
         read_architecture(args.program)
     found = [find(path) for path in args.diff or [args.path]]
+    print_warnings(line for one in found if one.saved for line in one.saved.warnings)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if args.diff:
         _compare(found, args)

@@ -97,10 +97,10 @@ def load_states(
                 state = read(name, parameter)
                 if not parameter.requires_grad:  # it may have been trained before
                     state = {WEIGHT: state[WEIGHT]}
+                outline = {
+                    key: value.outline.float() if isinstance(value, Shard) else value for key, value in state.items()
+                }
             states[name], needed = state, updates if parameter.requires_grad else _WEIGHTS_ALONE
-            outline = {
-                key: value.outline.float() if isinstance(value, Shard) else value for key, value in state.items()
-            }
             steps.add(check_state(source, name, outline, getattr(parameter, "ds_shape", parameter.shape), needed))
             check_steps(source, steps)
         return states

@@ -223,6 +223,11 @@ class SavedRun:
     """What is wrong with the newer checkpoints of the folder, which cannot be loaded."""
 
     @property
+    def warnings(self) -> list[str]:
+        """A line on each newer checkpoint of the folder, which is passed over for this one."""
+        return [f"{problem}; taking {self.tag}" for problem in self.newer_problems]
+
+    @property
     def path(self) -> Path:
         """The folder of the tag."""
         return self.folder / self.tag

@@ -40,6 +40,8 @@ class StoredFile:
         """What is at a path of keys. Raises KeyError, IndexError or TypeError if there is nothing."""
         value = self.content
         for key in keys:
+            if isinstance(value, Tensor):
+                raise TypeError(f"a tensor in place of what holds {key!r}")
             value = value[key]
         return value
 

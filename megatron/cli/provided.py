@@ -1,7 +1,6 @@
 """The values that a user provides: from texts to values, with their sources, and the intervals that they must be in."""
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import Field
 from typing import Any, NamedTuple, get_args
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import did_you_mean
 from megatron.config.experts import as_runs, layer_list
-from megatron.config.fields import flag_of
+from megatron.config.fields import flag_of, is_decimal
 
 
 class Source(str):
@@ -75,8 +74,6 @@ def _first_of_window(text: str) -> str:
 
 _LARGEST = 2**53
 """Up to here, whole numbers are exact as floats."""
-_NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-"""Python also reads digits of other scripts, underscores between digits, a leading plus, and spaces."""
 
 
 def _whole(text: str) -> int:
@@ -97,7 +94,7 @@ def read_number(text: str) -> float:
         raise ValueError("must be a number") from None
     if not math.isfinite(number):
         raise ValueError("must be a finite number")
-    if not _NUMBER.fullmatch(text):
+    if not is_decimal(text):
         raise ValueError("must be a number written with the digits 0 to 9, without _, + and spaces")
     return number
 

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from megatron.common.tokenizer_files import NULL_TOKENIZER, PUBLISHED, TOKENIZER_TYPES
-from megatron.config.fields import derived, flag
+from megatron.config.fields import derived, flag, is_decimal
 
 
 class Part(NamedTuple):
@@ -40,12 +40,9 @@ def read_blend(words: tuple[str, ...]) -> tuple[Part, ...]:
 
 
 def _read_weight(text: str, prefix: str) -> Fraction:
-    try:
-        # Fraction(text) would accept any exponent, and then take all memory.
-        within = 1e-12 <= float(text) <= 1e18
-    except ValueError:
-        raise ValueError(f"{text} is not a number: give a weight before {prefix}") from None
-    if not within:
+    if not is_decimal(text):
+        raise ValueError(f"{text} is not a number: give a weight before {prefix}")
+    if not 1e-12 <= float(text) <= 1e18:  # Fraction(text) would accept any exponent, and then take all memory
         raise ValueError(f"{text} before {prefix} must be from 1e-12 to 1e18: remove data sets that are not used")
     return Fraction(text)
 

@@ -1,5 +1,6 @@
 """Fields of the config, with what the command line needs to know of each."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeAlias, get_origin
@@ -15,6 +16,14 @@ no effect, which is a warning. A condition is the name of a field, which holds i
 with values (``zero_stage=2|3``), or several with ``or``. Before it may stand the values of the flag itself that it is
 for: ``nvme: zero_stage=3``. Of the conditions that a flag needs only the first that does not hold is reported.
 """
+
+
+_DECIMAL = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+def is_decimal(text: str) -> bool:
+    """Whether ``text`` is a number as people write it: ``float`` also reads other digits, and ``_`` between them."""
+    return _DECIMAL.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)

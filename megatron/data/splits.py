@@ -18,6 +18,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import read_json
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
+from megatron.config.fields import is_decimal
 from megatron.data.indexed_dataset import IndexedDataset, Known
 from megatron.data.map_cache import cache_folder, digest, from_anywhere
 
@@ -27,10 +28,8 @@ def split_weights(split: str) -> tuple[float, float, float]:
 
     Raises ConfigError for other than one to three numbers, a negative one, or none above 0.
     """
-    try:
-        weights = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", split.strip())]
-    except ValueError:
-        weights = []
+    parts = re.split(r"\s*[,/]\s*|\s+", split.strip())
+    weights = [float(part) for part in parts] if all(map(is_decimal, parts)) else []
     if not 1 <= len(weights) <= 3 or not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
         raise ConfigError(
             f'--split "{split}": expected one to three weights for training, validation and test, such as "969, 30, 1"'

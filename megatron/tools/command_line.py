@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.checkpoint.files import file_problem, folder_problem
 from megatron.cli.provided import read_number
 from megatron.common.environment import rank
-from megatron.common.errors import ConfigError, ResourceError, UserError, too_long_name
+from megatron.common.errors import ConfigError, ResourceError, UserError, one_line, too_long_name
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import check_regular, unreadable_words
 from megatron.common.screen import ignore_lost_output
@@ -187,6 +187,12 @@ def _print_error(message: str) -> None:
     with suppress(OSError):
         sys.stdout.flush()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+
+
+def print_warnings(messages: Iterable[str]) -> None:
+    """Print warnings of the program on stderr, one a line."""
+    for message in messages:
+        print(f"{Path(sys.argv[0]).name}: warning: {one_line(message)}", file=sys.stderr)
 
 
 def read_architecture(program: Path) -> ArchitectureSpec:

@@ -11,6 +11,7 @@ TWO = launched(0, 2)
 
 # Problem: flags, environment, and what each line says.
 SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "a split in other digits": ("--split 1_0,1", {}, ['--split "1_0,1": expected one to three weights']),
     "four parts of the data": ("--split 1,1,1,1", {}, ['--split "1,1,1,1": expected one to three weights']),
     "a rank beyond the last": (
         "",

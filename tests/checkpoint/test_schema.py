@@ -204,6 +204,27 @@ def test_it_is_not_converted_for_another_layout(saved_on, tmp_path: Path) -> Non
             cached(newest(folder))
 
 
+MASTERS = "optimizer_state_dict/single_partition_of_fp32_groups"
+RESHARDED: list[tuple[str, str, Change]] = [
+    ("tp2 pp2 zero1", ZERO, put(MASTERS, lambda _: {})),
+    ("tp2 pp2 zero1", ZERO, put(f"{MASTERS}/0", lambda _: None)),
+    ("tp2 pp2 zero1", ZERO, put("optimizer_state_dict", lambda _: torch.ones(3))),
+    ("dp2 zero3", ZERO, put("optimizer_state_dict/fp32_flat_groups", lambda _: [])),
+]
+
+
+def test_what_lacks_a_part_is_not_loaded_on_another_layout(
+    saved_on, run_ranks_once, programs: Programs, tmp_path: Path
+) -> None:
+    folders = [shutil.copytree(saved_on(saver), tmp_path / str(n)) for n, (saver, *_) in enumerate(RESHARDED)]
+    for folder, (_, name, change) in zip(folders, RESHARDED, strict=True):
+        sealed(folder, name, change)
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS]
+    ((*said,),) = run_ranks_once(1, messages_of_loading, words, [str(folder) for folder in folders])
+    for folder, message in zip(folders, said, strict=True):
+        assert message.startswith(f"{folder}/global_step3 lacks a part, or holds one of another form"), message
+
+
 def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> None:
     """On tensor-parallel ranks; as if devices had rounded differently they may differ."""
     folder = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / "saved")

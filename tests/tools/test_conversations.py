@@ -99,6 +99,9 @@ def test_content_is_text_and_no_special_token(messages: list[dict], message: str
         template.conversation(messages)
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "é"}]
     assert template.conversation(said(parts)) == template.conversation(said("a é"))
+    for tools in ("x", ["x"], {"name": "f"}):
+        with pytest.raises(DataError, match="tools must be a list of objects"):
+            template.conversation(said("a"), tools)
     calls = said(None, "assistant", tool_calls=[{"function": {"name": "f"}}])
     with pytest.raises(DataError, match="message 1 has tool_calls, which the chat template does not write"):
         template.conversation(calls)

@@ -1,6 +1,7 @@
 """tools/inspect_checkpoint.py on undamaged, damaged and different checkpoints."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ def test_a_damaged_file_is_named(programs: Programs, copy: Path):
     finished = inspect(programs, copy / TAG)
     assert finished.returncode == 4 and finished.output.count("\n") == 1, finished.output
     assert str(file) in finished.output
+
+
+@pytest.mark.parametrize("tool", [[TOOL], ["tools/convert_checkpoint.py", "merge", "--output", "out.safetensors"]])
+def test_an_older_checkpoint_is_not_taken_in_silence(programs: Programs, copy: Path, tool: list[str]):
+    shutil.copytree(copy / TAG, newer := copy / "global_step9")
+    (copy / "latest").write_text(newer.name)
+    (newer / "run.json").write_text("{}")
+    first, *words = [str(copy / word) if word.startswith("out") else word for word in tool]
+    output = programs.warm(1, first, *words, copy).ok().output
+    lines = [line for line in output.splitlines() if line.startswith(f"{Path(first).name}: warning: {newer}")]
+    assert len(lines) == 1 and lines[0].endswith(f"; taking {TAG}")
 
 
 def test_two_checkpoints_of_different_kinds_are_compared(

@@ -15,6 +15,7 @@ from megatron.data.fingerprint import blend_hash, other_tokenizers, tokenizer_ha
 from megatron.data.map_cache import cache_folder
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tokenizer import Tokenizer, tokenizer_of
+from megatron.tools.command_line import print_warnings
 from megatron.tools.convert.inspection import find
 
 
@@ -116,6 +117,7 @@ def open_case(load: Path, data_fields: Mapping[str, Any], *, override: bool = Fa
     saved = find(load).saved
     if saved is None:
         raise CheckpointError(f"--load {load}: no checkpoint of a training run; name one, or a folder of them")
+    print_warnings(saved.warnings)
     try:
         data = read_section(DataConfig, saved.config["data"])
         train = read_section(TrainConfig, saved.config["train"])

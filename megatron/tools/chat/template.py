@@ -101,6 +101,8 @@ class ChatTemplate:
                 raise DataError(f"message {number} has tool_calls, which the chat template does not write: use another")
             checked.append({**message, "content": _content(number, message)})
             self._check_strings(f"message {number}", message)
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise DataError("tools must be a list of objects")
         self._check_strings("tools", tools)
         return checked
 

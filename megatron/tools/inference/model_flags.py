@@ -1,7 +1,6 @@
 """The flags by which a tool names its model, and the processes that share it. No torch here."""
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from megatron.common.tokenizer_files import TOKENIZER_TYPES, tokenizer_kind, unu
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import TOKENIZERS
-from megatron.tools.command_line import check_values
+from megatron.tools.command_line import check_values, print_warnings
 from megatron.tools.inference.source import Source, TokenizerFiles, config_on, open_source
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -123,6 +122,5 @@ def source_of(
     ]
     unused = unused_merges(type(source.tokenizer).__name__, args.merge_file)
     if not rank(environ):
-        for warning in [*source.warnings, *changes, *unused]:
-            print(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)
+        print_warnings([*source.warnings, *changes, *unused])
     return replace(source, config=replace(source.config, **chosen))

@@ -73,9 +73,8 @@ class Source:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with newer checkpoints of the folder, which are passed over for this one."""
-        saved = self.found.saved
-        return [] if saved is None else [f"{problem}; taking {saved.tag}" for problem in saved.newer_problems]
+        """As of its checkpoint."""
+        return self.found.saved.warnings if self.found.saved else []
 
 
 def open_source(

@@ -91,7 +91,11 @@ def _record_of(where: str, line: str) -> dict[str, Any]:
         record = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({getattr(error, 'msg', error)}); fix or remove the line") from error
-    if not isinstance(record, dict) or type(record.get("iteration")) is not int or abs(record["iteration"]) > 2**53:
+    if (
+        not isinstance(record, dict)
+        or type(record.get("iteration")) is not int
+        or not 0 <= record["iteration"] <= 2**53
+    ):
         raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
     return record
 
