@@ -40,7 +40,7 @@ from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
-from megatron.common.errors import CheckpointError, ConfigError
+from megatron.common.errors import CheckpointError, ConfigError, ResourceError
 from megatron.common.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, check_values, print_warnings, run_tool
@@ -337,7 +337,8 @@ def _reshard(args: argparse.Namespace) -> None:
         log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *words, *flags]
         if failure := run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit):
             shutil.rmtree(args.output, ignore_errors=True)
-            raise CheckpointError(f"{args.output} is not written: {' '.join(failure.split())}")
+            kind = ResourceError if failure.startswith(f"exit code {ResourceError.exit_code}:") else CheckpointError
+            raise kind(f"{args.output} is not written: {' '.join(failure.rpartition(': error: ')[2].split())}")
     print(f"{args.output}: {saved.path} after iteration {saved.iteration}, from {saved.layout}")
 
 

@@ -152,7 +152,11 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         restrict_new_files(os.environ)
         check_working_folder()
-        main()
+        try:
+            main()
+        except SystemExit:  # as of --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except UserError as error:
         for message in error.messages:

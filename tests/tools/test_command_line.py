@@ -82,9 +82,10 @@ def test_closed_pipe_is_not_an_error() -> None:
     assert (finished.returncode, finished.stderr) == (141, "")
 
 
-def test_a_full_disk_is_one_line() -> None:
+@pytest.mark.parametrize("body", ["print('x')", "print('x'); raise SystemExit(0)"])
+def test_a_full_disk_is_one_line(body: str) -> None:
     with open("/dev/full", "w") as full:
-        finished = run("print('x')", stdout=full)
+        finished = run(body, stdout=full)
     assert finished.returncode == 7 and finished.stderr.count("\n") == 1
 
 
