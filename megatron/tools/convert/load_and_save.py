@@ -83,10 +83,10 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
 
 
 def read_versions(found: Found) -> dict[str, Any] | None:
-    """The version of DeepSpeed that wrote it, and Megatron's checkpoint version."""
+    """The version of DeepSpeed that wrote it, and Megatron's checkpoint version. Its files are verified."""
     if found.saved is None or found.kind == "universal":
         return None
-    state = read_file(model_file(found.saved.path, found.saved.layout, 0))
+    state = read_checked_file(model_file(found.saved.path, found.saved.layout, 0), outlines=True)
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 
