@@ -31,6 +31,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token
 from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest, is_recorded
+from megatron.data.mapped_file import may_close
 from megatron.data.splits import Source, SourceSamples, advice, words_of
 
 
@@ -210,6 +211,11 @@ class GPT2Dataset(SourceSamples):
         self.maps = maps
         self.stored_as = f"{cache_name}0"
         self._is_stored = partial(is_recorded, folder, self.stored_as, stream.recipe(0))
+        may_close(self)
+
+    def close(self) -> None:
+        """Unmap the maps until they are read again: a blend of thousands has more than a process may map."""
+        self.maps.cache_clear()
 
     def prepare(self) -> bool:
         # Those of a blend of thousands are opened when they are read: a process may map 65,530 files.

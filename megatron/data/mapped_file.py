@@ -5,7 +5,9 @@ import errno
 import io
 import mmap
 import os
+import weakref
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -24,13 +26,34 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def content_of(path: str | Path) -> np.ndarray:
     """The bytes of a file, uint8 [n], which cannot be written; those of a large one are read when they are used.
 
-    Raises OSError, and ResourceError if this process may not map more files.
+    If this process may not map more files, those that can be mapped again are closed first (``may_close``). Raises
+    OSError, and ResourceError if that is not enough.
     """
     with open(path, "rb", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size < READ_AT_ONCE:
             return np.frombuffer(file.read(), np.uint8)
-        return np.asarray(_Mapping(file.fileno(), size, str(path)))
+        try:
+            return np.asarray(_Mapping(file.fileno(), size, str(path)))
+        except ResourceError:
+            for close in [*_closing]:
+                close.close()
+            return np.asarray(_Mapping(file.fileno(), size, str(path)))
+
+
+class Closing(Protocol):
+    """What has mapped files that it can map again."""
+
+    def close(self) -> None:
+        """Let go of them, but for those in use."""
+
+
+_closing: "weakref.WeakSet[Closing]" = weakref.WeakSet()
+
+
+def may_close(holder: Closing) -> None:
+    """From now on, ``holder`` is told to close its files where a process may not map more."""
+    _closing.add(holder)
 
 
 def array_in(content: np.ndarray) -> np.ndarray:

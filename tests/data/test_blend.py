@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron.common.errors import DataError
+from megatron.common.errors import DataError, ResourceError
 from megatron.config import DataConfig
 from megatron.data import fingerprint, indexed_dataset, map_cache, mapped_file, splits
 from megatron.data.blend_order import BlendOrder
@@ -158,6 +158,37 @@ def test_a_blend_of_more_data_sets_than_a_process_may_open_files(
     del samples
     gc.collect()
     assert prefixes[0] not in maps(), "the mappings end with the data sets"
+
+
+def test_a_blend_of_more_data_sets_than_a_process_may_map(monkeypatch: pytest.MonkeyPatch, write_dataset) -> None:
+    """Maps that are not in use are closed where there is no room for others."""
+    count, most, alive = 12, 2 * 12 + 9, set[int]()
+
+    class Limited(mapped_file._Mapping):
+        def __init__(self, *args: Any) -> None:
+            if len(alive) >= most:
+                raise ResourceError("too many")
+            super().__init__(*args)
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+            super().__del__()
+
+    monkeypatch.setattr(mapped_file, "READ_AT_ONCE", 0)
+    monkeypatch.setattr(mapped_file, "_Mapping", Limited)
+    prefixes = [write_dataset([[part] * (20 + n) for n in range(9)], name=f"of{part}") for part in range(count)]
+    data = DataConfig(data_path=tuple(word for prefix in prefixes for word in ("1", prefix)), seq_length=16)
+    for _ in range(2):
+        samples = build_datasets(data, **{**SIZES, "eval_iters": 0}).train
+        assert samples is not None
+        for number in range(3 * count):
+            assert samples[number].tolist() == [number % count] * 17
+        del samples
+        gc.collect()
+    most = 12
+    with pytest.raises(ResourceError, match="too many"):
+        build_datasets(data, **{**SIZES, "eval_iters": 0}).train.take(range(count))
 
 
 def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
