@@ -26,11 +26,11 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
     """
     _check_outside(path, flag)
     with _os_errors(path, flag):
-        if was_read(path):
-            raise ConfigError(f"{flag} {path} is an input of this command; name another file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path, text=not binary) as file:
             yield file
+            if was_read(path):
+                raise ConfigError(f"{flag} {path} is an input of this command; name another file")
 
 
 @contextmanager

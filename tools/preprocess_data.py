@@ -46,7 +46,7 @@ from megatron.tools.preprocess.inputs import (
     text_size,
 )
 from megatron.tools.preprocess.job import Job, Summary
-from megatron.tools.preprocess.preprocess import preprocess
+from megatron.tools.preprocess.preprocess import check_output, preprocess
 from megatron.tools.preprocess.tokenize_chunk import KEYS, tokenizer_of
 
 MOST_WORKERS = max(256, 4 * (os.cpu_count() or 1))
@@ -86,6 +86,7 @@ def main() -> None:
         print_warning(warning)
     if getattr(tokenizer_of(job), "has_dropout", False):
         print_warning(f"{vocab_file} asks for BPE dropout, by which a text has other tokens each time: switched off")
+    check_output(job)
     with progress_of(job, args.log_interval) as report:
         summary = preprocess(job, report, log_skipped, resume=args.resume)
     print(describe(job, summary))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpoint.files import folder_problem
+from megatron.checkpoint.files import file_problem
 from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
@@ -54,7 +54,6 @@ def preprocess(
             output cannot be written there.
         ResourceError: the disk is full, or a worker was killed.
     """
-    _check_output(job)
     tokenizer = _checked_tokenizer(job)
     journal = job.journal
     done = journal.read() if resume else None
@@ -79,12 +78,13 @@ def preprocess(
     return summary
 
 
-def _check_output(job: Job) -> None:
+def check_output(job: Job) -> None:
     """Raises ConfigError if the output cannot be written, or is one of the files that are read."""
     prefix = job.output_prefix
-    if problem := folder_problem(f"--output-prefix {prefix}:", Path(prefix).parent):
-        raise ConfigError(problem)
     names = [name + ending for name in job.prefixes.values() for ending in (".bin", ".idx", ".tokenizer.json")]
+    for name in (*names, *(f"{name}.partial" for name in names), f"{prefix}.progress"):
+        if problem := file_problem("--output-prefix", Path(name)):
+            raise ConfigError(problem)
     written = [path for name in (*names, f"{prefix}.progress") if (path := Path(name)).is_file()]
     for read in map(str, filter(None, (*job.inputs, job.vocab_file, job.merge_file, job.chat_template))):
         if os.path.exists(read) and any(path.samefile(read) for path in written):

@@ -10,6 +10,8 @@ import pytest
 from audit.conftest import Restarted
 from support.programs import Programs
 
+from megatron.common import reading
+
 
 @pytest.fixture
 def audit(tool: Callable) -> Callable[..., tuple[int, str, str]]:
@@ -37,10 +39,6 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     rows = [line.split("\t") for line in (tmp_path / "seen.tsv").read_text().splitlines()]
     assert rows[0] == ["data", "document", "tokens", "seen"] and len(rows) == 1 + 160 + 80
     assert sum(int(row[2]) * float(row[3]) for row in rows[1:]) == pytest.approx(6 * 4 * 32, rel=1e-4)
-
-    index = next(restarted.checkpoints.parent.glob("*.idx"))
-    code, _, error = audit("seen", *load, "--output", index)
-    assert code == 2 and f"--output {index} is an input of this command" in error
 
     code, output, _ = audit("proof", *load, "--metrics-file", restarted.metrics)
     assert code == 0 and output.endswith("proven: no sample was repeated, none was skipped\n")
@@ -110,3 +108,12 @@ def test_bad_input_is_one_line(audit: Callable, place: Path, restarted: Restarte
     assert (code, output) == (expected, "")
     lines = error.splitlines()
     assert len(lines) == 1 and message in lines[0]
+
+
+def test_an_input_is_not_overwritten(audit: Callable, restarted: Restarted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_read", set())  # as if this process had read nothing yet
+    index = next(restarted.checkpoints.parent.glob("*.idx"))
+    before = index.read_bytes()
+    code, _, error = audit("seen", "--load", restarted.checkpoints, "--output", index)
+    assert code == 2 and f"--output {index} is an input of this command" in error
+    assert index.read_bytes() == before
