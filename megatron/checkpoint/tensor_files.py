@@ -73,23 +73,23 @@ def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
     with torch.serialization.safe_globals([*allowed]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of types of tensor that are rejected here
         content = torch.load(path, weights_only=True, **options)
-        _check_content(content)
+        _check_content(content, has_data=options["map_location"] != "meta")
     return content
 
 
 _DEEPEST, _LARGEST = 64, 1 << 26
 
 
-def _check_content(content: Any) -> None:
+def _check_content(content: Any, *, has_data: bool) -> None:
     """Raises ValueError for containers within containers that never end, as when one holds itself, or too many, and
-    for tensors that are sparse, quantized, or larger than their data.
+    for tensors that are sparse, quantized, or larger than their data, or that have none although the file ``has_data``.
     """
     counted: dict[int, int] = {}
 
     def count(value: Any, depth: int, name: str = "") -> int:
         """Values in ``value``, of which what is there several times counts each time."""
         if not isinstance(value, Mapping | list | tuple):
-            if kind := _unusual(value):
+            if kind := "without data" if has_data and isinstance(value, Tensor) and value.is_meta else _unusual(value):
                 raise ValueError(f"{name or 'it'} is {kind}")
             return 1
         if id(value) not in counted:

@@ -172,6 +172,7 @@ def test_a_setting_that_is_not_taken_over_is_refused(key: str, value: Any) -> No
     [
         ("model", "encoder_num_layers", 2, "encoder_num_layers is 2, and GPT-2 has no encoder"),
         ("model", "vision_num_layers", 2, "vision_num_layers is 2, and GPT-2 has no encoder"),
+        ("model", "num_attention_heads", 0, "num_attention_heads is 0, and GPT-2 has some"),
         ("data", "chat_template", "{{ messages }}", "chat_template is not as it was saved"),
         ("data", "chat_template", '{"chat_template": "x", "special_tokens": {"a": 5}}', "chat_template is not as"),
     ],

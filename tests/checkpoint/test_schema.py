@@ -105,7 +105,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("lr_scheduler", lambda _: None), "lacks a part"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.to_sparse()), "dense.weight is a sparse_coo tensor"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.to("meta")), "dense.weight is without data"),
-        (RANK, put(f"{STATE}/exp_avg", lambda t: t.to("meta")), "lacks a part"),
+        (RANK, put(f"{STATE}/exp_avg", lambda t: t.to("meta")), "exp_avg is without data"),
         (RANK, put("global_samples", str), "global_samples is '96'"),
         (RANK, drop("optimizer"), "lacks a part"),
         (RANK, lambda content: [content], "lacks a part"),

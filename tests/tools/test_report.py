@@ -119,6 +119,10 @@ def test_a_place_without_a_name_is_no_output(tool: Callable, folder: Path, name:
     )
 
 
-def test_answers_of_a_device_are_not_read(tool: Callable, folder: Path) -> None:
-    ended = tool("report", folder, "--predictions", "/dev/zero")
-    assert ended.returncode == 2 and "/dev/zero" in ended.stderr and len(ended.stderr.splitlines()) == 1
+@pytest.mark.parametrize("content", [None, "[1]", '{"image": 5, "question": "a"}', '{"question": "a"}', "7"])
+def test_answers_that_are_none_are_not_read(tool: Callable, folder: Path, tmp_path: Path, content: str | None) -> None:
+    file = Path("/dev/zero") if content is None else tmp_path / "answers.jsonl"
+    if content is not None:
+        file.write_text(f"{content}\n")
+    ended = tool("report", folder, "--predictions", file)
+    assert ended.returncode == 2 and str(file) in ended.stderr and len(ended.stderr.splitlines()) == 1

@@ -179,6 +179,8 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     other shapes, or belong to another model.
     """
     config = config_of(shards, given)
+    if not config.max_position_embeddings:
+        raise CheckpointError(f"{shards.folder}: position_embeddings.weight has no rows")
     names, specs = _our_names(config), GPT2.named_parameters(config)
     words = names[HEAD_COPY] = names["word_embeddings.weight"]
     names.setdefault(HEAD, words)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.safetensors_files import no_floats
 from megatron.checkpoint.tensor_files import load_plain
-from megatron.common.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, first_line, shown
 from megatron.common.reading import check_archive
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
 
@@ -128,7 +128,9 @@ def read_shards(path: Path) -> Shards:
 
 def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
     args, saved = file.get("args"), file.get("checkpoint_version")
-    version = float(saved) if isinstance(saved, int | float) else version
+    if saved is not None and type(saved) not in (int, float):
+        raise CheckpointError(f"{folder}: checkpoint_version is {shown(saved)}, and should be a number")
+    version = version if saved is None else float(saved)
     return Shards(folder, states, args if isinstance(args, Namespace) else Namespace(), version)
 
 

@@ -1,6 +1,7 @@
 """The files of a run that a report is made of: metrics, trace.json and run.json."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.files import replace_file
-from megatron.common.reading import LARGEST, parse_json, read_json, read_lines, regular
+from megatron.common.reading import LARGEST, parse_json, read_json, read_lines, regular, type_problem
 from megatron.config import RunConfig
 from megatron.model.partition import TRACE, plan
 from megatron.tools.planning.machine import Machine, device_of_name
@@ -158,10 +159,29 @@ def _timeline(content: Any) -> Timeline:
         if row["ph"] == "X":
             arguments, begin = dict(row["args"]), row["ts"] / 1e6
             name = arguments.pop("instruction")
-            events[row["pid"]].append(Event(name, begin, begin + row["dur"] / 1e6, **arguments))
+            event = Event(name, begin, begin + row["dur"] / 1e6, **arguments)
+            if not _is_possible(event):
+                raise ValueError
+            events[row["pid"]].append(event)
     if not any(events) or any("pipe" not in of_rank for of_rank in metadata["places"]):
         raise ValueError
+    sizes = (shape.stages, shape.micro_batches, shape.chunks)
+    if type_problem(Shape, asdict(shape)) or type_problem(list[dict[str, int]], metadata["places"]):
+        raise ValueError
+    if not 0 < min(sizes) <= max(sizes) < _MANY or not 0 <= shape.layers < _MANY or shape.stages > len(events):
+        raise ValueError
     return Timeline(shape, metadata["places"], events)
+
+
+_MANY = 1 << 20
+"""More than the stages, micro-batches, chunks and layers of any run."""
+
+
+def _is_possible(event: Event) -> bool:
+    numbers = (event.iteration, event.micro_batch or 0, event.phase or 0, event.layer or 0)
+    texts = (event.name, event.collective or "")
+    are_typed = all(type(number) is int for number in numbers) and all(isinstance(text, str) for text in texts)
+    return are_typed and -math.inf < event.begin <= event.end < math.inf
 
 
 RECORD = "run.json"

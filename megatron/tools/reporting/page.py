@@ -49,7 +49,7 @@ def read_answers(path: Path) -> list[Answer]:
         ]
     except OSError as error:
         raise ConfigError(f"--predictions {path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, DataError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, DataError) as error:
         raise ConfigError(f"--predictions {path}: not what tools/evaluate.py --predictions writes ({error})") from None
 
 

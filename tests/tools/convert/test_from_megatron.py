@@ -372,3 +372,33 @@ def test_objects_of_other_programs_are_stubbed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "megatron.enums")
     model = whole_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS))
     assert model.config.num_attention_heads == HEADS and model.weights["7.bias"].equal(WEIGHTS["7.bias"])
+
+
+WRONG: list[tuple[Callable[[dict], object], str]] = [
+    (lambda file: file.update(checkpoint_version="3"), "checkpoint_version is '3', and should be a number"),
+    (lambda file: file.update(checkpoint_version=True), "checkpoint_version is True, and should be a number"),
+    (
+        lambda file: file["model"]["language_model"]["embedding"]["position_embeddings"].update(
+            weight=torch.ones(0, HIDDEN)
+        ),
+        "position_embeddings.weight has no rows",
+    ),
+    (
+        lambda file: file["model"]["language_model"]["embedding"]["word_embeddings"].update(
+            weight=torch.ones(ROWS, HIDDEN, device="meta")
+        ),
+        "weight is without data",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_what_would_be_read_as_something_else_is_refused(tmp_path: Path, change: Callable, message: str) -> None:
+    write_megatron_lm(tmp_path, 3.0, size=1, stages=1, **OLD)
+    file = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        whole_model(read_shards(tmp_path), SAID)
+    assert str(tmp_path) in caught.value.messages[0]

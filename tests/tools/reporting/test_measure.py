@@ -66,7 +66,22 @@ def test_seconds_of_each_layer() -> None:
         ("[]", "not a trace of this suite"),
         ('{"traceEvents": []}', "not a trace of this suite"),
         (to_json(replace(by_theory(), events=[[], []])), "not a trace of this suite"),
-        (to_json(by_theory()).replace('"dur": 1000000.0', '"dur": "x"'), "not a trace of this suite"),
+        *(
+            (to_json(by_theory()).replace(right, wrong), "not a trace of this suite")
+            for right, wrong in {
+                '"dur": 1000000.0': '"dur": "x"',
+                '"dur": 2000000.0': '"dur": -1.0',
+                '"ts": 0.0': '"ts": NaN',
+                '"stages": 2': '"stages": "2"',
+                '"stages": 2,': '"stages": 1000000000,',
+                '"micro_batches": 3': '"micro_batches": 0',
+                '"chunks": 1': '"chunks": 1000000000',
+                '"layers": 4': '"layers": -1',
+                '"pipe": 1': '"pipe": "1"',
+                '"micro_batch": 2': '"micro_batch": "2"',
+                '"layer": 2': '"layer": 2.5',
+            }.items()
+        ),
     ],
 )
 def test_invalid_timeline_is_refused(tmp_path: Path, text: str, message: str) -> None:
