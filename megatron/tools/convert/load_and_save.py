@@ -22,7 +22,7 @@ from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.schema import check_copies, form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, shown
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
 from megatron.model.architectures import architecture_of
@@ -129,7 +129,10 @@ def _universal_weights(path: Path) -> LazyTensors:
 
 def _fp32(file: Path) -> Tensor:
     value = read_file(file, mapped=True)
-    return value["param"] if isinstance(value, Mapping) else value
+    value = value.get("param") if isinstance(value, Mapping) else value
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{file} holds {shown(value)}, and should hold a tensor")
+    return value
 
 
 TAG = "global_step0"

@@ -12,7 +12,8 @@ from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of as from_huggingface
 from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.huggingface_files import carried_files
-from megatron.tools.convert.load_and_save import read_huggingface
+from megatron.tools.convert.inspection import Found
+from megatron.tools.convert.load_and_save import read_huggingface, read_weights
 from megatron.tools.convert.whole_model import read_tensors
 
 WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
@@ -49,6 +50,14 @@ def test_index_names_only_files_in_its_folder(tmp_path: Path, weight_map: object
     with pytest.raises(CheckpointError, match="model.safetensors.index.json") as caught:
         read_tensors(tmp_path / "folder")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[1], {"step": 3}, {"param": [1.0]}, None])
+def test_a_universal_weight_that_is_no_tensor(tmp_path: Path, content: object):
+    (file := tmp_path / "zero" / "2.weight" / "fp32.pt").parent.mkdir(parents=True)
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=f"{file} holds .*, and should hold a tensor"):
+        read_weights(Found(tmp_path, "universal"))
 
 
 class Harm:
