@@ -172,6 +172,6 @@ class _Shards:
         if spec.is_expert:
             own, count = local_experts(config.num_experts, self.layout), len(sources) // config.num_experts
             sources = dict(list(sources.items())[own.start * count : own.stop * count])
-        lengths = {theirs: shape[dim] // size for theirs, shape in sources.items()}
+        lengths = {present(theirs, self.tensors): shape[dim] // size for theirs, shape in sources.items()}
         parts = [self.tensors.part(key, dim, rank * length, (rank + 1) * length) for key, length in lengths.items()]
         return joined(name, parts, config)

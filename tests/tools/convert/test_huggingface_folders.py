@@ -5,18 +5,24 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.llava_models import transformers_model
 from support.programs import Programs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.checkpoint.huggingface import _Shards, our_weights
+from megatron.checkpoint.tensor_files import SafetensorsFiles
 from megatron.checkpoint.tracker import newest
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
-from megatron.model.huggingface import config_of, source_shapes
+from megatron.model.architectures import architecture_of
+from megatron.model.huggingface import config_of, read_config, source_shapes
 from megatron.tools.convert.huggingface_files import Vocabulary, read_folder_tokenizer
 from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, write_tensors
@@ -215,3 +221,17 @@ def test_both_spellings_of_the_rotation():
     assert both == config  # as in transformers
     plain = config_of(tree | {"rope_theta": 1e6, "rope_scaling": None}, Path("config.json"))
     assert (plain.rotary_base, plain.use_rope_scaling) == (1e6, False)
+
+
+def test_shards_of_a_llava_with_the_names_of_newer_transformers(tmp_path: Path) -> None:
+    """Of the encoder, whose names lack a part there."""
+    transformers_model("clip").save_pretrained(tmp_path)
+    config, tensors = read_config(tmp_path), SafetensorsFiles(tmp_path)
+    weights = our_weights(tensors, config, str(tmp_path))
+    for rank in range(2):
+        layout: Any = SimpleNamespace(tensor_group=SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2))
+        shards = _Shards(tensors, weights, config, layout, config.vocab_size)
+        for name, spec in architecture_of(config).named_parameters(config).items():
+            whole, dim = weights[name], spec.shard_dim
+            expected = whole if dim is None else whole.chunk(2, dim)[rank]
+            assert shards.read(name, expected.size(0)).equal(expected), name
