@@ -1,6 +1,6 @@
 """Pretrain BERT with tensor, pipeline and data parallelism on DeepSpeed.
 
-    deepspeed --num_gpus 4 pretrain_bert.py --model-parallel-size 2 --pipe-parallel-size 2 ...
+    deepspeed --log_level critical --num_gpus 4 pretrain_bert.py --model-parallel-size 2 --pipe-parallel-size 2 ...
 
 Its data are sentences: tools/preprocess_data.py --split-sentences. --help lists every flag. The steps are those of
 pretrain_gpt2.py; the flags, the layers, the loss and the micro-batches follow from the architecture.

@@ -1,6 +1,6 @@
 """Pretrain T5 with tensor, pipeline and data parallelism on DeepSpeed.
 
-    deepspeed --num_gpus 4 pretrain_t5.py --model-parallel-size 2 --pipe-parallel-size 2 ...
+    deepspeed --log_level critical --num_gpus 4 pretrain_t5.py --model-parallel-size 2 --pipe-parallel-size 2 ...
 
 The model is T5 1.1. Its data are sentences: tools/preprocess_data.py --split-sentences. --help lists every flag. The
 steps are those of pretrain_gpt2.py; the flags, the layers and the micro-batches follow from the architecture.

@@ -1,6 +1,6 @@
 """Train a vision-language model (LLaVA) with tensor, pipeline and data parallelism on DeepSpeed.
 
-    deepspeed --num_gpus 4 pretrain_vlm.py --model-parallel-size 2 --pipe-parallel-size 2 ...
+    deepspeed --log_level critical --num_gpus 4 pretrain_vlm.py --model-parallel-size 2 --pipe-parallel-size 2 ...
 
 Its data are conversations with images. --help lists every flag. The steps are those of pretrain_gpt2.py; the flags, the
 layers and the micro-batches follow from the architecture.

@@ -3,7 +3,7 @@
     python tools/generate.py --load checkpoints/my --prompt "Once upon a time" --temperature 0.8 --top-k 40
     python tools/generate.py --load checkpoints/my --sample-input-file in.jsonl --sample-output-file out.jsonl
     python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
-    deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
+    deepspeed --log_level critical --num_gpus 2 tools/generate.py --load checkpoints/my
     python tools/generate.py --load checkpoints/chat --chat
     python tools/generate.py --load checkpoints/vlm --chat --image cat.jpg --prompt "What is this?"
 

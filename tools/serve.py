@@ -1,7 +1,7 @@
 """Serve a model over HTTP: a page to try it on, and OpenAI's completions and chat completions for programs.
 
     python tools/serve.py --load checkpoints/my
-    deepspeed --num_gpus 2 tools/serve.py --load checkpoints/my
+    deepspeed --log_level critical --num_gpus 2 tools/serve.py --load checkpoints/my
 
 The model is a checkpoint of any layout, merged weights or a Hugging Face folder. Messages to a vision-language model
 may hold images as data URLs; nothing is fetched. Only this machine can connect, unless --host names another address. If

@@ -68,7 +68,7 @@ def supervise(
     ``exit_codes``, which is removed at the end unless it is given.
 
     The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, the
-    exit code is the rank's: 6 for a rank that was killed, also if it was the only one of this host. If all ranks of
+    exit code is the rank's: 6 for a rank that was killed. If all ranks of
     this host have saved after a signal, it is 75; after a second signal, n, which ends the run at once, it is 128 + n.
     Raises FileNotFoundError or PermissionError if there is no such launcher.
     """
@@ -105,6 +105,8 @@ def supervise(
         # DeepSpeed's launcher exits with 256 - n.
         by = f" by {signal.Signals(256 - code).name}" if 256 - code in list(signal.Signals) else ""
         print_error(f"rank {next(iter(codes))} was killed{by}")
+        code = LaunchError.exit_code
+    elif 256 - code in list(signal.Signals) and "" in codes.values():  # another rank of this host has reported it
         code = LaunchError.exit_code
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
     return LauncherExit(code, len(forwarded), was_stopped)
