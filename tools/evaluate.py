@@ -2,8 +2,8 @@
 
     python tools/evaluate.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load checkpoints/my
     python tools/evaluate.py --task WIKITEXT --valid-data wiki.test.tokens --load checkpoints/my
-    deepspeed --log_level critical --num_gpus 4 tools/evaluate.py --task PPL --valid-data data/my_text_document --load checkpoints/my \\
-        --model-parallel-size 2
+    deepspeed --log_level critical --num_gpus 4 tools/evaluate.py --task PPL --valid-data data/my_text_document \\
+        --load checkpoints/my --model-parallel-size 2
 
 LAMBADA takes JSONL with a "text" key, and predicts the last token of each, or with --strict-lambada all tokens of the
 last word. WIKITEXT takes a file of WikiText as published. PPL takes plain text, JSONL (.jsonl, .json), Parquet, or the

@@ -1,7 +1,8 @@
 """Evaluate a model on tasks of EleutherAI's lm-eval, the evaluation harness (pip install lm-eval==0.4.13).
 
     python tools/lm_eval_adapter.py --load checkpoints/my --tasks lambada_openai hellaswag
-    deepspeed --log_level critical --num_gpus 4 tools/lm_eval_adapter.py --load checkpoints/my --model-parallel-size 2 --tasks my_task.yaml
+    deepspeed --log_level critical --num_gpus 4 tools/lm_eval_adapter.py --load checkpoints/my \\
+        --model-parallel-size 2 --tasks my_task.yaml
 
 A task is a name that lm-eval knows, one of a YAML file in --include-path, or a YAML file. Tasks of lm-eval download
 their data from the Hugging Face hub; your own may name a local file. A task may contain code, which is run. The
