@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.common.errors import shown
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT, CLASSIFIER, T5
 from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, gelu_name, named, read_gelu
@@ -101,6 +102,9 @@ def _read_t5(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     if tree.get("scale_decoder_outputs", tree.get("tie_word_embeddings", True)):
         problems.append("tie_word_embeddings is true, and only T5 1.1, with a head of its own, can be taken over")
     start, end = tree.get("decoder_start_token_id"), tree.get("eos_token_id")
+    size = tree.get("vocab_size")
+    if start is not None and not (type(start) is int and -1 <= start < (size if type(size) is int else start + 1)):
+        problems.append(f"decoder_start_token_id is {shown(start)}, and the model has {shown(size)} tokens")
     return {
         "architecture": T5.name,
         "max_position_embeddings": _POSITIONS,

@@ -173,7 +173,11 @@ LLAVA = {
     "vision_config": VISION,
     "image_token_index": 7,
 }
+T5 = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "vocab_size": 64}
 WRONG: list[tuple[dict, dict, str]] = [
+    (T5, {"decoder_start_token_id": 64}, "decoder_start_token_id is 64, and the model has 64 tokens"),
+    (T5, {"decoder_start_token_id": -2}, "decoder_start_token_id is -2, and the model has 64 tokens"),
+    (T5, {"decoder_start_token_id": "0"}, "decoder_start_token_id is '0', and the model has 64 tokens"),
     (MIXTRAL, {"hidden_act": None}, "hidden_act is None, and only 'silu'"),
     (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
     (MIXTRAL, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', and should be true or false"),
