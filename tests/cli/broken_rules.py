@@ -48,6 +48,7 @@ BROKEN = _rows("""
     --num-layers 7
 --pipe-parallel-size 2 --pipeline-partition profile
 --pipe-parallel-size 2 --pipeline-partition type:(
+--pipe-parallel-size 2 --pipeline-partition type:(P|a+)+x
 --pipe-parallel-size 2 --pipeline-partition type:Mamba
 --pipe-parallel-size 2 --pipeline-partition 1,2
     --num-layers 3

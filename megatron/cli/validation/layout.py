@@ -207,6 +207,8 @@ def _method_problem(method: str) -> str | None:
             re.compile(method.removeprefix(partition.BY_TYPE))
         except re.error as error:
             return f"that is no regular expression ({error})"
+        if re.search(r"\)[*+{]", method):
+            return "a group that is repeated may take forever to match: list the names of classes, such as type:A|B"
     elif method not in partition.METHODS and partition.explicit(method) is None:
         known = ", ".join((*partition.METHODS, "type:REGEX"))
         return f"choose from {known}, or give the number of layers of each stage, such as 3,5,4"
