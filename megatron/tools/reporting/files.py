@@ -170,7 +170,10 @@ def _timeline(content: Any) -> Timeline:
         raise ValueError
     if not 0 < min(sizes) <= max(sizes) < _MANY or not 0 <= shape.layers < _MANY or shape.stages > len(events):
         raise ValueError
-    return Timeline(shape, metadata["places"], events)
+    timeline = Timeline(shape, metadata["places"], events)
+    if {event.iteration for of_rank in events for event in of_rank if event.is_whole} != {*timeline.iterations}:
+        raise ValueError  # an iteration without an instruction
+    return timeline
 
 
 _MANY = 1 << 20

@@ -80,6 +80,7 @@ def test_seconds_of_each_layer() -> None:
                 '"pipe": 1': '"pipe": "1"',
                 '"micro_batch": 2': '"micro_batch": "2"',
                 '"layer": 2': '"layer": 2.5',
+                '"iteration": 5, "micro_batch": 1, "layer": 1': '"iteration": 6, "micro_batch": 1, "layer": 1',
             }.items()
         ),
     ],
