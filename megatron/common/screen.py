@@ -92,10 +92,12 @@ class _HeldStderr:
 
     def enter(self) -> None:
         with self._turn:
+            if not self._threads:  # with a file of its own: a process that is forked must not share its position
+                in_memory = hasattr(os, "memfd_create")
+                file = open(os.memfd_create("stderr"), "w+b", 0) if in_memory else TemporaryFile(buffering=0)
+                self._has_failed, self._screen, self._held = False, os.dup(2), file
+                os.dup2(file.fileno(), 2)
             self._threads += 1
-            if self._threads == 1:
-                self._has_failed, self._screen, self._held = False, os.dup(2), self._held or TemporaryFile(buffering=0)
-                os.dup2(self._held.fileno(), 2)
 
     def leave(self, *, failed: bool) -> None:
         with self._turn:
@@ -105,12 +107,10 @@ class _HeldStderr:
                 return
             os.dup2(self._screen, 2)
             os.close(self._screen)
-            if self._held.tell() or self._has_failed:
-                self._held.seek(0)
-                text = b"" if self._has_failed else self._held.read()
-                self._held.seek(0)
-                self._held.truncate()
-                os.write(2, text)
+            with self._held as held:
+                if held.tell() and not self._has_failed:
+                    held.seek(0)
+                    os.write(2, held.read())
 
 
 _stderr = _HeldStderr()
