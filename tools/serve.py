@@ -84,9 +84,9 @@ def main() -> None:
                 "serve.py: warning: everyone who can reach the port can use the model: see --api-key-file",
                 file=sys.stderr,
             )
-        print(f"{service.model} at {url_of(listener)}", flush=True)
+        ready = f"{service.model} at {url_of(listener)}"
         app = build_app(service, queue)
-        serve(app, listener, queue, batch, rank_broadcast, grace=args.grace_seconds, threads=threads)
+        serve(app, listener, queue, batch, rank_broadcast, grace=args.grace_seconds, threads=threads, ready=ready)
 
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":

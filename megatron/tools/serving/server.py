@@ -236,10 +236,11 @@ def serve(
     *,
     grace: float,
     threads: int,
+    ready: str,
 ) -> None:
     """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
 
-    Another thread generates, with ``threads`` of torch's threads.
+    Prints ``ready`` once it handles these signals. Another thread generates, with ``threads`` of torch's threads.
 
     Raises the error that ended that thread, if it ended first.
     """
@@ -265,7 +266,7 @@ def serve(
     with ThreadPoolExecutor(1, "generator") as pool:
         generation = pool.submit(generate)
         try:
-            _Server(config, queue, generation, grace).run([listener])
+            _Server(config, queue, generation, grace, ready).run([listener])
         finally:
             queue.jobs.put(None)
     generation.result()
@@ -274,9 +275,15 @@ def serve(
 class _Server(uvicorn.Server):
     """Shuts down when the generation has ended, too, and answers the open requests before."""
 
-    def __init__(self, config: uvicorn.Config, queue: RequestQueue, generation: Future[None], grace: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, queue: RequestQueue, generation: Future[None], grace: float, ready: str
+    ) -> None:
         super().__init__(config)
-        self._queue, self._generation, self._grace = queue, generation, grace
+        self._queue, self._generation, self._grace, self._ready = queue, generation, grace, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._ready, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         return self._generation.done() or await super().on_tick(counter)

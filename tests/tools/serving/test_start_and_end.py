@@ -5,15 +5,19 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
+import uvicorn
 from support.programs import BIN, TIME_LIMIT
 from support.served import events, served
 
 from megatron.common.errors import UserError
 from megatron.launch.environment import free_port
+from megatron.tools.serving.server import _Server
 
 SAMPLED = {"prompt": ["Hello", "World!"], "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.2}
 
@@ -120,3 +124,30 @@ def test_missing_packages_are_named(refusal, monkeypatch):
     """As in an environment that only trains."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert str(refusal()) == "the server needs packages that are not installed: pip install uvicorn"
+
+
+def test_the_server_says_that_it_is_ready_when_it_handles_signals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise a SIGTERM right after that line would end it as if by accident."""
+    printed: list[str] = []
+
+    class Stopped(_Server):
+        async def main_loop(self) -> None:
+            printed.append(capsys.readouterr().out)
+            self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            pass
+
+    config = uvicorn.Config(lambda *_: None, port=0, lifespan="off", log_level="critical")
+    server = Stopped(config, MagicMock(), Future(), 1.0, "m at here")
+    before = signal.getsignal(signal.SIGTERM)
+    config.load()
+    startup = _Server.startup
+
+    async def checked(self: _Server, sockets: list[socket.socket] | None = None) -> None:
+        assert signal.getsignal(signal.SIGTERM) != before
+        await startup(self, sockets)
+
+    Stopped.startup = checked
+    server.run()
+    assert printed == ["m at here\n"] and signal.getsignal(signal.SIGTERM) == before
