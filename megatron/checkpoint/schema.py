@@ -32,7 +32,7 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """What else DeepSpeed loads of these files, besides the state of the base optimizer."""
 
 
-_FORM = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration)
+_FORM = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
 
 
 @contextmanager
