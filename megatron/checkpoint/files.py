@@ -184,7 +184,8 @@ def _no_space(folder: Path, what: str, size: int) -> str:
     if lacks_inodes(folder):
         return f"{what} needs new files, and the disk has no inodes left"
     free = shutil.disk_usage(folder if os.path.isdir(folder) else folder.absolute().anchor).free
-    return f"{what} needs {size:,} bytes, and the disk has {free:,} free"
+    needs = f"needs {size:,} bytes" if size else "cannot be written"
+    return f"{what} {needs}, and the disk has {free:,} free"
 
 
 MANIFEST = "manifest.json"
