@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Programs write as they do by default: with it an error that overtakes what was printed before would not be noticed.
 os.environ.pop("PYTHONUNBUFFERED", None)
 sys.dont_write_bytecode = False
+# What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(os, "sched_setscheduler"):
     # A thread that wakes up does not take the core from one that runs. Otherwise gloo's threads often take it from a
     # thread that holds the lock they want, and ask for that lock until their time is over: a tenth of the whole suite.

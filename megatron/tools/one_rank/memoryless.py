@@ -251,7 +251,7 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
 
     ``computed`` is called with each operation of torch that makes no view, and its arguments, before it.
     """
-    from megatron.checkpoint import save
+    from megatron.checkpoint import save, tensor_files
     from megatron.engines import build
     from megatron.ops import attention
     from megatron.ops.choices import DeviceFacts
@@ -268,6 +268,7 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
             (trainer, "max_across_ranks", _agreed_by(trainer.max_across_ranks)),
             (save, "check_disk_space", lambda *_: None),
             (os, "fsync", lambda _: None),  # files that this process alone reads
+            (tensor_files, "_check_content", lambda *_, **__: None),  # of them, whose tensors have no data
             (preflight, "check_memory", lambda *_: None),
             (setup, "check_device", lambda *_: None),
             (setup, "check_fp8", lambda *_: None),
