@@ -186,12 +186,16 @@ async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("send JSON, and Content-Type: application/json", status=415)
 
+    too_large = RequestError(f"the body has more than {most_bytes} bytes", status=413)
+    if int(request.headers.get("content-length", 0)) > most_bytes:  # which the HTTP parser has found to be a number
+        raise too_large
+
     async def read() -> bytes:
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > most_bytes:
-                raise RequestError(f"the body has more than {most_bytes} bytes", status=413)
+                raise too_large
         return bytes(body)
 
     try:
