@@ -28,7 +28,7 @@ from megatron.config import ModelConfig, default_ffn_hidden_size
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, in_flight
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, output_folder, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
 from megatron.tools.planning.schedule_costs import idle_share
 from megatron.tools.reporting.pictures import draw_learning_rates, draw_schedules
@@ -156,7 +156,9 @@ SETTINGS = {
 def main() -> None:
     """Parse the command line and write the pages."""
     parser = ToolParser(__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR", help="folder of the pages")
+    parser.add_argument(
+        "--output", type=output_folder, default=ROOT / "docs", metavar="DIR", help="folder of the pages"
+    )
     args = parser.parse_args()
     pages = {
         "layouts.md": layouts(),
@@ -171,7 +173,7 @@ def main() -> None:
     }
     pages |= with_outputs(pages)
     for folder in ("images", "tutorials"):
-        (args.output / folder).mkdir(exist_ok=True)
+        (args.output / folder).mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         with atomic_file(args.output / name, "--output") as file:
             file.write(text)

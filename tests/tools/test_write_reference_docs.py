@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 from support.pages import ROOT
 
+from megatron.common.errors import ConfigError
+
 DOCS = ROOT / "docs"
 
 
@@ -28,6 +30,16 @@ def test_the_pages_are_up_to_date(writer: ModuleType, tmp_path: Path, monkeypatc
     written = {file.relative_to(tmp_path): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
     stale = [str(name) for name, text in written.items() if (DOCS / name).read_text() != text]
     assert len(written) > 10 and not stale, "run python tools/write_reference_docs.py"
+
+
+def test_an_output_that_is_no_folder_is_refused_before_any_work(
+    writer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["write_reference_docs.py", "--output", str(tmp_path / "file")])
+    monkeypatch.setattr(writer, "layouts", None)
+    with pytest.raises(ConfigError, match="--output: .*file is not a folder; name another folder"):
+        writer.main()
 
 
 def test_recipes_fit_and_are_among_the_fastest_layouts(writer: ModuleType) -> None:
