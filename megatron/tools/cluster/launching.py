@@ -196,6 +196,8 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
         raise ConfigError(f"{launch.script}: no such file: name the program to start")
     if launch.no_python and not chosen_hosts(launch) and shutil.which(launch.script) is None:
         raise ConfigError(f"--no_python {launch.script}: no such program, or it may not be run: name the one to start")
+    if shadows := _shadow_problems(Path.cwd()):
+        raise ConfigError(shadows)
     program = training_program(launch)
     if program is None or "--explain" in launch.arguments:
         return
@@ -207,6 +209,18 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
     known = values if CONFIG_FILE not in values else None  # the JSON file may provide the rest
     if problems := problems + (value_problems(known, program) if known is not None else []):
         raise ConfigError(problems)
+
+
+def _shadow_problems(folder: Path) -> list[str]:
+    """Files that DeepSpeed's launcher, which Python starts as a module, would import instead of a library."""
+    loaded = {name.partition(".")[0] for name in sys.modules} & sys.stdlib_module_names
+    names = (loaded | {"deepspeed", "numpy", "psutil", "torch"}) - set(sys.builtin_module_names)
+    return [
+        f"{folder / file} would be imported in place of {name}: rename it, or start in another working folder"
+        for name in sorted(names)
+        for file in (f"{name}.py", f"{name}/__init__.py")
+        if (folder / file).is_file()
+    ]
 
 
 def _check_program(path: Path) -> None:

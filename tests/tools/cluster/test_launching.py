@@ -58,6 +58,19 @@ def test_ssh_never_prompts_and_hosts_are_not_options() -> None:
     assert not any("StrictHostKeyChecking" in word for word in command)
 
 
+def test_files_that_the_launcher_would_import_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed starts a module, for which Python looks into the working folder first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").touch()
+    for name in ("torch.py", "random.py", "mine.py"):
+        (tmp_path / name).write_text("print()\n")
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(read_launch(["--num_gpus", "1", "mine.py"]), CPU)
+    begins = [str(tmp_path / name) + " would be imported" for name in ("numpy/__init__.py", "random.py", "torch.py")]
+    assert [message[: len(begin)] for message, begin in zip(caught.value.messages, begins, strict=True)] == begins
+
+
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_this_host_alone_needs_no_ssh(hostfile: Path, name: str) -> None:
     """DeepSpeed would ask it for its name and its address over ssh, though it starts the ranks itself."""
