@@ -80,6 +80,14 @@ def holds_checkpoint(folder: Path) -> bool:
     return (folder / LATEST).exists() or (folder / TRACKER).exists() or bool(_tags(folder))
 
 
+def replaces_others(run: RunConfig, saved: SavedRun | None) -> bool:
+    """Whether ``--save`` has checkpoints that ``run``, which loads ``saved``, does not continue."""
+    config = run.checkpoint
+    if config.save is None or not holds_checkpoint(Path(config.save)):
+        return False
+    return saved is None or config.finetune or saved.folder.resolve() != Path(config.save).resolve()
+
+
 def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun:
     """The checkpoint that ``folder/latest`` names; if it is damaged, and not ``strict``, the newest complete one.
 
@@ -88,7 +96,10 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
     """
     folder = Path(folder)
     if not holds_checkpoint(folder):
-        raise CheckpointError(f"--load {folder}: no checkpoint there; name a folder that contains one")
+        problem = f"--load {folder}: no checkpoint there"
+        if (folder / "config.json").is_file():
+            raise CheckpointError(f"{problem}, but a Hugging Face folder: train on from it with --load-hf")
+        raise CheckpointError(f"{problem}; name a folder that contains one")
     try:
         return _read(folder, _latest_tag(folder), broken)
     except CheckpointError as error:

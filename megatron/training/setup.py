@@ -19,6 +19,7 @@ from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import Loaded, load_checkpoint
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.save import Checkpointer
+from megatron.checkpoint.tracker import replaces_others
 from megatron.common.errors import counted
 from megatron.config import RunConfig
 from megatron.engines import deepspeed_silenced
@@ -144,6 +145,12 @@ def _log_start(
         log.info(f"> forward matmuls of tensor-parallel layers communicate {way}")
     for remark in loaded.remarks:
         log.info(f"> {remark}")
+    if replaces_others(run, saved):
+        save = run.checkpoint.save
+        log.info(
+            f"> warning: --save {save} holds checkpoints that this run does not continue; it replaces those of the same"
+            " iterations: name another folder to keep them"
+        )
     if saved:
         for problem in saved.newer_problems:
             log.info(f"> warning: {problem}")

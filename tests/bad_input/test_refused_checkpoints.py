@@ -75,6 +75,10 @@ def test_a_broken_checkpoint_is_refused(place: Path, case: str) -> None:
 def test_a_folder_without_a_checkpoint_and_one_of_another_model(place: Path) -> None:
     none = "--load none: no checkpoint there; name a folder that contains one"
     assert refusal(place, "--load none --save other") == (4, [none])
+    (place / "hf").mkdir()
+    (place / "hf" / "config.json").write_text("{}")
+    hugging = "--load hf: no checkpoint there, but a Hugging Face folder: train on from it with --load-hf"
+    assert refusal(place, "--load hf --save other") == (4, [hugging])
     changed = {"--num-layers": (2, 4), "--hidden-size": (64, 32), "--ffn-hidden-size": (256, 128)}
     assert refusal(place, f"{SAME} --num-layers 2 --hidden-size 64") == (
         4,

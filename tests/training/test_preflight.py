@@ -10,7 +10,7 @@ from support.command_lines import CPU
 
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly
 from megatron.checkpoint.run_file import describe
-from megatron.checkpoint.tracker import publish, write_description
+from megatron.checkpoint.tracker import publish, replaces_others, write_description
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, UserError
 from megatron.config import RunConfig
@@ -91,6 +91,24 @@ def test_auto_resume_starts_and_resumes(corpus: Path) -> None:
     error = refusal(run)
     assert isinstance(error, CheckpointError)
     assert error.messages == [f"{tags[1]}/run.json is missing; no complete checkpoint is left in {own}"]
+
+
+def test_a_run_that_replaces_checkpoints_of_another_is_known(corpus: Path) -> None:
+    own, other = corpus / "own", corpus / "other"
+    run, _ = check(run_of(corpus, f"--auto-resume --save {own}"))
+    assert not replaces_others(run, None)
+    for folder in (own, other):
+        save(run, folder, 2)
+    cases = {
+        f"--save {own}": True,
+        f"--save {own} --load {other}": True,
+        f"--save {own} --load {own} --finetune": True,
+        f"--save {own} --load {own}": False,
+        f"--save {own} --auto-resume": False,
+        f"--load {own}": False,
+    }
+    for words, expected in cases.items():
+        assert replaces_others(*check(run_of(corpus, words))) == expected, words
 
 
 def test_a_checkpoint_of_other_ranks_and_stages(corpus: Path) -> None:
