@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, make_folder, read_manifest
@@ -57,11 +58,23 @@ def read_checked_file(path: Path, *, mapped: bool = False, outlines: bool = Fals
     the meta device. Raises CheckpointError if the file is missing or damaged, or asks for code.
     """
     try:
-        return load_plain(path, ALLOWED, map_location="meta" if outlines else "cpu", mmap=mapped)
+        if not outlines:
+            return load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
+        with FakeTensorMode():  # else storages of older versions do not say where they are in the file
+            content = load_plain(path, ALLOWED, map_location="meta")
+        return tree_map(_outline, content, is_leaf=lambda value: isinstance(value, torch.Size))
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
+
+
+def _outline(value: Any) -> Any:
+    """A fake tensor as a tensor on the meta device, with the same storage."""
+    if not isinstance(value, FakeTensor):
+        return value
+    place = value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+    return torch.empty(0, dtype=value.dtype, device="meta").set_(*place)
 
 
 def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
