@@ -3,11 +3,13 @@
 Tensors of safetensors files are read when they are asked for.
 """
 
+import io
 import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -18,7 +20,6 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, make_folder, read_manifest
@@ -60,21 +61,37 @@ def read_checked_file(path: Path, *, mapped: bool = False, outlines: bool = Fals
     try:
         if not outlines:
             return load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
-        with FakeTensorMode():  # else storages of older versions do not say where they are in the file
-            content = load_plain(path, ALLOWED, map_location="meta")
-        return tree_map(_outline, content, is_leaf=lambda value: isinstance(value, torch.Size))
+        return _load_outlines(path)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
 
 
-def _outline(value: Any) -> Any:
-    """A fake tensor as a tensor on the meta device, with the same storage."""
-    if not isinstance(value, FakeTensor):
-        return value
-    place = value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
-    return torch.empty(0, dtype=value.dtype, device="meta").set_(*place)
+def _load_outlines(path: Path) -> Any:
+    if _places_are_known():
+        return load_plain(path, ALLOWED, map_location="meta")
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # a second and 75 MB
+
+    def outline(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        place = value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+        return torch.empty(0, dtype=value.dtype, device="meta").set_(*place)
+
+    with FakeTensorMode():
+        content = load_plain(path, ALLOWED, map_location="meta")
+    return tree_map(outline, content, is_leaf=lambda value: isinstance(value, torch.Size))
+
+
+@cache
+def _places_are_known() -> bool:
+    """Whether storages on the meta device say where they are in the file; before torch 2.13 only those of fakes do."""
+    file = io.BytesIO()
+    torch.save(torch.ones(1), file)
+    file.seek(0)
+    storage = torch.load(file, map_location="meta", weights_only=True).untyped_storage()
+    return getattr(storage, "_checkpoint_offset", None) is not None
 
 
 def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
