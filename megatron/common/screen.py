@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
 from threading import Lock
 from typing import IO, Any, TextIO
@@ -112,8 +112,19 @@ class _HeldStderr:
                     held.seek(0)
                     os.write(2, held.read())
 
+    def release(self) -> None:
+        # Without a turn: a signal may have come in the middle of one.
+        if self._threads:
+            with suppress(OSError):
+                os.dup2(self._screen, 2)
+
 
 _stderr = _HeldStderr()
+
+
+def release_stderr() -> None:
+    """Nothing is held back any more: for the last words of a process, from any thread or a handler of a signal."""
+    _stderr.release()
 
 
 @contextmanager

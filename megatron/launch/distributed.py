@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from megatron.common.environment import check_place, on_one_host, rank, world_size
 from megatron.common.errors import ConfigError, LaunchError, counted, first_line
+from megatron.common.screen import held_stderr
 from megatron.config import ParallelConfig
 from megatron.engines import (
     deepspeed_silenced,
@@ -135,7 +136,8 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
     listener = listen(environ) if hosts_store(environ) else None
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
-        store = connect(environ, timeout, listener)
+        with held_stderr():  # torch prints pages of C++ stack frames about a time-out
+            store = connect(environ, timeout, listener)
     except RuntimeError as error:
         raise LaunchError(
             f"no answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} within {minutes}: check that rank 0 is "
@@ -143,7 +145,8 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         ) from error
     keys = _rank_keys(environ, "arrived")
     store.set(f"arrived/{environ['RANK']}", "")
-    if store.add("arrivals", 1) == len(keys):
+    # Counted for each WORLD_SIZE apart: in no order do ranks that were started with different ones pass.
+    if store.add(f"arrivals/{len(keys)}", 1) == len(keys):
         store.set("arrived/all", "")  # one key for all to wait for: the store would look up the square of the ranks
     try:
         store.wait(["arrived/all"], timeout)

@@ -19,7 +19,7 @@ from megatron.common.errors import ConfigError, LaunchError, ResourceError, User
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
-from megatron.common.screen import ignore_lost_output
+from megatron.common.screen import ignore_lost_output, release_stderr
 from megatron.launch.host_limits import check_host, failure_of_host
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
@@ -89,6 +89,7 @@ def _exit(exit_code: int, rank: int) -> NoReturn:
 def exit_now(reason: str, exit_code: int) -> NoReturn:
     """End this process, from any thread; the first rank of each host prints ``reason``."""
     rank, is_first_on_host = _place()
+    release_stderr()
     if is_first_on_host:
         print_error(f"rank {rank}: {reason}" if rank else reason)
     else:

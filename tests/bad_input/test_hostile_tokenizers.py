@@ -12,7 +12,7 @@ import pytest
 
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.processes import failure_in_child
-from megatron.common.screen import LossyStream, held_stderr
+from megatron.common.screen import LossyStream, held_stderr, release_stderr
 from megatron.tokenizer import published
 from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tools.preprocess.job import Job
@@ -111,3 +111,11 @@ def test_control_characters_never_reach_a_terminal() -> None:
         LossyStream(stream, "stdout").write("\x1b[2Ja\tb\n\x9b\x07")
     assert (terminal.getvalue(), file.getvalue()) == ("\\x1b[2Ja\tb\n\\x9b\\x07", "\x1b[2Ja\tb\n\x9b\x07")
     assert len(str(ConfigError("x" * 10**6))) < 5000 and one_line("\x1b") == "\\x1b"
+
+
+def test_last_words_are_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:
+    with held_stderr():
+        os.write(2, b"of a library\n")
+        release_stderr()
+        os.write(2, b"last words\n")
+        assert capfd.readouterr().err == "last words\n"

@@ -103,6 +103,7 @@ def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
         "2 of 4 ranks did not connect within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
     )
     assert "no answer at 127.0.0.1:" in alone.errors[-1] and "check that rank 0 is started" in alone.errors[-1]
+    assert "c10d" not in alone.output, "torch's own pages about it"
 
 
 @pytest.mark.parametrize(
