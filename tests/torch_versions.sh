@@ -19,7 +19,8 @@ MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 -
 
 environment() { # version
     [ -x "$FOLDER/$1/bin/python" ] || python3 -m venv "$FOLDER/$1"
-    sed "s/^torch==.*/torch==$1.*/" requirements.txt >"$FOLDER/requirements-$1.txt"
+    # Each version of torch has setuptools of its own.
+    sed "s/^torch==.*/torch==$1.*/; s/^setuptools==[^ ]*/setuptools/" requirements.txt >"$FOLDER/requirements-$1.txt"
     "$FOLDER/$1/bin/pip" install --quiet --disable-pip-version-check -r "$FOLDER/requirements-$1.txt"
 }
 
