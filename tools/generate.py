@@ -19,7 +19,7 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
@@ -165,13 +165,15 @@ def _check(args: argparse.Namespace) -> None:
         problems.append("--sample-output-file is for the prompts of a --sample-input-file: give one, or leave it out")
     if args.sample_input_file and _output_file(args).resolve() == args.sample_input_file.resolve():
         problems.append("--sample-output-file is the --sample-input-file: name another")
-    if args.num_beams > 1:
-        ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "stop": []}
+    ways: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0}
+    if args.num_beams > 1 or args.greedy:
+        other = "--num-beams" if args.num_beams > 1 else "--greedy"
         problems += [
-            f"--{name.replace('_', '-')} has no effect with --num-beams: leave one of them out"
-            for name, default in ways.items()
+            f"--{name.replace('_', '-')} has no effect with {other}: leave one of them out"
+            for name, default in (ways | {"stop": []} if args.num_beams > 1 else ways).items()
             if getattr(args, name) != default
         ]
+    if args.num_beams > 1:
         if args.num_samples > args.num_beams:
             problems.append(f"--num-samples {args.num_samples} is more than --num-beams {args.num_beams} find")
     if args.chat and args.genfile:

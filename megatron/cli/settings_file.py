@@ -5,6 +5,7 @@ written, so that none of YAML's guesses apply: ``1e-4`` is a number where the fl
 """
 
 import re
+from collections.abc import Iterable
 from typing import NoReturn
 
 import yaml
@@ -18,6 +19,11 @@ from megatron.model.spec import architecture_of
 _LARGEST = 1 << 18
 """Bytes of a settings file: far more than all flags have."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_TAGS = frozenset(
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("str", "bool", "null", "int", "float", "timestamp", "seq", "map", "merge", "value")
+)
+"""What YAML makes of values without a tag, and the tags of the same names."""
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
@@ -52,6 +58,7 @@ def read_settings_file(path: str) -> list[Given]:
     settings: list[Given] = []
     marks: dict[str, yaml.Mark] = {}
     for key, node in root.value:
+        _check_tags(path, (key, node))
         name = key.value if isinstance(key.value, str) else "a list"
         if not _NAME.fullmatch(name):
             problem = f"{name!r} is not the name of a flag: write it without --, then a colon and a space"
@@ -61,6 +68,15 @@ def read_settings_file(path: str) -> list[Given]:
         marks[known] = key.start_mark
         settings.append(Given(f"--{name}", _value(path, name, node), f"{path}, line {node.start_mark.line + 1}"))
     return settings
+
+
+def _check_tags(path: str, nodes: Iterable[yaml.Node]) -> None:
+    """Raises ConfigError for a tag of another kind than YAML's own, such as ``!!python/tuple``, or one of a program."""
+    for node in nodes:
+        if node.tag not in _TAGS:
+            _refuse(path, node.start_mark, f"the tag {node.tag!r} is not supported: write the value without it")
+        if isinstance(node, yaml.SequenceNode):
+            _check_tags(path, node.value)
 
 
 def _value(path: str, name: str, node: yaml.Node) -> bool | str | list[str]:

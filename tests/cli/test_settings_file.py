@@ -131,6 +131,9 @@ WRONG = {
     "config: other.yaml": ", line 1: --config is for the command line: remove it",
     "[1]: 2": ", line 1: 'a list' is not the name of a flag: write it without --, then a colon and a space",
     "lr: [[1]]": ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
+    'save: !!python/object/apply:os.system ["touch a"]': ", line 1: the tag 'tag:yaml.org,2002:python/object/apply:"
+    "os.system' is not supported: write the value without it",
+    "data-path: [a, !env b]": ", line 1: the tag '!env' is not supported: write the value without it",
     "[" * 100_000: ": nested too deep: write lines of FLAG: VALUE",
 }
 

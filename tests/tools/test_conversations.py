@@ -1,6 +1,7 @@
 """Conversations as tokens with a loss mask: templates as transformers renders them, and what counts in the loss."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
 from megatron.tools.chat.files import chat_template, find_chat_template
 from megatron.tools.chat.template import ChatTemplate, tokenize_texts
+from megatron.tools.preprocess.corpus import Chunk
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
+from megatron.tools.preprocess.tokenize_chunk import tokenize_chunk
 
 CHATML = """{{ bos_token }}{% for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + eos_token + '\n' }}
@@ -202,6 +205,18 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
 def test_a_line_without_anything_to_learn_is_an_error(tmp_path: Path, line: dict, kind: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         written(tmp_path, line, kind)
+
+
+def test_the_lines_after_a_wrong_one_are_not_rendered(tmp_path: Path) -> None:
+    """A template that takes long for each would be waited for as often as a chunk has lines."""
+    line = json.dumps({"messages": said("a")}) + "\n"
+    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
+    (tmp_path / "template").write_text("{{ raise_exception('no') }}")
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "chat_template": str(tmp_path / "template")}
+    job = Job(inputs=(), output_prefix="out", tokenizer_type="WhitespaceTokenizer", conversations="messages", **files)
+    chunk = Chunk(tmp_path / "lines.jsonl", 1, [line.encode()] * 3, 0)
+    assert [error.line for error in tokenize_chunk(job, chunk).errors] == [1]
+    assert [error.line for error in tokenize_chunk(replace(job, skip_errors=True), chunk).errors] == [1, 2, 3]
 
 
 def test_no_template_is_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,14 @@ def damaged(content: bytes) -> bytes:
 
 def cut(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
+
+
+def test_a_compressed_archive_is_no_text(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["a b"] * 20))
+    with tarfile.open(path := tmp_path / "a.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "a.jsonl", "a.jsonl")
+    with pytest.raises(DataError, match=rf"cannot read {path}.*: a tar archive: unpack it"):
+        convert(path)
 
 
 @pytest.mark.parametrize(("kind", "damage"), [("gz", cut), ("bz2", damaged), ("zst", damaged), ("parquet", damaged)])

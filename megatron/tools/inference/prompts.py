@@ -83,7 +83,7 @@ def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
     Raises ConfigError if the file cannot be read, or a line is invalid.
     """
     try:
-        content = read_bytes(path).decode("utf-8").replace("\r\n", "\n")
+        content = read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise ConfigError(f"--sample-input-file {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:

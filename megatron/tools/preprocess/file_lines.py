@@ -27,6 +27,8 @@ MOST_EXPANDED = 500
 """Times that a compressed file of text may expand; further lines of one that is larger than this are not read."""
 MOST_EMPTY = 1 << 17
 """Empty lines in a row, of which a small compressed file may hold very many."""
+_TAR_MAGIC = slice(257, 262)
+"""Where a tar archive says that it is one."""
 _LARGEST_WINDOW = 1 << 31
 """As ``zstd --long=31`` writes it."""
 
@@ -112,6 +114,8 @@ def file_lines(path: Path) -> Iterator[bytes]:
     total, empty, most = 0, 0, max(LARGEST, MOST_EXPANDED * os.fstat(file.fileno()).st_size)
     with opener(file) if opener else file as lines:
         for line in read_lines(lines):
+            if not total and line[_TAR_MAGIC] == b"ustar":
+                raise ValueError("a tar archive: unpack it, and name the files in it")
             total += len(line)
             empty = 0 if len(line) > 2 else empty + (not line.strip())
             if empty > MOST_EMPTY:

@@ -48,6 +48,8 @@ def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
             document = _document(job, tokenizer, template, record)
         except DataError as error:
             errors.append(LineError(number, f"{record.where}: {error}", is_empty=False))
+            if not job.skip_errors:
+                break
             continue
         parts[TOKENS].append(np.array(document.ids, dtypes[TOKENS]))
         parts[LOSS_MASK].append(np.array(document.counted, dtypes[LOSS_MASK]))

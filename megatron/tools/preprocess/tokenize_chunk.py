@@ -105,6 +105,8 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
             _check_words(where, texts)
         except DataError as error:
             errors.add(LineError(number, str(error), is_empty=False))
+            if not job.skip_errors:  # the others would not be written, and a template may take long for each
+                break
             continue
         numbers.append(number)
         contents.append(content)

@@ -13,7 +13,7 @@ from support.refusals import refusal
 from megatron.tools.chat.template import ChatPrompts, ChatTemplate, special_tokens
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import Completion
-from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.inference.prompts import StoppingCriteria, read_prompts
 from megatron.tools.inference.session import Session
 from megatron.tools.inference.source import open_source
 
@@ -112,6 +112,12 @@ def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
     assert "input: message 3 contains '<|endoftext|>', which only the chat template" in capsys.readouterr().out
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path):
+    for name, line in (("a.txt", "a b"), ("a.jsonl", '{"prompt": "a b"}')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\r\n")
+        assert [text for _, text, _ in read_prompts(tmp_path / name)] == ["a b"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -119,6 +125,8 @@ def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
         ("--load MODEL", "standard input is empty: give --prompt"),
         ("--load MODEL --prompt a --model-parallel-size 2", "deepspeed --num_gpus 2"),
         ("--load MODEL --prompt a --chat", "a chat with this model needs a chat template, and"),
+        ("--load MODEL --prompt a --greedy --top-k 5", "--top-k has no effect with --greedy: leave one of them out"),
+        ("--load MODEL --prompt a --num-beams 2 --temperature 2", "--temperature has no effect with --num-beams"),
         ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
         ("--load MODEL --sample-input-file bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--load MODEL --sample-input-file long.txt", "long.txt:1: a prompt of"),
