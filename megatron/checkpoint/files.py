@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -331,11 +332,15 @@ def file_problem(flag: str, file: Path) -> str | None:
 
 
 def _name_problem(path: Path) -> str | None:
-    """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it."""
+    """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it.
+
+    A URL is rejected, too, unless there is a folder of its scheme's name.
+    """
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        is_url = re.fullmatch(r"[a-z][a-z0-9+.-]+:", path.parts[0]) and not os.path.lexists(path.parts[0])
+        return "is a URL, and outputs are written to this host's file systems" if is_url else None
     except OSError as error:
         return error.strerror
     except ValueError as error:  # a NUL character

@@ -111,6 +111,10 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
         except CheckpointError as error:
             problems.append(str(error))
     if not complete:
+        if any(folder.glob("iter_*/")):
+            raise CheckpointError(
+                f"--load {folder}: a checkpoint of Megatron-LM: tools/convert_checkpoint.py from-megatron converts it"
+            )
         raise CheckpointError(f"{problem}; no complete checkpoint is left in {folder}")
     saved = max(complete, key=lambda saved: saved.iteration)
     if strict:

@@ -161,8 +161,10 @@ def _read_huggingface(
     Raises CheckpointError if the file is missing, or describes no model of ours, and ConfigError if another program
     trains its model.
     """
-    config = read_config(Path(folder))
     place = f"--load-hf {folder}"
+    if (Path(folder) / "latest").exists() and not (Path(folder) / "config.json").exists():
+        raise ConfigError(f"{place} holds checkpoints of training, and is no Hugging Face folder: give it to --load")
+    config = read_config(Path(folder))
     if architecture.provider is None and config.architecture != architecture.name:
         raise ConfigError(f"{place} is a {model_title(config)} model, and this is {architecture.program}")
     layer = read_layer(group(model_words(config), place), parser, architecture)

@@ -72,7 +72,10 @@ def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelCon
     environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)
     # Torch compiles with the first ninja on the path. Another version than the last time's, as without an active
     # environment, would compile everything again.
-    environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
+    # Folders that this user cannot enter, such as root's after su, would hide that a program is not installed.
+    folders = environ.get("PATH", os.defpath).split(os.pathsep)
+    usable = [folder for folder in folders if os.access(folder or os.curdir, os.X_OK)]
+    environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), *usable])
     if rank(environ) is None:
         port = str(free_port())
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -47,6 +47,14 @@ def test_ranks_share_the_cores_of_their_host(monkeypatch, own, ranks, variables,
     assert environ["OMP_NUM_THREADS"] == threads
 
 
+def test_folders_of_programs_that_this_user_cannot_enter_are_left_out(monkeypatch) -> None:
+    """Else a program that is not installed, such as DeepSpeed's numactl, is not missing but not permitted."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/locked" and access(path, mode))
+    prepare_environment(environ := {"PATH": "/locked:/usr/bin:"})
+    assert environ["PATH"].split(os.pathsep)[1:] == ["/usr/bin", ""]
+
+
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_every_program_sets_its_threads(device) -> None:
     environ = dict(device)

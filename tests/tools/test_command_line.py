@@ -111,6 +111,11 @@ def test_a_repeated_flag_loses_no_value() -> None:
         (output_file, "x" * 300, "File name too long"),
         (output_folder, "file", "file is not a folder; name another folder"),
         (output_folder, "locked/x/y", "locked/x/y: no permission to write in"),
+        (
+            output_folder,
+            "s3://bucket/x",
+            "s3://bucket/x: is a URL, and outputs are written to this host's file systems",
+        ),
         (output_file, "new/x", None),
         (output_file, "file", None),
         (output_folder, "new", None),
