@@ -162,7 +162,7 @@ class _Reader:
         """Add a flag that is no field of the config, for the program's parser, which gets a value such as --x, too."""
         words = given.words
         if action.nargs == 0:
-            self.layer.problems += [f"{given.at}{unexpected(word)}" for word in words]
+            self.layer.problems += [f"{given.at}{unexpected(word, name)}" for word in words]
         if given.value is not False:
             self.layer.extra_words += (
                 [f"{name}={words[0]}", *words[1:]] if words and is_flag(words[0]) else [name, *words]
@@ -171,7 +171,7 @@ class _Reader:
     def _read_value(self, name: str, action: argparse.Action, given: Given) -> None:
         at, words, is_switch = given.at, given.words, action.nargs == 0
         most = 0 if is_switch else 1 if action.nargs is None else len(words)
-        self.layer.problems += [f"{at}{unexpected(word)}" for word in words[most:]]
+        self.layer.problems += [f"{at}{unexpected(word, name if is_switch else None)}" for word in words[most:]]
         if not is_switch and not words:
             self.layer.unreadable.append(f"{at}{name}: needs a value")
             return
@@ -187,9 +187,9 @@ class _Reader:
             self.occurrences.append((action.dest, name, Provided(value, source)))
 
 
-def unexpected(word: str) -> str:
-    """The message for a word of a command line that belongs to no flag."""
-    return f"unexpected argument {word!r}: every value follows its flag"
+def unexpected(word: str, switch: str | None = None) -> str:
+    """The message for a word of a command line that belongs to no flag, maybe behind a ``switch``."""
+    return f"unexpected argument {word!r}: {f'{switch} takes no value' if switch else 'every value follows its flag'}"
 
 
 def _off(action: argparse.Action) -> str | None:

@@ -98,6 +98,15 @@ def cut(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
 
 
+def test_a_table_is_no_text_unless_it_is_said_to_be(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    (path := tmp_path / "a.csv").write_text("id,text\n1,a b\n")
+    with pytest.raises(
+        DataError, match=f"{path} is a table: write its text as JSONL or Parquet, or add --input-format"
+    ):
+        convert(path)
+    assert convert(path, input_format="text").documents == 2
+
+
 def test_a_compressed_archive_is_no_text(tmp_path: Path, convert: Callable[..., Summary]) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a b"] * 20))
     with tarfile.open(path := tmp_path / "a.tar.gz", "w:gz") as archive:

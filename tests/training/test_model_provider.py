@@ -98,7 +98,7 @@ def test_the_command_line_wins_over_defaults_and_has_the_programs_flags(parse) -
         ("--my-name c", {}, "--my-name: invalid choice: 'c'"),
         ("--my-name=--a", {}, "--my-name: invalid choice: '--a'"),
         ("--my-depth 2 3", {}, "unexpected argument '3': every value follows its flag"),
-        ("--my-switch 1", {}, "unexpected argument '1': every value follows its flag"),
+        ("--my-switch 1", {}, "unexpected argument '1': --my-switch takes no value"),
         ("--num-layers x", {}, "--num-layers x: must be a number"),
         ("", {"numlayers": 3}, "args_defaults: unknown flag --numlayers: did you mean --num-layers?"),
         ("", {"lr": -1}, "--lr -1 must be more than 0"),

@@ -16,7 +16,7 @@ from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
 from megatron.tools.preprocess.corpus import FORMATS, read_chunks
-from megatron.tools.preprocess.file_lines import format_of, uncompressed
+from megatron.tools.preprocess.file_lines import uncompressed
 
 Metric = int | float | None
 _MANY_TEXTS = (".jsonl", ".json", ".parquet")
@@ -226,7 +226,7 @@ def _read_text(path: Path) -> str:
 
 def _read_rows(path: Path, *keys: str) -> list[tuple[str, list[str]]]:
     """Location of each line of JSONL, or row of Parquet, and its texts under ``keys``, without blank lines."""
-    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
+    kind = "parquet" if uncompressed(path).suffix == ".parquet" else "jsonl"
     rows = [
         (where, FORMATS[kind].texts(where, line, keys))
         for chunk in read_chunks(path, kind, keys, size=_CHUNK)

@@ -14,11 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, DataError
 from megatron.common.reading import LARGEST, read_lines, regular
 
 FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
 """Formats by the ending of a file's name."""
+_TABLES = (".csv", ".tsv")
+"""Endings of tables of columns."""
 COMPRESSED = (".gz", ".bz2", ".zst")
 """Endings of compressed files."""
 _BLOCK = 1 << 12
@@ -126,7 +128,14 @@ def file_lines(path: Path) -> Iterator[bytes]:
 
 
 def format_of(path: Path) -> str:
-    """The format by a file's name, regardless of its compression, or for another name by its first character."""
+    """The format by a file's name, regardless of its compression, or for another name by its first character.
+
+    Raises DataError for a table of columns, whose lines are no documents.
+    """
+    if uncompressed(path).suffix in _TABLES:
+        raise DataError(
+            f"{path} is a table: write its text as JSONL or Parquet, or add --input-format text if a line is a document"
+        )
     return FORMATS_BY_ENDING.get(uncompressed(path).suffix) or _format_of_content(path)
 
 
