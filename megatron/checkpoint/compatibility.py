@@ -124,6 +124,7 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
         shape = {name: value for name, value in shape.items() if name not in _OF_HEADS}
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
     messages += _adapter_differences(saved, saved_model, run)
+    is_same_model = not messages
     if not config.override:
         other = "another --save" if config.auto_resume else "--finetune"  # which exclude each other
         advice = f"give --override to continue with another value, or {other} to start a new run"
@@ -142,6 +143,8 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     needs_rng = has_same_ranks(saved, run) and not (config.finetune or config.no_load_rng)
     if needs_rng and not saved.has_rng:
         messages.append(f"{path} was saved with --no-save-rng: add --no-load-rng or --finetune")
+    if messages and is_same_model and not (saved.iteration or saved.has_optimizer or config.auto_resume):
+        messages = [f"{path} holds weights only, as tools/convert_checkpoint.py writes them: add --finetune"]
     if messages:
         raise CheckpointError(messages)
 

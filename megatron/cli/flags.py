@@ -164,6 +164,8 @@ def _read_huggingface(
     place = f"--load-hf {folder}"
     if (Path(folder) / "latest").exists() and not (Path(folder) / "config.json").exists():
         raise ConfigError(f"{place} holds checkpoints of training, and is no Hugging Face folder: give it to --load")
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{place}: no such folder; name one on this host: nothing is downloaded")
     config = read_config(Path(folder))
     if architecture.provider is None and config.architecture != architecture.name:
         raise ConfigError(f"{place} is a {model_title(config)} model, and this is {architecture.program}")

@@ -357,6 +357,8 @@ def _read_legacy_index(path: Path, header: bytes, file_size: int) -> tuple[_Inde
 
 def _read_index(path: Path, header: bytes, file_size: int) -> tuple[_Index, np.ndarray | None]:
     """The index and modes, mapped; DataError unless the header is whole and fits the size of the file."""
+    if header.startswith(b"version https://git-lfs"):
+        raise DataError(f"{path} is a pointer of Git LFS to the file: git lfs pull replaces it")
     if not MAGIC.startswith(header[: len(MAGIC)]):
         raise DataError(f"{path} is not an index: offset 0 holds {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
     if len(header) < HEADER.size:

@@ -40,6 +40,18 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         3,
         [f"{IDX} is truncated: it ends at offset 500, its header promises 4042"],
     ),
+    "a pointer of Git LFS": (
+        written(IDX, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"),
+        "",
+        3,
+        [f"{IDX} is a pointer of Git LFS to the file: git lfs pull replaces it"],
+    ),
+    "a model of the hub": (
+        whole,
+        "--load-hf me/gpt",
+        2,
+        ["--load-hf me/gpt: no such folder; name one on this host: nothing is downloaded"],
+    ),
     "tokens shorter than their index": (
         cut(BIN, 100),
         "",

@@ -143,6 +143,15 @@ def test_a_finished_run_is_continued_with_the_flag_that_the_message_names(corpus
     assert saved is not None and longer.train.train_iters == 320
 
 
+def test_weights_of_the_converter_are_for_a_new_run(corpus: Path) -> None:
+    """One line, and not one for each setting that such a checkpoint does not have."""
+    folder = corpus / "converted"
+    tag = save(check(run_of(corpus, f"--no-save-optim --no-save-rng --save {folder}"))[0], folder, 0)
+    error = refusal(run_of(corpus, f"--load {folder} --seed 5 --lr 0.2"))
+    assert error.messages == [f"{tag} holds weights only, as tools/convert_checkpoint.py writes them: add --finetune"]
+    assert check(run_of(corpus, f"--load {folder} --seed 5 --finetune"))[1] is not None
+
+
 def test_yarn_extends_a_model_with_rotation(corpus: Path) -> None:
     """No weight depends on the rotation, but what the run computes does. Older checkpoints know nothing of YaRN."""
     folder = corpus / "saved"
