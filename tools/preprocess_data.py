@@ -233,7 +233,12 @@ def progress_of(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
             bar.update(summary.input_bytes - bar.n)
 
     with progress_bar(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True, after=0) as bar:
-        yield report
+        try:
+            yield report
+        except Exception:
+            # Outside of a terminal an error before any progress is a line of its own.
+            bar.disable = bar.disable or not (bar.n or sys.stderr.isatty())
+            raise
 
 
 def log_skipped(error: str) -> None:

@@ -58,10 +58,10 @@ def write_jsonl(path: Path, lines: Sequence[object]) -> Path:
 
 
 def one_error(finished: Any, code: int) -> str:
-    """The single line of an error, with nothing else on the screen but the progress bar."""
+    """The single line of an error, with nothing else on the screen."""
     assert finished.returncode == code, finished.stderr
     assert finished.stdout == ""
-    lines = [line for line in finished.stderr.splitlines() if line and "B/s" not in line]
+    lines = finished.stderr.splitlines()
     assert len(lines) == 1, finished.stderr
     assert lines[0].startswith("preprocess_data.py: error: ")
     return lines[0]
