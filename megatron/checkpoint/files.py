@@ -320,7 +320,7 @@ def file_problem(flag: str, file: Path) -> str | None:
     """Why ``file`` cannot be written; None if it can."""
     if problem := _name_problem(file):
         return f"{flag} {file}: {problem}; name another file"
-    if not os.path.lexists(file):
+    if not file.exists():  # or it is a link to nothing, which is replaced
         return folder_problem(f"{flag} {file}:", file.parent)
     if file.is_dir():
         return f"{flag} {file} is a folder; name a file"

@@ -58,7 +58,7 @@ def read_settings_file(path: str) -> list[Given]:
     settings: list[Given] = []
     marks: dict[str, yaml.Mark] = {}
     for key, node in root.value:
-        _check_tags(path, (key, node))
+        _check_tags(path, (key, node, *(node.value if isinstance(node, yaml.SequenceNode) else ())))
         name = key.value if isinstance(key.value, str) else "a list"
         if not _NAME.fullmatch(name):
             problem = f"{name!r} is not the name of a flag: write it without --, then a colon and a space"
@@ -75,8 +75,6 @@ def _check_tags(path: str, nodes: Iterable[yaml.Node]) -> None:
     for node in nodes:
         if node.tag not in _TAGS:
             _refuse(path, node.start_mark, f"the tag {node.tag!r} is not supported: write the value without it")
-        if isinstance(node, yaml.SequenceNode):
-            _check_tags(path, node.value)
 
 
 def _value(path: str, name: str, node: yaml.Node) -> bool | str | list[str]:

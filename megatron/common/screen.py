@@ -110,7 +110,8 @@ class _HeldStderr:
             with self._held as held:
                 if held.tell() and not self._has_failed:
                     held.seek(0)
-                    os.write(2, held.read())
+                    with suppress(OSError), open(2, "wb", closefd=False) as screen:
+                        screen.write(held.read())
 
     def release(self) -> None:
         # Without a turn: a signal may have come in the middle of one.

@@ -53,7 +53,7 @@ def _data_hash(tokens: Path, index: Path) -> str:
     digest.update(f"{tokens.stat().st_size}\n".encode())
     pieces = range(0, index.stat().st_size, PIECE)
     for path, offsets, length in ((index, pieces, PIECE), (tokens, _sampled(tokens), BLOCK)):
-        with open(path, "rb", buffering=0, opener=regular) as file:
+        with open(path, "rb", opener=regular) as file:
             for offset in offsets:
                 file.seek(offset)
                 digest.update(file.read(length))
@@ -67,7 +67,7 @@ def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path
     """
     prefixes = [prefix for of_blend in contents for prefix in of_blend]
     cache = cache_of(prefixes[0])
-    if len(prefixes) == 1:
+    if len(contents) == len(prefixes) == 1:
         return data_hash(prefixes[0], cache)
     stats = [Path(f"{prefix}.{ending}").stat() for prefix in prefixes for ending in ("bin", "idx")]
     file = None

@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -125,9 +126,14 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
 
 
 def _remove_unfinished(folder: Path, name: str) -> None:
-    """Remove the large files of a process that was killed while it built these arrays."""
+    """Remove the large files of a process that was killed while it built these arrays.
+
+    Not what was written to within an hour: where locks do not reach other hosts, they may build the same.
+    """
     for path in folder.glob(f".{glob.escape(name)}_*{UNFINISHED}"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 3600:
+                path.unlink()
 
 
 def _identities(folder: Path, name: str, recipe: Recipe) -> dict[str, list[int]]:

@@ -145,11 +145,12 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         ) from error
     keys = _rank_keys(environ, "arrived")
     store.set(f"arrived/{environ['RANK']}", "")
-    # Counted for each WORLD_SIZE apart: in no order do ranks that were started with different ones pass.
+    # For each WORLD_SIZE apart: ranks that were started with different ones do not wait for one another.
+    all_arrived = f"arrived/all/{len(keys)}"
     if store.add(f"arrivals/{len(keys)}", 1) == len(keys):
-        store.set("arrived/all", "")  # one key for all to wait for: the store would look up the square of the ranks
+        store.set(all_arrived, "")  # one key for all to wait for: the store would look up the square of the ranks
     try:
-        store.wait(["arrived/all"], timeout)
+        store.wait([all_arrived], timeout)
     except RuntimeError as error:
         try:
             missing = _missing(store, keys)
@@ -189,11 +190,11 @@ def _compare(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str,
 
 def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
     """The ranks without their key, which the first rank that asks looks up for all."""
-    if store.add("arrived/asks", 1) == 1:
+    place = f"arrived/missing/{len(keys)}"
+    if store.add(f"arrived/asks/{len(keys)}", 1) == 1:
         missing = (str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        store.set("arrived/missing", ",".join(missing))
-    named = store.get("arrived/missing").decode().split(",")  # of as many ranks as the first one was told of
-    return [rank for rank in named if rank and int(rank) < len(keys)]
+        store.set(place, ",".join(missing))
+    return [rank for rank in store.get(place).decode().split(",") if rank]
 
 
 def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:

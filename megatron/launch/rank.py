@@ -57,7 +57,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     """
     ignore_lost_output()
     exit_with_launcher(os.environ)
-    faulthandler.enable()  # a crash in a library shows its stack
+    faulthandler.enable(os.dup(2))  # a crash in a library shows its stack, also where stderr is held back
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # within an import a KeyboardInterrupt may be lost
     threading.excepthook = _report_thread

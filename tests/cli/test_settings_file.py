@@ -130,6 +130,7 @@ WRONG = {
     "# nothing\n": ": holds no settings: write lines of FLAG: VALUE",
     "config: other.yaml": ", line 1: --config is for the command line: remove it",
     "[1]: 2": ", line 1: 'a list' is not the name of a flag: write it without --, then a colon and a space",
+    "lr: &a [*a]": ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
     "lr: [[1]]": ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
     'save: !!python/object/apply:os.system ["touch a"]': ", line 1: the tag 'tag:yaml.org,2002:python/object/apply:"
     "os.system' is not supported: write the value without it",

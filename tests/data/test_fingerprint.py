@@ -1,12 +1,13 @@
 """Hashes of data and tokenizer depend only on the content."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron.data import fingerprint
-from megatron.data.fingerprint import BLOCK, BLOCKS, data_hash, tokenizer_hash
+from megatron.data.fingerprint import BLOCK, BLOCKS, blend_hash, data_hash, tokenizer_hash
 
 LARGE = 3 * BLOCK * BLOCKS + 17
 
@@ -17,6 +18,22 @@ def change(path: Path, offset: int) -> None:
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def test_hashes_of_blends_stay_as_they_are(tmp_path: Path) -> None:
+    """Checkpoints have them. That of a run with ``--train-data-path`` for one data set is not the data set's."""
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for prefix in prefixes:
+        for ending in ("bin", "idx"):
+            Path(f"{prefix}.{ending}").write_bytes(f"{prefix[-1]}.{ending}".encode())
+    one, other = map(data_hash, prefixes)
+    for contents, hashes in (
+        (((prefixes[0],), (), ()), [[one], [], []]),
+        ((tuple(prefixes),), [[one, other]]),
+        (((prefixes[0],), (prefixes[1],), ()), [[one], [other], []]),
+    ):
+        assert blend_hash(contents) == hashlib.sha256(repr(hashes).encode()).hexdigest()
+    assert blend_hash(((prefixes[0],),)) == one
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])

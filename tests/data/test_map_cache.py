@@ -197,8 +197,12 @@ def test_what_a_killed_process_leaves_is_no_obstacle_and_is_removed(tmp_path: Pa
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL and len(list(tmp_path.glob(".x_samples.*"))) == 1
+    (left,) = tmp_path.glob(".x_samples.*")
+    fresh = left.with_name(".x_samples.of a host without the lock.partial")
+    fresh.write_text("written to now")
+    os.utime(left, (1, 1))
     assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
-    assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock", other.name}
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock", other.name, fresh.name}
 
 
 @pytest.mark.parametrize(("checked_once", "flushed"), [(1, 3), (1 << 20, 0)])

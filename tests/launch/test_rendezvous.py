@@ -76,22 +76,29 @@ def test_ranks_with_other_arguments(programs: Programs, tmp_path: Path) -> None:
     assert "rank 1: --seed is 2 here, and 1 on rank 0: start all ranks with the same arguments" in line
 
 
-def test_ranks_that_were_started_with_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_ranks_that_were_started_with_different_numbers(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    """Also where all those of one number have arrived, and go on."""
     monkeypatch.setattr("megatron.launch.distributed._SKEW_SECONDS", 0.0)
     shared = {**PLACE, "MASTER_PORT": str(free_port())}
-    errors: list[LaunchError] = []
+    errors, stores = list[LaunchError](), []
 
     def arrive(**place: str) -> None:
         try:
-            rendezvous_barrier({**shared, **place}, timedelta(seconds=2))
+            stores.append(rendezvous_barrier({**shared, **place}, timedelta(seconds=2)))
         except LaunchError as error:
             errors.append(error)
 
     other = Thread(target=arrive, kwargs={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"})
     other.start()
-    arrive(WORLD_SIZE="2")
+    arrive(WORLD_SIZE=size)
     other.join()
-    assert any("all 2 ranks connected, and not all were started with WORLD_SIZE=2" in str(one) for one in errors)
+    lines = "\n".join(map(str, errors))
+    assert len(stores) == (size == "1")
+    if stores:
+        assert "1 of 3 ranks did not connect within" in lines
+    else:
+        assert "all 2 ranks connected, and not all were started with WORLD_SIZE=2" in lines
 
 
 def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:

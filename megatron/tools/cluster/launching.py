@@ -5,6 +5,7 @@ is quoted here; what cannot be quoted is an error.
 """
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -219,8 +220,16 @@ def _shadow_problems(folder: Path) -> list[str]:
         f"{folder / file} would be imported in place of {name}: rename it, or start in another working folder"
         for name in sorted(names)
         for file in (f"{name}.py", f"{name}/__init__.py")
-        if (folder / file).is_file()
+        if (folder / file).is_file() and _is_found_by_path(name, folder / file)
     ]
+
+
+def _is_found_by_path(name: str, file: Path) -> bool:
+    """Whether Python looks for module ``name`` in folders, after it has started, and ``file`` is another one."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin in ("built-in", "frozen") or name == "encodings":
+        return False
+    return spec.origin is None or not file.samefile(spec.origin)
 
 
 def _check_program(path: Path) -> None:
