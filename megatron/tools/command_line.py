@@ -108,7 +108,9 @@ def _number(kind: type, text: str) -> Any:
 
 def output_file(text: str) -> Path:
     """An argparse type: a file to write. Raises ArgumentTypeError if rank 0, which writes, cannot: before any work."""
-    return _output(text, file_problem("", Path(text)))
+    file = Path(text)
+    is_replaced = os.path.isfile(file)  # by another of its name: the permissions of its folder decide
+    return _output(text, folder_problem(f"{text}:", file.parent) if is_replaced else file_problem("", file))
 
 
 def output_folder(text: str) -> Path:

@@ -108,6 +108,7 @@ def test_a_repeated_flag_loses_no_value() -> None:
         (output_file, "file/x", "file is not a folder; name another folder"),
         (output_file, "fifo", "fifo is no file, and writing to it may wait forever"),
         (output_file, "locked/x", "locked/x: no permission to write in"),
+        (output_file, "locked/file", "locked/file: no permission to write in"),
         (output_file, "x" * 300, "File name too long"),
         (output_folder, "file", "file is not a folder; name another folder"),
         (output_folder, "locked/x/y", "locked/x/y: no permission to write in"),
@@ -126,6 +127,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir(), Path("file").touch(), Path("locked").mkdir(), os.mkfifo("fifo")
+    Path("locked", "file").touch()
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
     parser = ToolParser("")

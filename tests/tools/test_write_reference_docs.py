@@ -43,9 +43,13 @@ def test_an_output_that_is_no_folder_is_refused_before_any_work(
 
 
 def test_recipes_fit_and_are_among_the_fastest_layouts(writer: ModuleType) -> None:
-    """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 6 % faster."""
+    """Each is a run that the rules allow; it fits on its GPUs, and no other layout is planned to be 5 % faster.
+
+    But for one that leaves less than 12 of a GPU's 80 GB, of which nobody has measured how much fragmentation takes.
+    """
     found = {recipe.script.stem: recipe for recipe in writer.recipes()}
     assert {"gpt-125m", "gpt-350m", "gpt-1.3b", "llama-1b", "llama-8b", "llama-70b"} < found.keys() and len(found) == 8
     for recipe in found.values():
         seconds = recipe.planned.timing.total
-        assert recipe.planned.fits and seconds < 1.06 * recipe.others.fitting[0].timing.total, recipe.script
+        fastest = next(other for other in recipe.others.fitting if other.memory.total < 68e9)
+        assert recipe.planned.fits and seconds < 1.05 * fastest.timing.total, recipe.script
