@@ -32,7 +32,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.reading import check_regular, regular
-from megatron.data.map_cache import CHECKED_ONCE, ROWS, Form, Make, Recipe, cached, digest
+from megatron.data.map_cache import ROWS, SMALL, Form, Make, Recipe, cached, digest
 from megatron.data.mapped_file import content_of, read_whole
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class IndexedDataset:
 
     def known(self) -> Known | None:
         """What another process need not find again; None of a small one, which is always checked."""
-        if self._idx_stat.st_size < CHECKED_ONCE:
+        if self._idx_stat.st_size < SMALL:
             return None
         checked = [self.num_tokens, self.longest_document, self.empty_documents, int(self._is_divided)]
         parts = [[*bounds, tokens] for bounds, tokens in self._tokens_of.items()]
@@ -186,10 +186,10 @@ class IndexedDataset:
             parts = (self.sizes, self.pointers, self.doc_idx)
             return {"index": np.array(_check_index(self.idx_path, self.dtype, *parts), np.int64)}
 
-        if cache is None or self._idx_stat.st_size < CHECKED_ONCE:
+        if cache is None or self._idx_stat.st_size < SMALL:
             return tuple(check(np.empty)["index"].tolist())
         name = f"{Path(self.prefix).name}_{digest(self.content_hash())}"
-        found = cached(cache, name, Recipe({"index": Form(np.int64, (4,), 1 << 62)}, 32, check))
+        found = cached(cache, name, Recipe({"index": Form(np.int64, (4,))}, 32, check))
         return tuple(found["index"].tolist())
 
     def document_start(self, document: int) -> int:
