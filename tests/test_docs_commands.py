@@ -28,7 +28,7 @@ from megatron.cli import read_run
 from megatron.cli.flags import read_flags
 from megatron.common.errors import ConfigError
 from megatron.model.architectures import BERT, GPT2, LLAVA, T5
-from megatron.tools.cluster.launching import chosen_hosts, read_launch
+from megatron.tools.cluster.launch_flags import chosen_hosts, read_launch
 from megatron.tools.command_line import ToolParser
 
 ELSEWHERE = {

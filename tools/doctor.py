@@ -31,7 +31,7 @@ from megatron.tools.cluster.doctor import (
     table,
 )
 from megatron.tools.cluster.hostfile import Host, name_problem
-from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
+from megatron.tools.cluster.launch_flags import add_launcher_flags, chosen_hosts
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, variable_problems
 from megatron.tools.command_line import ToolParser, check_values, run_tool

@@ -20,12 +20,12 @@ import _project_root  # noqa: F401
 from megatron.common.screen import ignore_lost_output
 from megatron.tools.cluster.elastic import TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_run import ElasticRun
+from megatron.tools.cluster.launch_flags import read_launch
 from megatron.tools.cluster.launching import (
     check_arguments,
     checkpoint_folder,
     launcher_arguments,
     newest_checkpoint,
-    read_launch,
 )
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, run_with_restarts, supervise

@@ -13,7 +13,7 @@ from support.training import RankTraining
 from megatron.common.environment import check_place, expected_device
 from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
-from megatron.tools.cluster.launching import read_launch
+from megatron.tools.cluster.launch_flags import read_launch
 
 TOOL = "tools/convert_checkpoint.py"
 SETTINGS = (

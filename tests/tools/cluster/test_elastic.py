@@ -31,7 +31,8 @@ from megatron.tools.cluster.elastic import (
 from megatron.tools.cluster.elastic_run import ElasticRun, planned_device
 from megatron.tools.cluster.elastic_watch import Watch, connections
 from megatron.tools.cluster.hostfile import Host, read_hostfile
-from megatron.tools.cluster.launching import launcher_arguments, read_launch
+from megatron.tools.cluster.launch_flags import read_launch
+from megatron.tools.cluster.launching import launcher_arguments
 from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, code_after_signal, read_exit_codes
 from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors

@@ -20,13 +20,8 @@ from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
 from megatron.tools.cluster import launching
 from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.launching import (
-    PDSH_FAN_OUT,
-    check_arguments,
-    chosen_hosts,
-    launcher_arguments,
-    read_launch,
-)
+from megatron.tools.cluster.launch_flags import chosen_hosts, read_launch
+from megatron.tools.cluster.launching import PDSH_FAN_OUT, check_arguments, launcher_arguments
 from megatron.tools.cluster.remote import ssh_command
 
 HOSTILE = [
@@ -36,6 +31,9 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+CPU = {"DS_ACCELERATOR": "cpu"}
+
+
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:
     file = tmp_path / "hostfile"
@@ -43,11 +41,14 @@ def hostfile(tmp_path: Path) -> Path:
     return file
 
 
-def refusals(hostfile: Path, *words: str, environ: dict[str, str] | None = None) -> list[str]:
+def arguments(hostfile: Path | None, *words: str, environ: dict[str, str] = CPU) -> list[str]:
+    read = ["--hostfile", str(hostfile)] if hostfile else []
+    return launcher_arguments(read_launch([*read, *words, "x.py"]), environ)
+
+
+def refusals(hostfile: Path, *words: str, environ: dict[str, str] = CPU) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        launcher_arguments(
-            read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"}
-        )
+        arguments(hostfile, *words, environ=environ)
     return caught.value.messages
 
 
@@ -75,27 +76,23 @@ def test_files_that_the_launcher_would_import_are_refused(tmp_path: Path, monkey
 def test_this_host_alone_needs_no_ssh(hostfile: Path, name: str) -> None:
     """DeepSpeed would ask it for its name and its address over ssh, though it starts the ranks itself."""
     hostfile.write_text(f"{name} slots=2\n")
-
-    def words(*more: str) -> list[str]:
-        return launcher_arguments(read_launch(["--hostfile", str(hostfile), *more, "x.py"]), {"DS_ACCELERATOR": "cpu"})
-
-    assert {"--no_ssh_check", "--master_addr=127.0.0.1"} <= set(words())
-    assert "--master_addr=10.0.0.1" in words("--master_addr", "10.0.0.1")
-    assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words("--force_multi"))
+    assert {"--no_ssh_check", "--master_addr=127.0.0.1"} <= set(arguments(hostfile))
+    assert "--master_addr=10.0.0.1" in arguments(hostfile, "--master_addr", "10.0.0.1")
+    assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(arguments(hostfile, "--force_multi"))
     hostfile.write_text("worker-1 slots=2\n")
-    assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words()), "which may be another"
+    assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(arguments(hostfile)), "which may be another"
 
 
-@pytest.mark.parametrize(("more", "address"), [([], "host-a"), (["--master_addr", "10.0.0.1"], "10.0.0.1")])
-def test_slurm_needs_no_ssh(hostfile: Path, more: list[str], address: str) -> None:
-    words = ["--hostfile", str(hostfile), "--launcher", "slurm", *more, "x.py"]
-    arguments = launcher_arguments(read_launch(words), {"DS_ACCELERATOR": "cpu"})
-    assert {"--no_ssh_check", f"--master_addr={address}"} <= set(arguments)
+def test_the_first_host_is_not_asked_for_its_address(hostfile: Path) -> None:
+    """With Slurm, and where the same command is started on each host, there may be no ssh."""
+    for words in (["--launcher", "slurm"], ["--no_ssh", "--node_rank", "1"]):
+        assert {"--no_ssh_check", "--master_addr=host-a"} <= set(arguments(hostfile, *words))
+        assert "--master_addr=10.0.0.1" in arguments(hostfile, *words, "--master_addr", "10.0.0.1")
 
 
 def test_flags_reach_deepspeed(hostfile: Path) -> None:
     flags = ["--no_ssh", "--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "10.0.0.1"]
-    words = launcher_arguments(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    words = arguments(hostfile, *flags)
     assert words[-1] == "x.py" and set(words[:-1]) == {
         f"--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--num_nodes=2", "--num_gpus=1",
         "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=critical",
@@ -112,7 +109,7 @@ def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
 
 def test_arguments_are_unchanged_on_one_host(hostfile: Path) -> None:
     words = ["--hostfile", str(hostfile), "-i", "host-a", "--master_port", "29501", "x y.py", *HOSTILE]
-    command = launcher_arguments(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
+    command = launcher_arguments(read_launch(words), {**CPU, "UCX_X": "$x"})
     assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]
     assert "--include=host-a" in command
 
@@ -173,7 +170,7 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
         (["--no_python", "/no/such"], "--no_python /no/such: no such program"),
         (["--node_rank", "0", "x.py"], "--node_rank 0 has no effect without --no_ssh"),
         (["--bind_core_list", "0", "x.py"], "--bind_core_list 0 has no effect without --bind_cores_to_rank"),
-        (["--bind_core_list", "0-9999", "x.py"], "--bind_core_list 0-9999: this host has cores 0 to"),
+        (["settings.json"], "settings.json has settings and is no program"),
         (["--bind_cores_to_rank", "x.py"], "--bind_cores_to_rank needs numactl"),
         (["--no_ssh", "x.py"], "--no_ssh needs --node_rank, .* from 0 to 0"),
         (["--no_ssh", "--node_rank", "-1", "x.py"], "--no_ssh needs --node_rank"),
@@ -190,71 +187,41 @@ def test_what_cannot_be_started_is_refused_at_once(
     monkeypatch.setattr(shutil, "which", lambda _: None)
     launch = read_launch(words)
     with pytest.raises(ConfigError, match=message):
-        launcher_arguments(launch, {"DS_ACCELERATOR": "cpu"})
+        launcher_arguments(launch, CPU)
         check_arguments(launch, {})
 
 
+@pytest.mark.parametrize("value", ["x $(touch m)", 'a"b', "a\nb"])
+def test_variable_that_a_remote_shell_would_interpret_is_refused_without_its_value(hostfile: Path, value: str) -> None:
+    (message,) = refusals(hostfile, environ={**CPU, "UCX_X": value})
+    assert "UCX_X" in message and value not in message
+    assert arguments(hostfile, environ={**CPU, "UCX_X": "x; touch m"}), "which DeepSpeed puts between double quotes"
+
+
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("text", "problem"),
     [
-        (b'{"train_batch_size": 1}', "it does nothing"),
-        (b'{"bf16": {"enabled": true}}', "it does nothing"),
-        (b"zero_stage: 1\n", "it does nothing"),
-        (b"", "it does nothing"),
-        (b"a:\n  - b\n", "invalid syntax in line 1"),
-        (b"import os\nif True\n", "expected ':' in line 2"),
-        (b"\x80\x02}q", "encoding problem|invalid or missing encoding|'utf-8' codec"),
-        (b"import os\0", "null bytes"),
-        (b"[" * 100_000, ""),
+        ("A=1\nB=$(touch m)\n", ":2:3: "),
+        ("# A=1\n", ":1:1: "),
+        ("A;touch m=1\n", ":1:1: "),
+        (None, ", which has variables for all hosts: 4,294,967,296 bytes"),
     ],
 )
-def test_what_is_no_program_is_not_started(tmp_path: Path, content: bytes, problem: str) -> None:
-    (script := tmp_path / "program").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{script} is no program in Python: .*{problem}.*; name the program to star"):
-        read_launch([str(script)])
-    read_launch(["--no_python", str(script)])
-    script.write_text("1\nprint(1)")
-    read_launch([str(script)])
-
-
-@pytest.mark.parametrize("value", ["x; touch m", "x $(touch m)", 'a"b', "a\nb"])
-def test_variable_that_a_remote_shell_would_interpret_is_refused_without_its_value(hostfile: Path, value: str) -> None:
-    refused = refusals(hostfile, environ={"DS_ACCELERATOR": "cpu", "UCX_X": value}) if value != "x; touch m" else []
-    assert all("UCX_X" in message and value not in message for message in refused)
-    assert len(refused) == (value != "x; touch m")  # which DeepSpeed does put between double quotes
-
-
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [("A=1\nB=$(touch m)\n", ":2:3: "), ("# A=1\n", ":1:1: "), ("A;touch m=1\n", ":1:1: ")],
-)  # fmt: skip
-def test_malformed_environment_file_is_refused(
-    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
+def test_an_environment_file_that_cannot_be_sent_is_refused(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, problem: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text(text)
+    file = tmp_path / ".deepspeed_env"
+    file.write_text(text or "")
+    if text is None:
+        os.truncate(file, 1 << 32)
     (message,) = refusals(hostfile)
-    assert message.startswith(f"{tmp_path}/.deepspeed_env{place}")
-
-
-def test_an_environment_file_that_cannot_be_read_is_refused(
-    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").touch()
-    os.truncate(tmp_path / ".deepspeed_env", 1 << 32)
-    (message,) = refusals(hostfile)
-    assert message.startswith(f"{tmp_path}/.deepspeed_env, which has variables") and "4,294,967,296 bytes" in message
+    assert message.startswith(f"{file}{problem}")
 
 
 def test_an_address_without_effect_is_a_warning(capsys: pytest.CaptureFixture) -> None:
-    launcher_arguments(read_launch(["--master_addr", "node1", "x.py"]), {})
+    arguments(None, "--master_addr", "node1")
     assert "--master_addr node1 has no effect without a hostfile" in capsys.readouterr().err
-
-
-def test_without_ssh_the_first_host_is_not_asked_for_its_address(hostfile: Path) -> None:
-    words = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", "1", "x.py"]
-    assert "--master_addr=host-a" in launcher_arguments(read_launch(words), {})
 
 
 def test_folder_that_a_remote_shell_would_interpret_is_refused(
@@ -305,7 +272,7 @@ def test_pdsh_starts_all_hosts_at_once(hostfile: Path, tmp_path: Path, monkeypat
     (tmp_path / "ssh").write_text(WAITING_SSH.replace("{folder}", str(tmp_path)))
     (tmp_path / "ssh").chmod(0o755)
     hostfile.write_text("".join(f"host-{number} slots=8\n" for number in range(3)))
-    words = launcher_arguments(read_launch(["--hostfile", str(hostfile), "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    words = arguments(hostfile)
     pdsh = multinode_runner.PDSHRunner(runner.parse_args(words), "")
     command, _, environ = pdsh.get_cmd(dict(os.environ), {f"host-{number}": [0] for number in range(3)})
     environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
@@ -315,20 +282,14 @@ def test_pdsh_starts_all_hosts_at_once(hostfile: Path, tmp_path: Path, monkeypat
 
 
 def test_a_list_of_hosts_that_is_too_long_for_ssh(hostfile: Path) -> None:
-    for length, fits in ((4, True), (40, False)):
-        hostfile.write_text("".join(f"host-{number:0{length}} slots=8\n" for number in range(2048)))
-        read = ["--hostfile", str(hostfile), "--launcher_args", "-u 9", "x.py"]
-        if fits:
-            words = launcher_arguments(read_launch(read), {"DS_ACCELERATOR": "cpu"})
-            assert "--launcher_args=-u 9 -f 2048" in words
-        else:
-            assert "2048 hosts" in refusals(hostfile)[0]
-    read = ["--hostfile", str(hostfile), "--launcher", "openmpi", "x.py"]
-    assert launcher_arguments(read_launch(read), {"DS_ACCELERATOR": "cpu"})
+    hostfile.write_text("".join(f"host-{number:04} slots=8\n" for number in range(2048)))
+    assert "--launcher_args=-u 9 -f 2048" in arguments(hostfile, "--launcher_args", "-u 9")
+    hostfile.write_text("".join(f"host-{number:040} slots=8\n" for number in range(2048)))
+    assert "2048 hosts" in refusals(hostfile)[0]
+    assert arguments(hostfile, "--launcher", "openmpi")
 
 
 PROGRAM = str(ROOT / "pretrain_gpt2.py")
-CPU = {"DS_ACCELERATOR": "cpu"}
 
 
 @pytest.mark.parametrize(
