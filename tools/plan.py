@@ -83,7 +83,7 @@ def main() -> None:
 
 def _rehearse(candidates: list[Candidate], program: Path) -> None:
     """Rehearse these layouts, and print them in the order of the expected steps."""
-    from megatron.tools.rehearsal.start import ranked, rehearse_layouts
+    from megatron.tools.rehearsal.rehearse import ranked, rehearse_layouts
 
     layouts = []
     for one in rehearse_layouts(candidates, program, _STEPS):

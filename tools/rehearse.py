@@ -27,8 +27,7 @@ from megatron.tools.planning.machine import DEVICES, GB, LINKS, TERA, Machine
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.rehearsal.estimate import Expected
 from megatron.tools.rehearsal.output import as_json, describe_expected, describe_rank
-from megatron.tools.rehearsal.request import Rehearsal, check_ranks, ranks_of_text
-from megatron.tools.rehearsal.start import checked_run, rehearse_ranks
+from megatron.tools.rehearsal.rehearse import Rehearsal, check_ranks, checked_run, ranks_of_text, rehearse_ranks
 from megatron.tools.verify.request import PROGRAM
 
 INTERVALS = {

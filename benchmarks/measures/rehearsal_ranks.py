@@ -35,8 +35,7 @@ def main() -> None:
 def _rehearsed(words: Sequence[str], steps: int) -> dict[str, Any]:
     """The figures of this rank without the other one, and its ``timeline``."""
     from megatron.tools.one_rank.group import OneRankGroup
-    from megatron.tools.rehearsal.observer import Observer
-    from megatron.tools.rehearsal.rank import rehearse
+    from megatron.tools.rehearsal.rank import Observer, rehearse
     from megatron.tools.verify.request import PROGRAM
 
     rehearsal, number, timeline = _rehearsal(words, steps), int(os.environ["RANK"]), Timeline()
@@ -51,8 +50,7 @@ def _rehearsed(words: Sequence[str], steps: int) -> dict[str, Any]:
 def _trained(words: Sequence[str], steps: int) -> dict[str, Any]:
     """The same of this rank, which trains with the other one."""
     from megatron.tools.one_rank.run import run_program
-    from megatron.tools.rehearsal.observer import Observer
-    from megatron.tools.rehearsal.rank import described, observed
+    from megatron.tools.rehearsal.rank import Observer, described, observed
     from megatron.tools.verify.request import PROGRAM
 
     rehearsal = _rehearsal(words, steps)
@@ -65,7 +63,7 @@ def _trained(words: Sequence[str], steps: int) -> dict[str, Any]:
 
 def _rehearsal(words: Sequence[str], steps: int) -> Any:
     from megatron.model.architectures import GPT2
-    from megatron.tools.rehearsal.request import Rehearsal
+    from megatron.tools.rehearsal.rehearse import Rehearsal
 
     return Rehearsal(words, GPT2, 2, 2, steps, fake=False)
 
@@ -113,7 +111,7 @@ class Timeline:
 
     def within(self, around: Callable[..., Any]) -> Callable[..., Any]:
         """``Observer.around_iteration``: a timed iteration ends where the next begins."""
-        from megatron.tools.rehearsal.request import WARM_UP
+        from megatron.tools.rehearsal.rehearse import WARM_UP
 
         @contextmanager
         def noted(observer: Any, iteration: int) -> Iterator[Any]:
@@ -147,7 +145,7 @@ def _replayed(words: Sequence[str], iteration: Sequence[dict[str, Any]], steps: 
     from megatron.cli import parse_run
     from megatron.launch.distributed import distributed
     from megatron.parallel.process_groups import new_group
-    from megatron.tools.rehearsal.observer import Clocks
+    from megatron.tools.rehearsal.rank import Clocks
 
     with distributed(parse_run(list(words), os.environ).parallel):
         found = []

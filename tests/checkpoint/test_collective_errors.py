@@ -13,8 +13,7 @@ from megatron.checkpoint.collective_errors import gathered, gathered_on_rank_0, 
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, UserError
 from megatron.launch.distributed import distributed
-from megatron.tools.communication.check import check, programs
-from megatron.tools.communication.trace import Call, Issue, Trace
+from megatron.tools.communication.check import Call, Issue, Trace, check, programs
 
 
 def failing_on(*ranks: int) -> Callable[[], int]:

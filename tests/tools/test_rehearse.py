@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.rehearsal.estimate import Expected
 from megatron.tools.rehearsal.memory import highest_level, memory_profile
-from megatron.tools.rehearsal.request import representative_ranks
+from megatron.tools.rehearsal.rehearse import representative_ranks
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --mock-data"

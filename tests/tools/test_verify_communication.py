@@ -13,8 +13,7 @@ import pytest
 from support.programs import Programs
 from support.ranks import fork_server
 
-from megatron.tools.communication.check import Counterexample, check, programs
-from megatron.tools.communication.trace import Call, Event, Issue, Trace, Wait
+from megatron.tools.communication.check import Call, Counterexample, Event, Issue, Trace, Wait, check, programs
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 FLAGS = (

@@ -1,23 +1,37 @@
-"""Run ranks one by one, each alone in a process, and collect what they communicate."""
+"""Run the ranks of a start, and collect what they communicate, and the checkpoint that the next start loads."""
 
 import gc
 import importlib
-import multiprocessing
 import os
-import pickle
-import sys
-import traceback
+import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron.checkpoint.files import MANIFEST, write_manifest
+from megatron.checkpoint.parameter_state import (
+    WEIGHT,
+    SavedStates,
+    State,
+    is_flat,
+    model_file,
+    numbered_state,
+    optimizer_file,
+)
+from megatron.checkpoint.run_file import SavedLayout
+from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
-from megatron.common.processes import die_with_parent
+from megatron.tools.communication.check import Trace
 from megatron.tools.communication.record import Recorder, recording
-from megatron.tools.communication.trace import Trace
+from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank.accelerator import DEVICE
 from megatron.tools.one_rank.memoryless import memoryless
+from megatron.tools.one_rank.processes import each_alone
 from megatron.tools.one_rank.run import one_rank, run_program
 
 Prepare = Callable[[int], None]
@@ -57,26 +71,15 @@ class Job:
 
 def extract(job: Job, ranks: Sequence[int], processes: int) -> Iterator[Trace]:
     """The traces of ``ranks``, each as soon as it is there. Raises LaunchError if the program of one fails."""
-    context = multiprocessing.get_context("fork")
     import_late()
-    left = list(ranks)
-    running: dict[Any, Any] = {}
-    try:
-        while left or running:
-            while left and len(running) < processes:
-                rank = left.pop(0)
-                job.folder_of(rank).mkdir(parents=True, exist_ok=True)
-                process = context.Process(target=_run, args=(job, rank))
-                process.start()
-                running[process.sentinel] = rank, process
-            for sentinel in wait(list(running)):
-                rank, process = running.pop(sentinel)
-                process.join()
-                yield _result(job, rank)
-    finally:
-        for _, process in running.values():
-            process.kill()
-            process.join()
+    for rank, trace, _, output in each_alone(ranks, partial(_trace, job), job.folder_of, processes):
+        if trace is None or trace.exit_code not in (0, 75):
+            raise LaunchError([f"rank {rank} does not run ({' '.join(job.words)}):", *output[-_SHOWN:]])
+        yield trace
+
+
+_SHOWN = 12
+"""Lines of the output of a rank that fails."""
 
 
 def import_late() -> None:
@@ -86,43 +89,59 @@ def import_late() -> None:
         importlib.import_module(module)
 
 
-def _run(job: Job, rank: int) -> None:
+def _trace(job: Job, rank: int) -> Trace:
     """Be ``rank``, in a process of its own."""
-    die_with_parent()
-    gc.disable()  # a process that ends soon
-    folder = job.folder_of(rank)
-    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    gc.disable()  # it ends soon
     os.environ["DS_ACCELERATOR"] = "cuda"  # whatever this machine has
-    try:
-        words = [word.replace("{folder}", str(folder)) for word in job.words]
-        recorder = Recorder(rank, job.signal_in)
-        with (
-            one_rank(job.world_size, rank),
-            memoryless(nothing_counts=job.nothing_counts, computed=recorder.buffers.computed),
-            recording(recorder),
-        ):
-            if job.prepare is not None:
-                job.prepare(rank)
-            recorder.trace.exit_code = run_program(job.program, words)
-        (folder / "trace").write_bytes(pickle.dumps(recorder.trace))
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(0)
+    recorder = Recorder(rank, job.signal_in)
+    with (
+        one_rank(job.world_size, rank),
+        memoryless(nothing_counts=job.nothing_counts, computed=recorder.buffers.computed),
+        recording(recorder),
+        replaced((SavedStates, "shard", state_without_files), (SavedStates, "copies", lambda *_, **__: ())),
+    ):
+        if job.prepare is not None:
+            job.prepare(rank)
+        words = [word.replace("{folder}", str(job.folder_of(rank))) for word in job.words]
+        recorder.trace.exit_code = run_program(job.program, words)
+    return recorder.trace
 
 
-_SHOWN = 12
-"""Lines of the output of a rank that fails."""
+def gather(checkpoints: Sequence[Path], folder: Path, tensor_ranks: int) -> None:
+    """The ``checkpoints`` of the ranks that were run as one in ``folder``.
+
+    Files of weights of tensor-parallel ranks that were not run are links to those of the first: DeepSpeed counts the
+    files of a layer, and ranks that stand for others read theirs.
+    """
+    for checkpoint in checkpoints:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    for file in sorted(folder.glob("*/*model_states.pt")):
+        begin, number, end = re.split(r"(\d+)(?=.model_states.pt)", file.name)
+        if int(number) % tensor_ranks == 0:
+            for other in range(int(number) + 1, int(number) + tensor_ranks):
+                link = file.with_name(f"{begin}{other:02}{end}")
+                if not link.exists():
+                    link.hardlink_to(file)
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+        write_manifest(manifest.parent, {})
 
 
-def _result(job: Job, rank: int) -> Trace:
-    folder = job.folder_of(rank)
-    file = folder / "trace"
-    trace: Trace | None = pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301, this tool's own
-    if trace is None or trace.exit_code not in (0, 75):
-        lines = (folder / "log.txt").read_text().strip().splitlines()
-        raise LaunchError([f"rank {rank} does not run ({' '.join(job.words)}):", *lines[-_SHOWN:]])
-    file.unlink()
-    return trace
+def state_without_files(states: SavedStates, name: str, shape: Sequence[int], *_: int) -> State:
+    """In place of ``SavedStates.shard``: a checkpoint may lack the files of ranks that were not run.
+
+    The state has what rank 0 keeps of its first parameter.
+    """
+    saved = states.saved
+    kept = _kept(saved.path, saved.layout) if saved.has_optimizer else {}
+    full = torch.zeros(tuple(shape), device=DEVICE)
+    return {WEIGHT: full, **{key: full if is_flat(value) else value for key, value in kept.items()}}
+
+
+@cache
+def _kept(path: Path, layout: SavedLayout) -> dict[str, Any]:
+    if layout.has_optimizer_partitions:
+        state = read_file(optimizer_file(path, layout, 0, 0), mapped=True)["optimizer_state_dict"]
+    else:
+        state = read_file(model_file(path, layout, 0), mapped=True)["optimizer"]
+    return numbered_state(state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state, 0)

@@ -6,12 +6,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -21,11 +20,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.checkpoint import load, tracker
-from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.save import Checkpointer
 from megatron.launch.progress import ProgressState
-from megatron.tools.communication.checkpoint import state_without_files
-from megatron.tools.communication.trace import TRANSFERS, Call, Issue, Trace, Wait
+from megatron.tools.communication.check import TRANSFERS, Call, Issue, Trace, Wait
+from megatron.tools.one_rank import replaced
 from megatron.tools.one_rank.group import OneRankGroup, Operation
 from megatron.training.trainer import Trainer
 
@@ -179,11 +177,10 @@ class Recorder:
                 place(),
             )
         )
+        number = len(events)  # of the call, or of the batch, which follows
         if self._batch is not None:
             self._batch.append(call)
-            number = len(events)  # of the batch, which follows
         else:
-            number = len(events)
             events.append(self._once(Issue((call,), False)))
         if threading.get_ident() == self._main:
             key = number if self._batch is None else (number, len(self._batch))
@@ -241,20 +238,16 @@ def recording(recorder: Recorder) -> Iterator[None]:
         with recorder.batch():
             return batch(*arguments)
 
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (ProgressState, "enter", entered),
-            (Trainer, "train", trained),
-            (Checkpointer, "state", property(_state_when_written)),
-            (dist, "batch_isend_irecv", batched),
-            (dist.distributed_c10d, "batch_isend_irecv", batched),
-            (OneRankGroup, "observer", recorder),
-            (SavedStates, "shard", state_without_files),
-            (SavedStates, "copies", lambda *_, **__: ()),
-            (tracker, "check_layout", lambda *_: None),
-            (load, "check_identity", lambda *_: None),  # of files that stand for those of ranks that are not run
-        ):
-            stack.enter_context(patch.object(owner, name, value))
+    with replaced(
+        (ProgressState, "enter", entered),
+        (Trainer, "train", trained),
+        (Checkpointer, "state", property(_state_when_written)),
+        (dist, "batch_isend_irecv", batched),
+        (dist.distributed_c10d, "batch_isend_irecv", batched),
+        (OneRankGroup, "observer", recorder),
+        (tracker, "check_layout", lambda *_: None),
+        (load, "check_identity", lambda *_: None),  # of files that stand for those of ranks that are not run
+    ):
         yield
         recorder.buffers.finish()
 

@@ -17,11 +17,9 @@ from megatron.common.processes import die_with_parent
 from megatron.common.units import with_prefix
 from megatron.config import RunConfig
 from megatron.tools.command_line import progress_bar
-from megatron.tools.communication.check import Counterexample, check, programs
-from megatron.tools.communication.checkpoint import gather
-from megatron.tools.communication.extract import Job, Prepare, extract, import_late
+from megatron.tools.communication.check import Counterexample, Issue, Trace, check, programs
+from megatron.tools.communication.extract import Job, Prepare, extract, gather, import_late
 from megatron.tools.communication.request import ITERATIONS, Start, make_starts, representatives
-from megatron.tools.communication.trace import Issue, Trace
 from megatron.tools.verify.request import Layout, Request, without
 
 

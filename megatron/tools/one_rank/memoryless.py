@@ -8,7 +8,7 @@ but not what ranks have agreed on, which is computed from a few numbers that wer
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.tools.one_rank import replaced
 from megatron.tools.one_rank.accelerator import DEVICE, AnyGenerator, MemorylessAccelerator
+from megatron.tools.one_rank.data_dependent import SELECTING, has_data_dependent_shape, of_every_element
 from megatron.tools.one_rank.group import OneRankGroup
 
 aten = torch.ops.aten
@@ -31,12 +33,6 @@ _LARGEST = 1024
 _FEW = 8
 """Elements of a tensor that ranks reduce to take a decision."""
 _COPIES = (aten._to_copy.default, aten.empty_like.default)
-_DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: lambda x: torch.empty(x.numel(), x.dim(), dtype=torch.long, device=DEVICE),
-    aten.masked_select.default: lambda x, mask: x.flatten(),
-    aten._unique2.default: lambda x, *_, **__: (x.flatten(), x.long(), x.flatten().long()),
-    aten.bincount.default: lambda x, weights=None, size=0: torch.empty(max(size, 1), dtype=torch.long, device=DEVICE),
-}
 
 
 class _Memoryless(TorchDispatchMode):
@@ -94,18 +90,14 @@ class _Memoryless(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in self._answers:
             return self._answers[func](*args)
-        if func in _DATA_DEPENDENT:
-            found = _DATA_DEPENDENT[func](*args, **kwargs)
-            return found[:0] if self._empty and isinstance(found, Tensor) else found
+        if has_data_dependent_shape(func, args):
+            found = of_every_element(func, *args, **kwargs)
+            return found[:0] if self._empty and func in SELECTING else found
         if func is aten.copy_.default:
             return args[0] if args[0].is_meta else args[0].zero_()
         if func in _COPIES and torch.device(kwargs.get("device") or DEVICE).type != DEVICE:
             device = DEVICE if args[0].numel() > _LARGEST else "cpu"
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=device)
-        if func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1]):
-            (mask,) = (index for index in args[1] if index is not None)
-            every = args[0].flatten(0, mask.dim() - 1)
-            return every[:0] if self._empty else every
         if func is aten.repeat_interleave.Tensor:
             return torch.empty(kwargs.get("output_size") or args[0].numel(), dtype=torch.long, device=DEVICE)
         kind = _kind(func)
@@ -251,6 +243,19 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
 
     ``computed`` is called with each operation of torch that makes no view, and its arguments, before it.
     """
+    mode = _Memoryless(nothing_counts, computed)
+    agreeing = ("allreduce", "broadcast") if nothing_counts else ()
+    with (
+        patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
+        replaced(*_in_place_of_cuda(nothing_counts)),
+        replaced(*((OneRankGroup, name, _agreeing(getattr(OneRankGroup, name), mode)) for name in agreeing)),
+        mode,
+    ):
+        yield
+
+
+def _in_place_of_cuda(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name and value of what programs find for CUDA's device, and of what would read from this one."""
     from megatron.checkpoint import save, tensor_files
     from megatron.engines import build
     from megatron.ops import attention
@@ -259,43 +264,33 @@ def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None
     from megatron.parallel.expert import AllToAllRoute
     from megatron.training import preflight, setup, trainer
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"))
-        for owner, name, value in (
-            (real_accelerator, "ds_accelerator", MemorylessAccelerator()),
-            (attention, "device_facts", lambda device: DeviceFacts("cuda", (9, 0), has_varlen=False)),
-            (setup, "device_facts", lambda device: DeviceFacts("cuda", (9, 0), has_varlen=False)),
-            (trainer, "max_across_ranks", _agreed_by(trainer.max_across_ranks)),
-            (save, "check_disk_space", lambda *_: None),
-            (os, "fsync", lambda _: None),  # files that this process alone reads
-            (tensor_files, "_check_content", lambda *_, **__: None),  # of them, whose tensors have no data
-            (preflight, "check_memory", lambda *_: None),
-            (setup, "check_device", lambda *_: None),
-            (setup, "check_fp8", lambda *_: None),
-            (setup, "build_extensions", lambda *_: None),
-            (setup, "_device_name", lambda: "none: shapes only"),
-            (setup, "describe_cuda", lambda *_: "none"),
-            (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),
-            (
-                zero_utils,
-                "assert_lst_len_same_as_other_ranks",
-                _answered(zero_utils.assert_lst_len_same_as_other_ranks),
-            ),
-            (zero_utils, "get_lst_from_rank0", _answered(zero_utils.get_lst_from_rank0)),
-            (torch, "Generator", AnyGenerator),
-            (torch, "get_autocast_dtype", lambda device: torch.float32),
-            (torch, "is_autocast_enabled", lambda device=DEVICE: False),
-            (torch, "autocast", lambda *_, **__: nullcontext()),
-            (StackedLinearKernel, "forward", lambda _, x, weight, rows: x.new_empty(len(x), weight.size(1))),
-            (StackedLinearKernel, "input_gradient", lambda _, x, weight, rows: x.new_empty(len(x), weight.size(2))),
-            (StackedLinearKernel, "weight_gradient", lambda _, grad, x, weight, rows: torch.zeros_like(weight)),
-            (AllToAllRoute, "__init__", _routed(AllToAllRoute.__init__, nothing_counts)),
-            (Tensor, "record_stream", lambda *_: None),
-            (build, "build_module", _on_device(build.build_module)),
-        ):
-            stack.enter_context(patch.object(owner, name, value))
-        mode = stack.enter_context(_Memoryless(nothing_counts, computed))
-        if nothing_counts:
-            for name in ("allreduce", "broadcast"):
-                stack.enter_context(patch.object(OneRankGroup, name, _agreeing(getattr(OneRankGroup, name), mode)))
-        yield
+    facts = DeviceFacts("cuda", (9, 0), has_varlen=False)
+    for module in (attention, setup):
+        yield module, "device_facts", lambda device: facts
+    yield real_accelerator, "ds_accelerator", MemorylessAccelerator()
+    yield trainer, "max_across_ranks", _agreed_by(trainer.max_across_ranks)
+    yield os, "fsync", lambda _: None  # files that this process alone reads
+    yield tensor_files, "_check_content", lambda *_, **__: None  # of them, whose tensors have no data
+    for owner, check in (
+        (save, "check_disk_space"),
+        (preflight, "check_memory"),
+        (setup, "check_device"),
+        (setup, "check_fp8"),
+        (setup, "build_extensions"),
+        (adam, "_device_dtype_check_for_fused"),
+    ):
+        yield owner, check, lambda *_, **__: None
+    yield setup, "_device_name", lambda: "none: shapes only"
+    yield setup, "describe_cuda", lambda *_: "none"
+    for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
+        yield zero_utils, name, _answered(getattr(zero_utils, name))
+    yield torch, "Generator", AnyGenerator
+    yield torch, "get_autocast_dtype", lambda device: torch.float32
+    yield torch, "is_autocast_enabled", lambda device=DEVICE: False
+    yield torch, "autocast", lambda *_, **__: nullcontext()
+    yield StackedLinearKernel, "forward", lambda _, x, weight, rows: x.new_empty(len(x), weight.size(1))
+    yield StackedLinearKernel, "input_gradient", lambda _, x, weight, rows: x.new_empty(len(x), weight.size(2))
+    yield StackedLinearKernel, "weight_gradient", lambda _, grad, x, weight, rows: torch.zeros_like(weight)
+    yield AllToAllRoute, "__init__", _routed(AllToAllRoute.__init__, nothing_counts)
+    yield Tensor, "record_stream", lambda *_: None
+    yield build, "build_module", _on_device(build.build_module)

@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from megatron.model.architectures.layers import EMBED
 from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel import process_groups
 from megatron.parallel.pipeline.simulation import Transfer
+from megatron.tools.one_rank import replaced
 from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
 
 _HOST = 8
@@ -59,13 +60,13 @@ def one_rank(world_size: int, number: int) -> Iterator[None]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
         "DS_ACCELERATOR": expected_device(os.environ),
     }
-    with patch.dict(os.environ, place), ExitStack() as stack:
-        store = OneRankStore()
-        for owner, name, value in _replaced(store):
-            stack.enter_context(patch.object(owner, name, value))
+    store = OneRankStore()
+    with patch.dict(os.environ, place), replaced(*_of_other_ranks(store)):
         dist.init_process_group(NAME, store=store, rank=number, world_size=world_size)
-        stack.callback(dist.destroy_process_group)
-        yield
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def run_program(program: Path, words: Sequence[str]) -> int:
@@ -98,7 +99,7 @@ def _create(options: Any, _: Any) -> OneRankGroup:
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _replaced(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
+def _of_other_ranks(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and value of everything that would wait for another rank's answer."""
     shapes = _Shapes()
     for module in (dist, dist.distributed_c10d):

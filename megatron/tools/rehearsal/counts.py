@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.parallel.pipeline.schedule import Instruction
+from megatron.tools.one_rank.data_dependent import has_data_dependent_shape
 from megatron.tools.one_rank.group import Operation
 
 aten = torch.ops.aten
@@ -22,13 +23,9 @@ WITHOUT_KERNEL = frozenset(
     " view_as_complex _conj is_pinned _to_cpu sym_size sym_stride sym_numel".split()
 )
 """Operations that compute nothing on the device."""
+READ_BY_HOST = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
+"""Operations whose result the host must read before it goes on; also those with a data-dependent shape."""
 COPIES = frozenset("copy_ _to_copy clone cat _foreach_copy_ contiguous _pin_memory".split())
-READ_BY_HOST = {
-    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default,
-    aten.masked_select.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-    aten.bincount.default,
-}  # fmt: skip
-"""Operations whose result, or its shape, the host must read before it goes on."""
 
 
 class Communication(NamedTuple):
@@ -149,10 +146,8 @@ def waits(func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
         return is_moved and not kwargs.get("non_blocking", False)
     if not any(tensor.is_cuda for tensor in tensors):
         return False
-    if func in READ_BY_HOST:
+    if func in READ_BY_HOST or has_data_dependent_shape(func, args):
         return True
-    if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-        return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     if func is aten.copy_.default and args[0].is_cuda != args[1].is_cuda:

@@ -7,9 +7,8 @@ What a program reads of a fake tensor is 0.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -20,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.engines import build
+from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank.data_dependent import has_data_dependent_shape, of_every_element
 
 aten = torch.ops.aten
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -28,11 +29,6 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.equal.default: lambda x, y: True,
 }
 """What needs a number on the host, and the number: no signal has arrived, no gradient is infinite."""
-DATA_DEPENDENT = {
-    aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
-    aten.unique_consecutive.default, aten.bincount.default,
-}  # fmt: skip
-"""Operations whose output has a shape that the host must read first."""
 _SMALL = 4096
 """Elements of a tensor of whole numbers on the CPU that may be real."""
 
@@ -55,9 +51,9 @@ class FakeDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         if is_fake and func in ANSWERS:
             return ANSWERS[func](*args)
-        if is_fake and (func in DATA_DEPENDENT or indexes_by_mask(func, args)):
+        if is_fake and has_data_dependent_shape(func, args):
             with self._fake:
-                return self._noted(all_of(func, *args))
+                return tree_map(self._noted, of_every_element(func, *args, **kwargs))
         if (moved := self._moved(func, args, kwargs)) is not None:
             return self._noted(moved)
         with self._fake:
@@ -112,25 +108,6 @@ class FakeDevice(TorchDispatchMode):
         self.level -= size
 
 
-def all_of(func: Any, x: Tensor, *others: Any) -> Tensor:
-    """The result of an operation of DATA_DEPENDENT, or that ``indexes_by_mask``, if every element were true."""
-    if func is aten.nonzero.default:
-        return torch.empty(x.numel(), x.dim(), dtype=torch.long, device=x.device)
-    if func is aten.index.Tensor:
-        (mask,) = (index for index in others[0] if index is not None)
-        return x.flatten(0, mask.dim() - 1).clone()
-    if func in (aten.index_put_.default, aten.index_put.default):
-        return x
-    return x.flatten()
-
-
-def indexes_by_mask(func: Any, args: tuple) -> bool:
-    """Whether an operation chooses the elements that are true in a mask."""
-    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-        return False
-    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
-
-
 def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """``nn.Module._apply``; a fake parameter stays the object that it is."""
     for child in module.children():
@@ -138,12 +115,7 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recu
     for parameter in [parameter for parameter in module._parameters.values() if parameter is not None]:
         with torch.no_grad():
             moved = function(parameter)
-        assert isinstance(parameter, FakeTensor) and isinstance(moved, FakeTensor), (
-            module,
-            parameter.shape,
-            type(parameter),
-            type(moved),
-        )
+        assert isinstance(parameter, FakeTensor) and isinstance(moved, FakeTensor), (module, parameter.shape)
         parameter.data, parameter.fake_device = moved, moved.device
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -162,13 +134,16 @@ def fake_device() -> Iterator[FakeDevice]:
 
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) by way of the dispatcher
-    with ExitStack() as stack:
-        stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-        for owner, name, value in (
-            (nn.Module, "_apply", apply_in_place),
-            (build, "build_module", build_on_device),
-            (zero_utils, "assert_lst_len_same_as_other_ranks", lambda values: None),  # on the device they are all 0
-            (zero_utils, "get_lst_from_rank0", lambda values: values),
+    try:
+        with (
+            replaced(
+                (nn.Module, "_apply", apply_in_place),
+                (build, "build_module", build_on_device),
+                (zero_utils, "assert_lst_len_same_as_other_ranks", lambda values: None),  # on the device they are all 0
+                (zero_utils, "get_lst_from_rank0", lambda values: values),
+            ),
+            FakeDevice() as device,
         ):
-            stack.enter_context(patch.object(owner, name, value))
-        yield stack.enter_context(FakeDevice())
+            yield device
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifts)
