@@ -49,7 +49,8 @@ from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelC
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import indexed_datasets
 from megatron.data.gpt2_dataset import SampleStream
-from megatron.data.indexed_dataset import HEADER, MAGIC, DocumentLengths, IndexedDataset
+from megatron.data.index_file import HEADER, MAGIC
+from megatron.data.indexed_dataset import DocumentLengths, IndexedDataset
 from megatron.data.map_cache import cached_epoch
 from megatron.engines.pipeline import LayoutGrid
 from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier

@@ -1,4 +1,4 @@
-"""Writes indexed data sets, in the format of ``indexed_dataset.py``, byte for byte, in little memory."""
+"""Writes indexed data sets, in the format of ``index_file.py``, byte for byte, in little memory."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.files import file_mode, sync_folder
-from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
+from megatron.data.index_file import DTYPES, HEADER, MAGIC, VERSION
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16

@@ -17,7 +17,7 @@ import pytest
 
 from megatron.common.errors import DataError, ResourceError
 from megatron.config import DataConfig
-from megatron.data import fingerprint, indexed_dataset, map_cache, mapped_file, splits
+from megatron.data import fingerprint, index_file, indexed_dataset, map_cache, mapped_file, splits
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
@@ -203,7 +203,7 @@ def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
         read.append(Path(path).name)
         return mapped_file.content_of(path)
 
-    for module in (indexed_dataset, map_cache):
+    for module in (index_file, indexed_dataset, map_cache):
         monkeypatch.setattr(module, "content_of", counted)
     data = blend(prefixes, "1", "2", "3")
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron.data import gpt2_dataset, indexed_dataset
+from megatron.data import gpt2_dataset, index_file
 from megatron.data.gpt2_dataset import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import DocumentLengths, IndexedDataset
 from megatron.data.map_cache import in_memory
@@ -84,10 +84,10 @@ def test_maps_do_not_depend_on_how_much_is_built_at_a_time(
     of NumPy's frozen generator."""
     expected = epochs_of(lengths, seq_length, requested)
     monkeypatch.setattr(gpt2_dataset, "ROWS", rows)
-    monkeypatch.setattr(indexed_dataset, "ROWS", rows)
+    monkeypatch.setattr(index_file, "ROWS", rows)
     indexed = IndexedDataset(write_dataset([[7], *([1] * length for length in lengths), [8, 9]]))
     stream = SampleStream(DocumentLengths(indexed, range(1, len(lengths) + 1)), seq_length, 1234)
-    assert (stream.tokens, indexed.longest_document) == (sum(lengths), max(*lengths, 2))
+    assert (stream.tokens, indexed.totals.longest) == (sum(lengths), max(*lengths, 2))
     for epoch, maps in expected.items():
         for name, array in stream.build(epoch).items():
             np.testing.assert_array_equal(array, getattr(maps, name))

@@ -90,14 +90,14 @@ def test_what_is_no_array_of_its_form_is_rebuilt(tmp_path: Path, name: str) -> N
 
 def test_a_large_index_is_checked_and_hashed_once(tmp_path: Path, monkeypatch, write_dataset) -> None:
     prefix, checks = write_dataset([[1, 2], [3], [4, 5, 6]]), []
-    check, hash_of = indexed_dataset._check_index, fingerprint._data_hash
-    monkeypatch.setattr(indexed_dataset, "_check_index", lambda *a: checks.append("index") or check(*a))
+    check, hash_of = indexed_dataset.check, fingerprint._data_hash
+    monkeypatch.setattr(indexed_dataset, "check", lambda *a: checks.append("index") or check(*a))
     monkeypatch.setattr(fingerprint, "_data_hash", lambda *a: checks.append("hash") or hash_of(*a))
     for module in (indexed_dataset, fingerprint):
         monkeypatch.setattr(module, "SMALL", 1)
     for _ in range(2):
         indexed = IndexedDataset(prefix, cache=tmp_path)
-        assert (indexed.num_tokens, indexed.longest_document) == (6, 3)
+        assert (indexed.num_tokens, indexed.totals.longest) == (6, 3)
         assert fingerprint.data_hash(prefix, tmp_path) == hash_of(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
         assert checks == ["index", "hash"]
     data = DataConfig(data_path=(prefix,), data_cache_path=str(tmp_path), data_hash=fingerprint.data_hash(prefix))

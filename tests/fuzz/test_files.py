@@ -20,7 +20,8 @@ from megatron.checkpoint.tracker import LATEST, newest
 from megatron.common.errors import DataError
 from megatron.config import DataConfig, ModelConfig
 from megatron.data.datasets import build_datasets
-from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.data.index_file import HEADER
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.model.huggingface import config_of, read_json
 from megatron.tools.convert.huggingface_files import read_folder_tokenizer
