@@ -1,4 +1,4 @@
-"""From a command line to a run: reads the flags and the files, merges them, and checks the result."""
+"""Parses a command line into a ``RunConfig``: reads flags and config files, merges them, and checks the result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,10 +22,10 @@ class ParsedRun(NamedTuple):
     """A run as configured by a command line, and everything that is wrong with it."""
 
     run: RunConfig
-    """Without its DeepSpeed config if there are problems."""
+    """The config, without ``ds_config`` if there are problems."""
     problems: list[str]
     warnings: list[str]
-    """Provided settings that have no effect; the run starts all the same."""
+    """Messages about provided settings that have no effect; the run starts anyway."""
 
     def checked(self) -> RunConfig:
         """The run. Raises ConfigError with one line for each problem."""
@@ -35,7 +35,7 @@ class ParsedRun(NamedTuple):
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> RunConfig:
-    """The run that ``argv`` configures in the environment ``environ``. Does not import torch.
+    """Parse ``argv`` with the environment ``environ`` into a run. Does not import torch.
 
     The flags are those of the program that trains ``architecture``. Fields that depend on the tokenizer
     (``vocab_size``, ``padded_vocab_size``, ``eod_token``) keep their defaults.
@@ -48,7 +48,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
 
 
 def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
-    """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
+    """Like ``parse_run``, but returns the problems. Raises ConfigError if a value or the file cannot be read."""
     flags, problems, ignored = read_flags(argv, architecture)
     settings = {name: provided.value for name, provided in flags.items()}
     tree: dict[str, Any] = {}
@@ -59,8 +59,8 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
         except ConfigError as error:
             raise ConfigError([*problems, *error.messages]) from None
         problems += file_problems
-    provided, contradictions, yielding = _merge(flags, read_settings(tree, str(config_file)))
-    ignored += yielding
+    provided, contradictions, overridden = _merge(flags, read_settings(tree, str(config_file)))
+    ignored += overridden
     problems += contradictions + value_problems(provided, architecture)
     if oversized(provided):
         raise ConfigError(problems)
@@ -75,7 +75,7 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
 
 
 def _settings(values: Mapping[str, Any], extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """What a settings file needs to repeat a run: the value of each flag, by its name, but not the launcher's."""
+    """The flags that a settings file needs to repeat the run, name to value, without the launcher's --local_rank."""
     names = {name: flag_name(field).removeprefix("--") for name, field in flag_fields().items()}
     given = {names.get(name, name): value for name, value in values.items() if name != "local_rank"}
     return {**given, **{name: value for name, value in extra_args.items() if value not in (None, False)}}
@@ -84,17 +84,18 @@ def _settings(values: Mapping[str, Any], extra_args: Mapping[str, Any]) -> dict[
 def _merge(
     flags: Mapping[str, Provided], file: Mapping[str, Provided]
 ) -> tuple[dict[str, Provided], list[str], list[str]]:
-    """The values of both sources, a message for each contradiction, and a warning for each flag that yields.
+    """Merge both sources into values, messages about contradictions, and warnings about flags that the file overrides.
 
-    Sizes of buckets and --zero-stage 0 yield to the file, as in DeepSpeed's 3D example, where they had no effect.
+    The file overrides bucket sizes and --zero-stage 0: scripts of DeepSpeed's 3D example give both, and the flags had
+    no effect there.
     """
     differing = [name for name in flags if name in file and flags[name].value != file[name].value]
-    yielding = [name for name in differing if "_bucket_" in name or (name, flags[name].value) == ("zero_stage", 0)]
-    warned = [f"{flags[name].source} has no effect: {file[name].source} counts" for name in yielding]
+    overridden = [name for name in differing if "_bucket_" in name or (name, flags[name].value) == ("zero_stage", 0)]
+    warned = [f"{flags[name].source} has no effect: {file[name].source} overrides it" for name in overridden]
     contradictions = [
-        f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].words[0]} from the "
-        "file to use the flag, or delete the flag"
+        f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].arguments[0]} from "
+        "the file to use the flag, or delete the flag"
         for name in differing
-        if name not in yielding
+        if name not in overridden
     ]
-    return {**file, **flags, **{name: file[name] for name in yielding}}, contradictions, warned
+    return {**file, **flags, **{name: file[name] for name in overridden}}, contradictions, warned

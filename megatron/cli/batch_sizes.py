@@ -1,4 +1,4 @@
-"""The sizes of a batch: the provided ones decide the others. And the texts of schedules by which they vary."""
+"""Derives the missing batch sizes from the provided ones, and parses batch-size schedules."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from megatron.common.errors import ConfigError, nearest_multiples
 from megatron.config.batch_schedule import Steps
 
 _MOST_STEPS = 10_000
-"""Sizes of a schedule."""
+"""Limit of the number of batch sizes of a schedule."""
 _LARGEST_BATCH, _MOST_TOKENS = 1 << 30, 10**18
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 
@@ -23,10 +23,10 @@ class Batch(NamedTuple):
 
 
 def solve_batch(provided: Mapping[str, Provided], data_parallel_size: int) -> Batch:
-    """The three batch sizes from those that are provided. Without an accumulation or a global size, it is 1 step.
+    """The three batch sizes from the provided ones. Accumulation defaults to 1 step without a global size.
 
-    Where a JSON has ``train_batch_size`` and ``gradient_accumulation_steps``, and a flag the micro size, the first of
-    them yields, as in DeepSpeed's 3D example: its data loader has read only the flag.
+    If a JSON has ``train_batch_size`` and ``gradient_accumulation_steps``, and a flag gives the micro size,
+    ``train_batch_size`` is ignored, as in DeepSpeed's 3D example, whose data loader uses only the flag.
 
     Raises:
         ConfigError: neither a micro nor a global size is provided, or the sizes contradict each other.
@@ -70,10 +70,10 @@ def _consistent(provided: Mapping[str, Provided], data_parallel_size: int) -> Ba
 
 
 def ramp_up(numbers: Sequence[int], global_batch_size: int) -> Steps:
-    """The steps of ``--rampup-batch-size START INCR SAMPLES``, as in Megatron-LM but in whole numbers.
+    """The steps of ``--rampup-batch-size START INCR SAMPLES``, as in Megatron-LM but with integer thresholds.
 
-    Over the first SAMPLES samples the size grows from START to ``global_batch_size`` by INCR at a time, each time after
-    an equal share of them. Raises ConfigError unless the numbers make such a ramp-up.
+    Over the first SAMPLES samples the size grows from START to ``global_batch_size`` by INCR at a time, in equal
+    intervals. Raises ConfigError unless the numbers make such a ramp-up.
     """
     flag = f"--rampup-batch-size {' '.join(map(str, numbers))}"
     if len(numbers) != 3 or min(numbers[:2]) < 1 or numbers[2] < 0:
@@ -92,7 +92,7 @@ def ramp_up(numbers: Sequence[int], global_batch_size: int) -> Steps:
     begins = {
         -(-number * samples // max(increments, 1)): start + number * increment for number in range(increments + 1)
     }
-    return tuple(begins.items())  # of sizes that begin together only the last is left
+    return tuple(begins.items())  # of sizes that begin at the same sample only the last is left
 
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -101,7 +101,7 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 def read_steps(text: str, seq_length: int) -> Steps:
     """The steps of ``--step-batch-size-schedule "0:768 250B:1536"``, whose thresholds are tokens, as in Megatron-LM.
 
-    Raises ConfigError if ``text`` is no such schedule.
+    Raises ConfigError if ``text`` is not such a schedule.
     """
     flag = f'--step-batch-size-schedule "{text}"'
     try:
@@ -124,7 +124,7 @@ def read_steps(text: str, seq_length: int) -> Steps:
 
 
 def _number(text: str) -> int:
-    """A whole number that may have a unit, such as 250B or 1.5K. Raises ValueError for anything else."""
+    """Parse a non-negative integer with an optional unit, such as 250B or 1.5K. Raises ValueError for other text."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     number = read_number(text[:-1] if unit > 1 else text) * unit
     if number < 0 or number != int(number):

@@ -1,11 +1,11 @@
-"""What becomes of the flags of the classic suites, which a script written for one of them may contain. No torch here.
+"""Tables of flags of Megatron-LM and Megatron-DeepSpeed that are not flags here: how each one is handled. No torch.
 
-The suites are Megatron-LM (training GPT, BERT and T5), Megatron-DeepSpeed and DeepSpeed's 3D-parallelism example
-(Megatron-LM v1.1.5). Most of their flags are flags here, under the same name or as an alias in ``megatron/config``. The
-tables contain the other flags, in four kinds: replaced by a flag of another name; fulfilled, where it happens in any
-case; ignored, with a warning; and refused. Each table maps a text, which the user reads, to the flags it applies to. A
-name may end with ``*`` for a family of flags, or with ``=value`` for one value of a flag; the most specific name
-counts. docs/classic-flags.md is generated from the tables.
+The classic suites are Megatron-LM (training GPT, BERT and T5), Megatron-DeepSpeed and DeepSpeed's 3D-parallelism
+example (Megatron-LM v1.1.5). Most of their flags exist here, under the same name or as an alias in ``megatron/config``.
+The tables contain the other flags, in four kinds: replaced by a flag of another name; fulfilled, because it is always
+the case; ignored, with a warning; and refused. Each table maps a text, which the user reads, to the flags it applies
+to. A name may end with ``*`` for a family of flags, or with ``=value`` for one value of a flag; the most specific name
+wins. docs/classic-flags.md is generated from the tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ _REPLACED = {
     "--normalization LayerNorm": "normalization=layernorm",
     "--normalization RMSNorm": "normalization=rmsnorm",
 }
-"""The flag that a flag is read as."""
+"""Replacement to the classic flag that it replaces."""
 
 _FULFILLED = {
     "Muon gathers full matrices over the tensor-parallel ranks": "muon-tp-mode=duplicated",
-    "the parameters that Muon does not update are AdamW's": "muon-scalar-optimizer=adam",
+    "AdamW updates the parameters that Muon does not": "muon-scalar-optimizer=adam",
     "a signal always saves and ends the run": "exit-signal-handler",
-    "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
+    "layers are recomputed in groups of --checkpoint-num-layers, from the first layer on": "recompute-method=uniform",
     "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
     "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
     "throughput is always logged": "log-throughput",
     "TensorBoard also gets the times of --timing-log-level": "log-timers-to-tensorboard",
     "data sets are read by memory map": "data-impl=mmap data-impl=infer",
-    "no token of a causal model attends to following ones": "next-tokens next-tockens next",
+    "no token of a causal model attends to later tokens": "next-tokens next-tockens next",
     "offloaded state is page-locked by default": "use-pin-memory",
     "memory is never emptied": "empty-unused-memory-level=0",
     "processes of mpirun are recognized": "deepspeed-mpi",
@@ -42,7 +42,7 @@ _FULFILLED = {
     "no token is dropped without --moe-expert-capacity-factor": "disable-moe-token-dropping",
     "experts have their own parameter group with expert parallelism": "create-moe-param-group",
 }
-"""What happens in any case, as a flag asks for it."""
+"""What is always the case, to the flags that ask for it."""
 
 _IGNORED = {
     "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it": (
@@ -120,10 +120,10 @@ _IGNORED = {
     "weights are initialized before a checkpoint is loaded": "no-initialization init-model-with-meta-device",
     "it is a service of NVIDIA's own cluster": "*one-logger* app-tag-*",
 }
-"""What happens instead of what a flag asks for; a warning says so."""
+"""What happens instead of what a flag asks for, printed as a warning, to the flags."""
 
 _REFUSED = {
-    "rotation by other rules than Llama's and YaRN's is not supported: remove it": (
+    "only Llama's and YaRN's scaling of RoPE are supported: remove it": (
         "rotary-* rope-* no-rope-freq mrope-section original-max-position-embeddings low-freq-factor high-freq-factor"
     ),
     "not a part of GPT-2, Llama, BERT or T5: remove it": (
@@ -159,8 +159,8 @@ _REFUSED = {
         "keep-fp8-transpose-cache* num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor "
         "scattered-embeddings"
     ),
-    "the optimizer is offloaded completely: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to be "
-    "pageable": "optimizer-offload-fraction no-pin-cpu-grads no-pin-cpu-params",
+    "the optimizer is offloaded completely: use --offload-optimizer cpu, and --no-offload-pin-memory for pageable "
+    "memory": "optimizer-offload-fraction no-pin-cpu-grads no-pin-cpu-params",
     "the optimizer's state is fp32: use --grad-accum-dtype for the type of gradients": (
         "grad-reduce-in-bf16 ddp-reduce-scatter-with-fp32-accumulation use-precision-aware-optimizer main-grads-dtype "
         "main-params-dtype exp-avg-dtype exp-avg-sq-dtype"
@@ -253,16 +253,16 @@ _REFUSED = {
         "task pretrained-checkpoint train-data valid-data overlapping-eval strict-lambada"
     ),
 }
-"""Why a flag is refused, and what to use."""
+"""Why flags are refused and what to use instead, to the flags."""
 
 
 class Outcome(NamedTuple):
-    """What becomes of a classic flag."""
+    """How a classic flag is handled."""
 
     kind: str
     """``replaced``, ``fulfilled``, ``ignored`` or ``refused``."""
     text: str
-    """The flag that replaces it; what happens in any case, or instead; why it is refused, and what to use."""
+    """The replacement flag; what is always the case, or happens instead; why it is refused, and what to use."""
 
 
 def _by_name(kind: str, names_by_text: Mapping[str, str]) -> dict[str, Outcome]:
@@ -275,7 +275,7 @@ OUTCOMES: dict[str, Outcome] = {
     **_by_name("fulfilled", _FULFILLED),
     **_by_name("replaced", _REPLACED),
 }
-"""Name of a flag without dashes, of one of its values (``name=value``) or of a family (``name-*``) to its outcome."""
+"""Flag without dashes, flag with a value (``name=value``) or family of flags (``name-*``) to its outcome."""
 
 
 def outcome_of(name: str, values: Sequence[str]) -> Outcome | None:

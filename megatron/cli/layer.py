@@ -1,6 +1,6 @@
-"""One source of flags, such as a command line or a settings file: from what it gives to a value for each field.
+"""Reads one source of flags, such as a command line or a settings file, into one value for each config field.
 
-Names are accepted with hyphens or underscores. Flags that only Megatron-LM knows are replaced, ignored or refused.
+Flags may be written with hyphens or underscores. Classic flags that do not exist here are replaced, ignored or refused.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from megatron.model.architectures import BERT, GPT2, LLAVA, T5
 from megatron.model.spec import ArchitectureSpec
 
 _NEAR = 0.8
-"""Similarity from which on a known flag is suggested for an unknown one."""
+"""Minimum similarity at which a known flag is suggested for an unknown one."""
 _OF_OTHER_LIBRARIES = {
     "--learning-rate": "--lr",
     "--max-steps": "--train-iters",
@@ -28,73 +28,73 @@ _OF_OTHER_LIBRARIES = {
     "--warmup-steps": "--lr-warmup-iters",
     "--max-grad-norm": "--clip-grad",
 }
-"""Names of other libraries for flags of ours, in whose values units may differ: they are suggested, not replaced."""
+"""Flags of other libraries to the flag to suggest. They are not replaced, since units of the values may differ."""
 
 
 class Given(NamedTuple):
-    """A flag as a source gives it."""
+    """A flag and its unparsed value, from one source."""
 
     name: str
-    """With its dashes; without them it is a word that follows no flag."""
+    """The flag with its dashes; without dashes it is an argument that follows no flag."""
     value: bool | str | list[str]
-    """The words that follow a flag of a command line; in a settings file, whether it is on, a text or a list."""
+    """The arguments after the flag on a command line; in a settings file a boolean, a string or a list."""
     place: str = ""
     """The source, for messages; empty for the command line."""
 
     @property
     def at(self) -> str:
-        """The beginning of a message about it."""
+        """Prefix of messages about this flag."""
         return f"{self.place}: " if self.place else ""
 
     @property
-    def words(self) -> list[str]:
-        """Its value as words of a command line."""
+    def arguments(self) -> list[str]:
+        """The value as command-line arguments."""
         return [] if isinstance(self.value, bool) else [self.value] if isinstance(self.value, str) else self.value
 
 
 @dataclass
 class Layer:
-    """What one source gives."""
+    """The values and messages from one source of flags."""
 
     values: dict[str, Provided] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     """A message for each value that is missing or cannot be parsed."""
     warnings: list[str] = field(default_factory=list)
-    extra_words: list[str] = field(default_factory=list)
-    """The flags that the program of a provided model has added, for its parser."""
+    extra_arguments: list[str] = field(default_factory=list)
+    """Arguments for flags that ``extra_args_provider`` of a user's model has added, to be parsed by argparse."""
 
 
-def group(words: Sequence[str], place: str = "") -> list[Given]:
-    """Each flag of a command line, with the words that follow it up to the next flag."""
+def group(arguments: Sequence[str], place: str = "") -> list[Given]:
+    """Group command-line arguments: each flag with the arguments that follow it up to the next flag."""
     groups: list[Given] = []
     values: list[str] = []
-    for word in words:
-        name, equals, value = word.partition("=") if is_flag(word) else (word, "", "")
-        if is_flag(word) or not groups:
+    for argument in arguments:
+        name, equals, value = argument.partition("=") if is_flag(argument) else (argument, "", "")
+        if is_flag(argument) or not groups:
             values = [value] if equals else []
             groups.append(Given(name, values, place))
         else:
-            values.append(word)
+            values.append(argument)
     return groups
 
 
-def is_flag(word: str) -> bool:
-    """Whether a word of a command line is a flag: not a negative number."""
-    if not word.startswith("-") or word == "-":
+def is_flag(argument: str) -> bool:
+    """Whether a command-line argument is a flag, not a value such as a negative number."""
+    if not argument.startswith("-") or argument == "-":
         return False
     try:
-        float(word)
+        float(argument)
         return False
     except ValueError:
         return True
 
 
 def read_layer(given: Iterable[Given], parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> Layer:
-    """The layer of all that a source gives to the program that trains ``architecture``."""
+    """Read the flags of one source, for the program that trains ``architecture``."""
     reader = _Reader(parser, architecture)
-    for one in given:
-        reader.read(one)
+    for flag in given:
+        reader.read(flag)
     reader.layer.values = _merge_repetitions(_without_single_stage(reader.occurrences), reader.layer)
     return reader.layer
 
@@ -104,7 +104,7 @@ _Occurrence = tuple[str, str, Provided]
 
 
 class _Reader:
-    """Reads one flag after the other."""
+    """Parses flags one by one, and collects values and messages."""
 
     def __init__(self, parser: argparse.ArgumentParser, architecture: ArchitectureSpec):
         self.parser = parser
@@ -117,9 +117,9 @@ class _Reader:
 
     def read(self, given: Given) -> None:
         """Add the value of a flag, or a message, to the layer."""
-        name, at, values, problems = given.name.replace("_", "-"), given.at, given.words, self.layer.problems
+        name, at, values, problems = given.name.replace("_", "-"), given.at, given.arguments, self.layer.problems
         if not is_flag(name):
-            problems.extend(f"{at}{unexpected(word)}" for word in (given.name, *values))
+            problems.extend(f"{at}{unexpected(argument)}" for argument in (given.name, *values))
         elif name in self.known:
             self._read_known(*self.known[name], given)
         elif name in self.others:
@@ -151,49 +151,50 @@ class _Reader:
         elif isinstance(value, str) and action.nargs == 0:
             self.layer.problems.append(f"{at}{name} is a switch: write true or false")
         elif not isinstance(action, ConfigFlag):
-            self._add_extra_words(name, action, given)
+            self._add_extra_arguments(name, action, given)
         elif value is False:
-            if off := _off(action):
-                self.read(Given(off, [], given.place))
+            if opposite := _opposite_flag(action):
+                self.read(Given(opposite, [], given.place))
         else:
             self._read_value(name, action, given)
 
-    def _add_extra_words(self, name: str, action: argparse.Action, given: Given) -> None:
-        """Add a flag that is no field of the config, for the program's parser, which gets a value such as --x, too."""
-        words = given.words
+    def _add_extra_arguments(self, name: str, action: argparse.Action, given: Given) -> None:
+        """Add a flag that is not a config field. ``--flag=--x`` keeps a value that looks like a flag."""
+        values = given.arguments
         if action.nargs == 0:
-            self.layer.problems += [f"{given.at}{unexpected(word, name)}" for word in words]
+            self.layer.problems += [f"{given.at}{unexpected(value, name)}" for value in values]
         if given.value is not False:
-            self.layer.extra_words += (
-                [f"{name}={words[0]}", *words[1:]] if words and is_flag(words[0]) else [name, *words]
+            self.layer.extra_arguments += (
+                [f"{name}={values[0]}", *values[1:]] if values and is_flag(values[0]) else [name, *values]
             )
 
     def _read_value(self, name: str, action: argparse.Action, given: Given) -> None:
-        at, words, is_switch = given.at, given.words, action.nargs == 0
-        most = 0 if is_switch else 1 if action.nargs is None else len(words)
-        self.layer.problems += [f"{at}{unexpected(word, name if is_switch else None)}" for word in words[most:]]
-        if not is_switch and not words:
+        at, values, is_switch = given.at, given.arguments, action.nargs == 0
+        most = 0 if is_switch else 1 if action.nargs is None else len(values)
+        self.layer.problems += [f"{at}{unexpected(value, name if is_switch else None)}" for value in values[most:]]
+        if not is_switch and not values:
             self.layer.unreadable.append(f"{at}{name}: needs a value")
             return
-        text = " ".join(words[:most])
+        text = " ".join(values[:most])
         source = Source(name if is_switch else f"{name} {text or repr(text)}", given.place)
         value: Any = action.const
         try:
             if not is_switch:
-                value = read_value(flag_fields().get(action.dest), words[0] if action.nargs is None else words)
+                value = read_value(flag_fields().get(action.dest), values[0] if action.nargs is None else values)
         except ValueError as error:
             self.layer.unreadable.append(f"{source}: {error}")
         else:
             self.occurrences.append((action.dest, name, Provided(value, source)))
 
 
-def unexpected(word: str, switch: str | None = None) -> str:
-    """The message for a word of a command line that belongs to no flag, maybe behind a ``switch``."""
-    return f"unexpected argument {word!r}: {f'{switch} takes no value' if switch else 'every value follows its flag'}"
+def unexpected(argument: str, switch: str | None = None) -> str:
+    """The message for an argument that belongs to no flag, or follows a boolean flag ``switch``."""
+    reason = f"{switch} takes no value" if switch else "every value follows its flag"
+    return f"unexpected argument {argument!r}: {reason}"
 
 
-def _off(action: argparse.Action) -> str | None:
-    """The flag that a switch is off with; None if it is off without one."""
+def _opposite_flag(action: argparse.Action) -> str | None:
+    """The flag that undoes a boolean flag; None for a flag that sets another value, which is off unless given."""
     switch = flag_fields()[action.dest]
     if action.const is False:
         return flag_name(switch)
@@ -201,7 +202,7 @@ def _off(action: argparse.Action) -> str | None:
 
 
 def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
-    """The flags that the program of ``architecture`` refuses since other models have them, with the message."""
+    """Flags that only other programs have, to the message with which the program of ``architecture`` refuses them."""
     others = [field for field in flag_fields().values() if not has_flag(field, architecture.kinds)]
     return {
         name: f"{architecture.program} has no such flag: it is {_owner(field)}"
@@ -211,7 +212,7 @@ def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
 
 
 def _owner(field: Field) -> str:
-    """The model and the program that have the flag of ``field``, which not all have."""
+    """The model and the program that have the flag of ``field``, for messages."""
     models = flag_of(field).models
     if models == "gpt bert t5":
         return "for pretraining"
@@ -220,17 +221,17 @@ def _owner(field: Field) -> str:
 
 
 def _without_single_stage(occurrences: list[_Occurrence]) -> list[_Occurrence]:
-    """Without a pipeline size of 1 next to --no-pipeline-parallel: the scripts of Megatron-DeepSpeed give both."""
+    """Drop a pipeline size of 1 next to --no-pipeline-parallel: scripts of Megatron-DeepSpeed give both."""
     if all(flag != "--no-pipeline-parallel" for _, flag, _ in occurrences):
         return occurrences
     return [given for given in occurrences if (given[0], given[2].value) != ("pipe_parallel_size", 1)]
 
 
 def _merge_repetitions(occurrences: list[_Occurrence], layer: Layer) -> dict[str, Provided]:
-    """One value for each field; ``layer`` gets a warning for each value that a later one of the same flag replaces.
+    """One value for each field; ``layer`` gets a warning for each value that a repetition of the flag overrides.
 
-    The last value counts, so that the flags a user appends to a script replace the script's; aliases must not
-    contradict each other.
+    The last value wins, so that flags appended to a script override the script; aliases must not contradict each
+    other.
     """
     values: dict[str, Provided] = {}
     flags: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The argument parser of a program, built from the fields of the config, and its help."""
+"""Builds the argument parser of a program, and its help, from the fields of the config."""
 
 import argparse
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -27,8 +27,8 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
         description=f"Trains {model} with tensor, pipeline and data parallelism on DeepSpeed.",
-        epilog="Flags may be written with hyphens or underscores. Of a flag that is repeated the last value "
-        "counts, with a warning. --no-FLAG switches off what --config switches on.",
+        epilog="Flags may be written with hyphens or underscores. If a flag is repeated, the last value is used, "
+        "with a warning. --no-FLAG turns off what --config turns on.",
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -38,7 +38,7 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         action=ConfigFlag,
         dest=SETTINGS_FILE,
         metavar="FILE",
-        help="File of settings (YAML): a line FLAG: VALUE for each flag. Flags on the command line win.",
+        help="File of settings (YAML): a line FLAG: VALUE for each flag. Flags on the command line override it.",
     )
     launch = parser.add_argument_group("DeepSpeed")
     launch.add_argument(
@@ -67,13 +67,13 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
 
 
 def _add_fields(parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> None:
-    """The flags of the config's fields, each in the group of its section or of the class that a section inherits."""
+    """Add the flags of all config fields, grouped by the dataclass that declares them."""
     for section in sections().values():
         for part in filter(is_dataclass, section.__mro__):
             group = parser.add_argument_group((part.__doc__ or "").rstrip("."))
-            own = get_annotations(part)
+            declared = get_annotations(part)
             for field in fields(part):
-                if field.name in own and "flag" in field.metadata and has_flag(field, architecture.kinds):
+                if field.name in declared and "flag" in field.metadata and has_flag(field, architecture.kinds):
                     _add_flag(group, field)
 
 
@@ -116,7 +116,7 @@ def _help(field: Field) -> str:
 
 
 class ConfigFlag(argparse.Action):
-    """A flag of the config: ``layer`` reads it, so that all errors are reported at once."""
+    """A flag of the config. ``layer`` parses it instead of argparse, so that all errors are reported at once."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("argparse parses only the flags that programs add")

@@ -1,6 +1,6 @@
-"""Models by name: the values that ``--model-preset`` and the planner's ``--model`` give to flags. No torch here.
+"""Published models by name: the flags that ``--model-preset`` and the planner's ``--model`` stand for. No torch here.
 
-The sizes are those of the published models, and ``parameters`` is their published number of parameters.
+The sizes and the numbers of ``parameters`` are the published ones.
 """
 
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ GPT2_PROGRAM, BERT_PROGRAM, VLM_PROGRAM = "pretrain_gpt2.py", "pretrain_bert.py"
 
 @dataclass(frozen=True)
 class Preset:
-    """A model's flags, and what no flag says of it."""
+    """Flags of a published model, and facts without a flag."""
 
     flags: Mapping[str, Any]
-    """Field of the config to its value."""
+    """Config field to its value."""
     vocab_size: int
-    """Rows of its table of tokens. The tokenizer of a run decides on its own."""
+    """Rows of the published token embedding. In a run the tokenizer determines the vocabulary size."""
     parameters: int | None = None
-    """Its published number of parameters, if there is one."""
+    """Published number of parameters, if there is one."""
     program: str = GPT2_PROGRAM
     """The entry script that trains it."""
 
 
-def preset_words(name: str) -> list[str]:
-    """The command-line arguments that stand for a preset."""
-    words: list[str] = []
+def preset_arguments(name: str) -> list[str]:
+    """The command-line arguments that a preset stands for."""
+    arguments: list[str] = []
     for field, value in PRESETS[name].flags.items():
         flag = "--" + field.replace("_", "-")
-        words += [] if value is False else [flag] if value is True else [flag, str(value)]
-    return words
+        arguments += [] if value is False else [flag] if value is True else [flag, str(value)]
+    return arguments
 
 
 def _sizes(layers: int, hidden: int, heads: int, seq_length: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _sizes(layers: int, hidden: int, heads: int, seq_length: int) -> dict[str, A
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq_length: int = 2048, parameters: int | None = None) -> Preset:
-    """arXiv 1909.08053 and 2104.04473; GPT-2's own sizes have 1,024 tokens."""
+    """GPT models (arXiv 1909.08053 and 2104.04473); OpenAI's GPT-2 has sequences of 1,024 tokens."""
     return Preset(_sizes(layers, hidden, heads, seq_length), 50257, parameters)
 
 
@@ -84,7 +84,7 @@ def _llama(
 def _llama3(
     layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, factor: float = 8.0, tied: bool = False
 ) -> Preset:
-    """arXiv 2407.21783: 8 query groups, trained on 8,192 tokens and extended to 131,072."""
+    """Llama 3 (arXiv 2407.21783): 8 query groups, trained on 8,192 tokens and extended to 131,072."""
     scaling = {"use_rope_scaling": True, "rope_scaling_factor": factor}
     sizes = (layers, hidden, heads, ffn, 8192, 128256, parameters)
     return _llama(*sizes, groups=8, base=500000.0, positions=131072, tied=tied, more=scaling)
@@ -93,14 +93,14 @@ def _llama3(
 def _qwen2(
     layers: int, hidden: int, heads: int, ffn: int, groups: int, parameters: int, *, tied: bool = False
 ) -> Preset:
-    """Qwen2.5 (arXiv 2412.15115): biases for queries, keys and values. Small models have fewer rows of padding."""
+    """Qwen2.5 (arXiv 2412.15115): biases for Q, K and V. Small models pad the vocabulary less."""
     sizes = (layers, hidden, heads, ffn, 4096, 151936 if tied else 152064, parameters)
     flags = {"add_qkv_bias": True, "layernorm_epsilon": 1e-6}
     return _llama(*sizes, groups=groups, base=1e6, positions=32768, tied=tied, more=flags)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, tied: bool = False) -> Preset:
-    """Qwen3 (arXiv 2505.09388): heads of 128 whatever the hidden size, their queries and keys normalized."""
+    """Qwen3 (arXiv 2505.09388): head size 128 for any hidden size, with QK-norm."""
     sizes = (layers, hidden, heads, ffn, 4096, 151936, parameters)
     flags = {"kv_channels": 128, "qk_layernorm": True, "layernorm_epsilon": 1e-6}
     return _llama(*sizes, groups=8, base=1e6, positions=40960, tied=tied, more=flags)
@@ -110,7 +110,7 @@ def _llava(
     language: Preset, encoder: tuple[str, int, int, int, int, int, int], token: int, parameters: int | None = None,
     *, seq_length: int, vocab_size: int = 0, **more: Any,
 ) -> Preset:  # fmt: skip
-    """A language model of ``vocab_size`` rows with an encoder: kind, layers, hidden, MLP, heads, image, patch size."""
+    """A language model with a vision ``encoder``: (kind, layers, hidden, MLP, heads, image size, patch size)."""
     sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "image_size", "patch_size")
     kind, *numbers = encoder
     flags: dict[str, Any] = {f"vision_{name}": number for name, number in zip(sizes, numbers, strict=True)}

@@ -1,4 +1,4 @@
-"""The values that a user provides: from texts to values, with their sources, and the intervals that they must be in."""
+"""Parses the values that a user provides, and keeps their sources for messages."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron.config.fields import flag_of, is_decimal
 
 
 class Source(str):
-    """A flag with its value as typed, such as ``--lr 0.1``, after the place that it is from, such as file and line."""
+    """A flag and its value as typed, such as ``--lr 0.1``, prefixed with its place, such as file and line."""
 
     typed: str
 
@@ -23,14 +23,14 @@ class Source(str):
 
 
 class Provided(NamedTuple):
-    """A value that the user provided for a field, as opposed to its default, and the source that messages quote."""
+    """A value that the user provided for a field, as opposed to a default, and its source for messages."""
 
     value: Any
     source: str
-    """A ``Source`` or a flag with its value, or the JSON key with its value and file."""
+    """A ``Source``, a flag with its value, or a JSON key with its value and file."""
 
     @property
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """The command-line arguments that provide the value, if its source is a flag."""
         flag, *rest = (self.source.typed if isinstance(self.source, Source) else self.source).split(" ", 1)
         return [flag, *map(str, self.value)] if isinstance(self.value, tuple) else [flag, *rest]
@@ -42,7 +42,7 @@ def value_type(field: Field) -> Any:
 
 
 def read_value(field: Field | None, text: str | list[str]) -> Any:
-    """The value of ``text`` for ``field``, or for a flag that is no field. Raises ValueError if it cannot be parsed."""
+    """Parse ``text`` for ``field``, or for a flag that is not a field (None). Raises ValueError if it is invalid."""
     if field is None:
         return _text(str(text))
     if isinstance(text, list):
@@ -55,39 +55,39 @@ def read_value(field: Field | None, text: str | list[str]) -> Any:
 
 
 def _layer_freq(text: str) -> int | str:
-    """The number of ``--moe-layer-freq``, or its list in the form of ``as_runs``."""
+    """Parse ``--moe-layer-freq``: a number, or a list, which is normalized with ``as_runs``."""
     if "[" in text:
         return as_runs(layer_list(text))
-    if (number := _whole(text)) < 1:
+    if (number := _integer(text)) < 1:
         raise ValueError("must be 1 or more")
     return number
 
 
 def _first_of_window(text: str) -> str:
-    """The tokens before each, of Megatron-LM's ``--window-size`` with those before and after: N of N,0 or (N, 0)."""
+    """N of Megatron-LM's ``--window-size N,0`` or ``(N, 0)``: the tokens before and after each token."""
     is_pair = text.startswith("(") and text.endswith(")") and "," in text
     before, comma, after = (text[1:-1] if is_pair else text).partition(",")
     if comma and after.strip() != "0":
-        raise ValueError(f"a causal model sees no token after its own: give {before},0")
+        raise ValueError(f"a causal model attends to no later tokens: give {before},0")
     return before
 
 
 _LARGEST = 2**53
-"""Up to here, whole numbers are exact as floats."""
+"""Integers up to this value are exact as floats."""
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     number = read_number(text)
     if abs(number) > _LARGEST:
         raise ValueError(f"must be {_LARGEST} at most")
     if number != int(number):
         raise ValueError("must be a whole number")
-    # Through float only if there is a point or an exponent: large seeds would lose digits.
+    # Convert via float only if there is a point or an exponent: large seeds would lose digits.
     return int(text) if text.removeprefix("-").isdecimal() else int(number)
 
 
 def read_number(text: str) -> float:
-    """The finite number that ``text`` is. Raises ValueError for anything else."""
+    """Parse a finite number. Raises ValueError for anything else."""
     try:
         number = float(text)
     except ValueError:
@@ -105,4 +105,4 @@ def _text(text: str) -> str:
     return text
 
 
-_READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: read_number, str: _text}
+_READERS: dict[type, Callable[[str], Any]] = {int: _integer, float: read_number, str: _text}

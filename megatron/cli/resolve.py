@@ -1,4 +1,4 @@
-"""The final value of every field of a run: fields that are not provided follow from others and the environment."""
+"""Resolves the final value of every config field: derives missing ones from other fields and the environment."""
 
 import math
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping
 
 
 def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
-    """With the number of model chunks per stage of the interleaved schedule, which the flags for them select."""
+    """Set the number of model chunks per stage. A flag for model chunks selects the interleaved schedule."""
     parallel, numbers = run.parallel, explicit(run.parallel.pipeline_partition)
     flags = [provided[name].source for name in _VIRTUAL_STAGES if name in provided]
     if not parallel.uses_pipeline or (parallel.pipeline_schedule != "interleaved" and not flags):
@@ -148,7 +148,7 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
 
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
     model = _both_stacks(run) if architecture.is_encoder_decoder else run.model
-    if architecture.reads_images:  # ``num_layers`` is from here on of the encoder of images, too
+    if architecture.reads_images:  # from here on ``num_layers`` includes the vision encoder
         layers = model.num_layers + model.vision_layers
         model = replace(model, num_layers=layers, text_seq_length=run.data.seq_length)
     packs = run.data.sft and not architecture.is_encoder_decoder
@@ -168,7 +168,7 @@ def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
 
 
 def _both_stacks(run: RunConfig) -> ModelConfig:
-    """The model with the layers and lengths of encoder and decoder; ``num_layers`` is from here on of both."""
+    """The model with layers and lengths of encoder and decoder; from here on ``num_layers`` counts both."""
     model, encoder = run.model, run.model.num_layers
     decoder = model.decoder_num_layers or encoder
     return replace(
@@ -188,9 +188,9 @@ def _activation(activation: ActivationConfig) -> ActivationConfig:
 
 
 def _zero(run: RunConfig) -> ZeroConfig:
-    """Half precision at stage 0, by default or provided, is stage 1, which computes what stage 0 should.
+    """Replace stage 0 in half precision, default or provided, by stage 1, which computes what stage 0 should.
 
-    DeepSpeed 0.19.8 without ZeRO clips by the gradient norm of one tensor-parallel rank; in fp16 it does not scale
+    DeepSpeed 0.19.8 without ZeRO clips with the gradient norm of one tensor-parallel rank; in fp16 it does not scale
     the loss, but divides the gradient by the scale; in bf16 on ``DeepSpeedEngine`` it keeps no fp32 weights.
     """
     if run.precision.dtype == "fp32" or run.zero.zero_stage > 0:
@@ -216,8 +216,8 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
     )
     if train.epochs is not None and run.data.sft:
         samples = 1.0
-        with suppress(DataError):  # which the check of the data raises again
-            from megatron.data.datasets import samples_per_epoch  # NumPy, which a mistake need not wait for
+        with suppress(DataError):  # the check of the data raises it again
+            from megatron.data.datasets import samples_per_epoch  # imports NumPy: keeps other errors fast
 
             samples = train.epochs * samples_per_epoch(run.data)
         train = replace(train, train_iters=math.ceil(samples / batch.global_size))

@@ -1,7 +1,7 @@
-"""The settings file of ``--config``: YAML with a line ``FLAG: VALUE`` for each flag, read with the line of each.
+"""Reads and writes the settings file of ``--config``: YAML with a line ``FLAG: VALUE`` for each flag.
 
-Only the flat part of YAML is accepted: texts, numbers, true and false, and lists of them. Values are taken as they are
-written, so that none of YAML's guesses apply: ``1e-4`` is a number where the flag takes one, ``no`` is a text.
+Only flat YAML is accepted: strings, numbers, true and false, and lists of them. The type of the flag decides how a
+value is parsed, not YAML's rules: ``1e-4`` is a number if the flag takes one, ``no`` is a string.
 """
 
 import re
@@ -17,13 +17,13 @@ from megatron.config import RunConfig
 from megatron.model.spec import architecture_of
 
 _LARGEST = 1 << 18
-"""Bytes of a settings file: far more than all flags have."""
+"""Maximum size of a settings file in bytes, far larger than a file with all flags."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _TAGS = frozenset(
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "bool", "null", "int", "float", "timestamp", "seq", "map", "merge", "value")
 )
-"""What YAML makes of values without a tag, and the tags of the same names."""
+"""YAML's standard tags, which it also assigns to values without a tag."""
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
@@ -31,7 +31,7 @@ def read_settings_file(path: str) -> list[Given]:
     """The settings in ``path``, in order.
 
     Raises:
-        ConfigError: the file is missing or unreadable, or not such a file; the message names the line.
+        ConfigError: the file is missing, unreadable, or not a settings file; the message names the line.
     """
     try:
         text = read_bytes(path, largest=_LARGEST).decode("utf-8-sig")
@@ -52,7 +52,7 @@ def read_settings_file(path: str) -> list[Given]:
     except RecursionError:
         raise ConfigError(f"{path}: nested too deep: write lines of FLAG: VALUE") from None
     if root is None:
-        raise ConfigError(f"{path}: holds no settings: write lines of FLAG: VALUE")
+        raise ConfigError(f"{path}: has no settings: write lines of FLAG: VALUE")
     if not isinstance(root, yaml.MappingNode):
         _refuse(path, root.start_mark, "not a setting: write lines of FLAG: VALUE")
     settings: list[Given] = []
@@ -71,7 +71,7 @@ def read_settings_file(path: str) -> list[Given]:
 
 
 def _check_tags(path: str, nodes: Iterable[yaml.Node]) -> None:
-    """Raises ConfigError for a tag of another kind than YAML's own, such as ``!!python/tuple``, or one of a program."""
+    """Raise ConfigError for a tag that is not a standard one, such as ``!!python/tuple``."""
     for node in nodes:
         if node.tag not in _TAGS:
             _refuse(path, node.start_mark, f"the tag {node.tag!r} is not supported: write the value without it")
@@ -108,7 +108,7 @@ def _refuse(path: str, mark: yaml.Mark | None, problem: str) -> NoReturn:
 
 
 def settings_text(run: RunConfig) -> str:
-    """A settings file with the flags that ``run`` was given."""
+    """The text of a settings file with the flags of ``run``."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in run.settings.items()}
     program = architecture_of(run.model).program
     head = f"# The flags of this run of {program}, from --config and the command line; --config reads them again.\n"

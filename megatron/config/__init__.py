@@ -1,9 +1,8 @@
 """The configuration of a run: frozen dataclasses, created once from the command line. Imports no torch.
 
-Each field made with ``flag(...)`` is a command-line flag with its help, aliases and choices, from which
-``command_line`` builds the parser. Fields made with ``derived(...)`` have no flag: they follow from
-other fields or from the environment. Every field holds its *resolved* value, after flags and JSON file
-are merged.
+Each field made with ``flag(...)`` is a command-line flag with its help, aliases and choices; ``megatron.cli.parser``
+builds the argument parser from these fields. Fields made with ``derived(...)`` have no flag: their values follow from
+other fields or from the environment. Every field holds its *resolved* value, after flags and JSON file are merged.
 """
 
 import dataclasses
@@ -41,10 +40,10 @@ class RunConfig:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Flags that a program has added (``extra_args_provider`` of ``pretrain``), by their names in argparse."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The value of each flag that was given, by its name: a settings file with them repeats the run."""
+    """Flags given by the user, name to value: a settings file with these values repeats the run."""
 
     def with_image_slots(self, slots: int) -> "RunConfig":
-        """The run with ``--images-per-micro-batch`` image slots, by default ``slots``, if its model reads images."""
+        """This run with ``--images-per-micro-batch`` (default: ``slots``) image slots if its model reads images."""
         if not self.model.vision_num_layers:
             return self
         slots, samples = self.model.images_per_micro_batch or slots, self.train.micro_batch_size
@@ -61,17 +60,17 @@ class RunConfig:
 
     @property
     def coalesces_grad_reduction(self) -> bool:
-        """Whether ranks hold unsharded gradients until the end of a step, by ``--zero-coalesce-grad-reduction``.
+        """Whether ranks hold unsharded gradients until the end of a step, with ``--zero-coalesce-grad-reduction``.
 
-        A single micro-batch has none to add to.
+        A step of a single micro-batch accumulates nothing.
         """
         return self.zero.zero_coalesce_grad_reduction and self.train.gradient_accumulation_steps > 1
 
     @property
     def gradient_bucket(self) -> int | None:
-        """Elements of gradients that ZeRO 1 and 2 reduce together over the data-parallel ranks; None for all of them.
+        """Gradient elements that ZeRO 1 and 2 reduce at a time over the data-parallel ranks; None for all at once.
 
-        The default is Megatron-LM's: large enough for the bandwidth of the links, whatever the number of ranks.
+        The default is Megatron-LM's: large enough for the bandwidth of the links, regardless of the number of ranks.
         """
         ranks = self.parallel.data_parallel_size * self.parallel.sequence_ranks
         if self.zero.zero_stage not in (1, 2) or self.zero.offloads_optimizer or ranks <= 1:
@@ -82,7 +81,8 @@ class RunConfig:
     def overlaps_grad_reduce(self) -> bool:
         """Whether ranks reduce gradients during the backward pass, unless --no-overlap-grad-reduce.
 
-        Not where a weight gets several gradients in a backward pass, or gets it after that.
+        Off with --tiled-mlp, where a weight gets several gradients in one backward pass, and with ZB-H1 and ZB-V,
+        which compute weight gradients after the backward pass.
         """
         is_split = self.parallel.pipeline_schedule in ("zbh1", "zbv")
         return self.zero.zero_overlap_comm is not False and not (self.model.tiled_mlp or is_split)
@@ -93,14 +93,14 @@ class RunConfig:
         return self.zero.overlap_param_gather is not False
 
     def is_logged(self, iteration: int) -> bool:
-        """Whether the metrics of ``iteration`` are logged, which they always are for the last one.
+        """Whether the metrics of ``iteration`` are logged. The last iteration always is.
 
-        Without ``--log-interval`` the first five iterations are logged, too. After a resume an interval of which less
-        than half is left joins the next one: the mean of a few losses among means of many looks like a spike.
+        Without ``--log-interval`` the first five iterations are logged, too. If a resumed run has less than half of a
+        log interval left, it is merged with the next interval: the mean of a few losses would look like a spike.
         """
         is_early = self.logging.log_interval is None and 0 < iteration <= 5
-        is_whole = iteration - self.train.resumed_after >= self.log_interval / 2
-        is_due = iteration % self.log_interval == 0 and is_whole
+        has_enough_losses = iteration - self.train.resumed_after >= self.log_interval / 2
+        is_due = iteration % self.log_interval == 0 and has_enough_losses
         return is_early or is_due or iteration == self.train.train_iters
 
 
@@ -112,7 +112,7 @@ def sections() -> dict[str, type]:
 
 
 def flag_value(run: RunConfig, name: str) -> Any:
-    """The value that ``run`` has for the field of this name, which has a flag."""
+    """The value in ``run`` of the field ``name``, which must have a flag."""
     return getattr(getattr(run, _section_names()[name]), name)
 
 

@@ -7,16 +7,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 Steps = tuple[tuple[int, int], ...]
-"""(samples, batch size): the size of global batches from that number of consumed samples on. The first begins at 0."""
+"""Pairs (samples, batch size): the global batch size after that many consumed samples. The first pair starts at 0."""
 
 
 class Phase(NamedTuple):
     """Consecutive iterations with one batch size."""
 
     finished: int
-    """Iterations before it."""
+    """Iterations before this phase."""
     first_sample: int
-    """Samples consumed before it."""
+    """Samples consumed before this phase."""
     size: int
 
 
@@ -24,13 +24,12 @@ class Phase(NamedTuple):
 class BatchSchedule:
     """The size of each global batch, and with it how many samples a number of iterations consumes.
 
-    The size of a batch follows from the samples consumed before it, so that a step of the schedule begins with the
-    first iteration at or after its number of samples.
+    A step of the schedule takes effect with the first iteration that starts at or after its number of samples.
     """
 
     steps: Steps
     start_iteration: int = 0
-    """Iteration after which ``start_sample`` samples were consumed: 0 after 0 unless a run began with other sizes."""
+    """Iteration after which ``start_sample`` samples were consumed; 0 unless the run began with other batch sizes."""
     start_sample: int = 0
 
     @property
@@ -59,7 +58,7 @@ class BatchSchedule:
         yield from (phase for phase in self._phases if finished < phase.finished < last)
 
     def __str__(self) -> str:
-        """Such as ``4, 8 from sample 100 on``; a constant size is its number."""
+        """Text such as ``4, 8 from sample 100 on``; a single number for a constant size."""
         (_, first), *others = self.steps
         return ", ".join([str(first), *(f"{size:,} from sample {samples:,} on" for samples, size in others)])
 

@@ -1,4 +1,4 @@
-"""Settings of data and tokenizer, and how a blend of data sets is written."""
+"""Data and tokenizer settings, and the parser for blends of data sets."""
 
 import os
 from collections import Counter
@@ -20,21 +20,21 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def read_blend(words: tuple[str, ...]) -> tuple[Part, ...]:
-    """The parts of ``0.3 PREFIX 0.7 PREFIX``, or of a single ``PREFIX``; weights are relative, and taken exactly.
+def read_blend(arguments: tuple[str, ...]) -> tuple[Part, ...]:
+    """Parse ``0.3 PREFIX 0.7 PREFIX``, or a single ``PREFIX``; weights are relative, and kept as exact fractions.
 
     Raises:
-        ValueError: the words are no blend.
+        ValueError: the arguments are not a blend.
     """
-    if len(words) == 1:
-        return (Part(Fraction(1), words[0]),)
-    if len(words) % 2:
-        raise ValueError(f"{len(words)} words: give one prefix, or WEIGHT PREFIX for each data set")
-    weights = [_read_weight(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
-    prefixes = words[1::2]
+    if len(arguments) == 1:
+        return (Part(Fraction(1), arguments[0]),)
+    if len(arguments) % 2:
+        raise ValueError(f"{len(arguments)} arguments: give one prefix, or WEIGHT PREFIX for each data set")
+    weights = [_read_weight(*pair) for pair in zip(arguments[::2], arguments[1::2], strict=True)]
+    prefixes = arguments[1::2]
     counts = Counter(map(os.path.normpath, prefixes))
-    if twice := next((prefix for prefix in prefixes if counts[os.path.normpath(prefix)] > 1), None):
-        raise ValueError(f"{twice} is given twice: give it once, with the sum of its weights")
+    if duplicate := next((prefix for prefix in prefixes if counts[os.path.normpath(prefix)] > 1), None):
+        raise ValueError(f"{duplicate} is given twice: give it once, with the sum of its weights")
     total = sum(weights)
     return tuple(Part(weight / total, prefix) for weight, prefix in zip(weights, prefixes, strict=True))
 
@@ -52,28 +52,28 @@ SPLITS = ("train", "valid", "test")
 
 
 def loss_mask_prefix(prefix: str) -> str:
-    """The prefix of the data set that says which tokens of the one at ``prefix`` count in the loss."""
+    """The prefix of the loss mask of the data set at ``prefix``: which of its tokens count in the loss."""
     return f"{prefix}_loss_mask"
 
 
 def chat_template_file(prefix: str) -> str:
-    """The file with the chat template that the conversations of the data set at ``prefix`` were written with."""
+    """The file with the chat template of the conversations in the data set at ``prefix``."""
     return f"{prefix}_chat_template.json"
 
 
 def target_prefix(prefix: str) -> str:
-    """The prefix of the data set with the targets of the texts at ``prefix``; ``prefix`` itself if it is not named so.
+    """The prefix of the targets for the inputs at ``prefix``; ``prefix`` itself if its name has no ``_input_``.
 
-    Both are written for the keys ``input`` and ``target`` of the same lines.
+    Preprocessing writes both from the keys ``input`` and ``target`` of the same records.
     """
     head, name, tail = prefix.rpartition("_input_")
     return f"{head}_target_{tail}" if name and "/" not in tail else prefix
 
 
 MOCK_DATA = "mock data"
-"""What stands for a hash of their content."""
+"""``data_hash`` of a run on mock data."""
 DEFAULT_VOCABULARY = {False: 50257, True: 30522}
-"""By ``masked_lm``: tokens of GPT-2's vocabulary and of BERT's."""
+"""Vocabulary size by ``masked_lm``: GPT-2's (False) and BERT's (True)."""
 _BLEND = "[WEIGHT] PREFIX ..."
 
 _pretraining_flag = partial(flag, models="gpt bert t5")
@@ -183,13 +183,13 @@ class DataConfig:
     data_hash: str = derived("")
     """Hash of the content of the data, or ``MOCK_DATA``; empty if no checkpoint is saved or loaded."""
     tokenizer_hash: str = derived("")
-    """Hash of the tokenizer's files, likewise."""
+    """Hash of the tokenizer's files; empty if no checkpoint is saved or loaded."""
     chat_template: str = derived("")
-    """The chat template of conversations and its special tokens, a JSON object, likewise."""
+    """Chat template and special tokens of conversations, as JSON; empty if no checkpoint is saved or loaded."""
 
     @property
     def extra_ids(self) -> int:
-        """Sentinels that are added to the vocabulary; none for a model without encoder and decoder."""
+        """Number of sentinels added to the vocabulary; 0 unless the model is encoder-decoder."""
         return self.vocab_extra_ids if self.decoder_seq_length else 0
 
     @property
@@ -202,15 +202,15 @@ class DataConfig:
         """The blend of each split, empty for a split without data. Raises ValueError if a blend cannot be parsed."""
         if self.is_split:
             return dict.fromkeys(SPLITS, read_blend(self.data_path) if self.data_path else ())
-        texts = (self.train_data_path, self.valid_data_path, self.test_data_path)
-        return {name: read_blend(words) if words else () for name, words in zip(SPLITS, texts, strict=True)}
+        paths = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        return {name: read_blend(path) if path else () for name, path in zip(SPLITS, paths, strict=True)}
 
     @property
     def contents(self) -> tuple[tuple[str, ...], ...]:
-        """The prefixes of the one blend that is divided, or of the blend of each split; with loss masks."""
+        """All prefixes of each provided blend (one that ``split`` divides, or one per split), loss masks included."""
         companion = target_prefix if self.decoder_seq_length else loss_mask_prefix
-        own = (lambda prefix: (prefix, companion(prefix))) if self.sft else (lambda prefix: (prefix,))
-        return tuple(tuple(name for part in parts for name in own(part.prefix)) for parts in self._provided_blends)
+        files = (lambda prefix: (prefix, companion(prefix))) if self.sft else (lambda prefix: (prefix,))
+        return tuple(tuple(name for part in parts for name in files(part.prefix)) for parts in self._provided_blends)
 
     @property
     def proportions(self) -> str:

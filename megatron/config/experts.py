@@ -1,4 +1,4 @@
-"""Additions to the linear layers of a model: a mixture of experts, and low-rank adapters (LoRA)."""
+"""Settings of mixtures of experts and of low-rank adapters (LoRA)."""
 
 import ast
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class ExpertConfig:
         multiple_of="expert_model_parallel_size",
         excludes={
             "optimizer=muon": "it takes one matrix at a time, and experts are stacked",
-            "lora_rank": "adapters belong to linear layers, and experts replace those of the MLP",
+            "lora_rank": "adapters belong to linear layers, and experts replace the linear layers of the MLP",
             "gradient_accumulation_fusion": "it is made for linear layers, not for the matmuls of experts",
             "tiled_mlp": "there is no MLP whose tokens could be divided",
         },
     )
     moe_layer_freq: int | str = _expert_flag(
         1,
-        "Every Nth layer has experts; or a list with 1 for each layer that has, such as [0]*1+[1]*3.",
+        "Every Nth layer has experts; or a list with 1 for each layer with experts, such as [0]*1+[1]*3.",
         metavar="N|LIST",
     )
     moe_ffn_hidden_size: int = _expert_flag(
@@ -72,12 +72,12 @@ class ExpertConfig:
     moe_router_dtype: str = _expert_flag("fp32", "Type in which the router computes.", choices=("fp32", "fp64"))
     moe_expert_capacity_factor: float = _expert_flag(
         0.0,
-        "Most tokens of a sample that an expert computes, as a multiple of an equal share; others are dropped.",
+        "Maximum tokens of a sample for each expert, as a multiple of an equal share; others are dropped.",
         within="(0, inf)",
     )
     moe_pad_expert_input_to_capacity: bool = _expert_flag(
         False,
-        "Give each expert as many rows as its capacity, so that no size depends on the data.",
+        "Pad the input of each expert to its capacity, so that no tensor shape depends on the data.",
         needs="moe_expert_capacity_factor",
     )
     moe_token_dispatcher_type: str = _causal_flag(
@@ -93,10 +93,10 @@ class ExpertConfig:
         multiple_of="model_parallel_size",
     )
     moe_grouped_gemm: bool = _expert_flag(
-        True, "Multiply with the weights of all experts in one kernel, on CUDA in bf16; on by default."
+        True, "Compute all experts with one grouped GEMM kernel, on CUDA in bf16; enabled by default."
     )
     moe_per_layer_logging: bool = _expert_flag(
-        False, "Log the load of each expert of each layer, of which tools/report.py makes a picture."
+        False, "Log the load of each expert of each layer, which tools/report.py plots."
     )
 
     @property
@@ -114,14 +114,14 @@ class ExpertConfig:
 
 _MOST_LAYERS = 20_000
 _MOST_RUNS = 100
-"""Python reads sums of some hundred terms."""
+"""Python's parser limits how many terms a sum may have."""
 
 
 @cache
 def layer_list(text: str) -> tuple[int, ...]:
-    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
+    """Parse a Python list expression of zeros and ones, such as ``([0]+[1])*2``, without evaluating it.
 
-    Raises ValueError if it is no such list, or a longer one than any model.
+    Raises ValueError if it is not such a list, or longer than any model.
     """
     try:
         return tuple(_elements(ast.parse(text.strip("\"' "), mode="eval").body))
@@ -131,7 +131,7 @@ def layer_list(text: str) -> tuple[int, ...]:
 
 
 def _elements(node: ast.AST) -> list[int]:
-    """The elements of an expression. Raises ValueError for what is no list, or one that would take gigabytes."""
+    """The elements of an expression. Raises ValueError if it is not a list, or a list that would take gigabytes."""
     times = 1
     match node:
         case ast.List(elts=elements):
@@ -151,7 +151,7 @@ def _elements(node: ast.AST) -> list[int]:
 
 
 def as_runs(listed: Sequence[int]) -> str:
-    """The list as ``--moe-layer-freq`` takes it: [0]*1+[1]*3, or [0,1,0] if it falls into more than 100 runs."""
+    """The list in the notation of ``--moe-layer-freq``: [0]*1+[1]*3, or [0,1,0] if it has more than 100 runs."""
     runs = [(int(value), len(list(run))) for value, run in groupby(listed)]
     if len(runs) > _MOST_RUNS:
         return f"[{','.join(str(int(value)) for value in listed)}]"
@@ -164,7 +164,7 @@ LORA_TARGETS = {
     "dense_h_to_4h": ("gate_proj", "up_proj"),
     "dense_4h_to_h": ("down_proj",),
 }
-"""Linear layers that can have an adapter, and the matrices of Llama's that each of them holds."""
+"""Linear layers that can have an adapter, and the names of Llama's projections that each layer contains."""
 
 _adapter_flag = partial(flag, models="gpt", needs="lora_rank")
 

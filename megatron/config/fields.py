@@ -1,4 +1,4 @@
-"""Fields of the config, with what the command line needs to know of each."""
+"""Config fields with metadata for the command line: flag name, help, valid values, and rules about other flags."""
 
 import re
 from collections.abc import Mapping
@@ -9,12 +9,13 @@ from megatron.common.errors import shown
 from megatron.common.reading import type_problem
 
 Relations: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
-"""Conditions on other flags, maybe with the reason of each.
+"""Conditions on other flags, optionally with a reason for each.
 
-A flag can, or cannot, be combined with those of ``needs`` and ``excludes``; without those of ``ignored_without`` it has
-no effect, which is a warning. A condition is the name of a field, which holds if its value is not the default, a field
-with values (``zero_stage=2|3``), or several with ``or``. Before it may stand the values of the flag itself that it is
-for: ``nvme: zero_stage=3``. Of the conditions that a flag needs only the first that does not hold is reported.
+A flag requires the conditions in ``needs`` and rejects the conditions in ``excludes``; if a condition in
+``ignored_without`` does not hold, the flag has no effect, which is a warning. A condition is the name of a field (it
+holds if the value is not the default), a field with values (``zero_stage=2|3``), or several joined with ``or``. A
+prefix restricts the condition to some values of the flag itself: ``nvme: zero_stage=3``. Of the conditions in
+``needs`` only the first that does not hold is reported.
 """
 
 
@@ -28,14 +29,14 @@ def is_decimal(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line needs to know of a field."""
+    """Command-line metadata of a field."""
 
     help: str
     name: str | None = None
-    """By default the field's."""
+    """Name of the flag, by default the name of the field."""
     aliases: tuple[str, ...] = ()
     switches: Mapping[str, Any] = field(default_factory=dict)
-    """More flags, each with the value that it sets."""
+    """Additional flags without argument, and the value that each one sets."""
     choices: tuple[str, ...] | None = None
     within: str | None = None
     """The interval of valid numbers, such as ``"[0, 1)"``."""
@@ -49,7 +50,7 @@ class Flag:
     ignored_without: Relations = ()
     excludes: Relations = ()
     instead_of: tuple[str, ...] = ()
-    """Fields of which only one may be provided."""
+    """Fields whose flags cannot be given together with this one."""
 
 
 def flag(default: Any, help: str, **description: Any) -> Any:
@@ -80,9 +81,9 @@ def flag_name(field: Field) -> str:
 
 
 def negative_flag(field: Field) -> str:
-    """The flag that switches off the switch of ``field``: one of its own, or ``--no-`` and its name."""
-    own = [name for name, value in flag_of(field).switches.items() if value is False]
-    return f"--{own[0] if own else 'no-' + flag_name(field).removeprefix('--')}"
+    """The flag that sets the boolean ``field`` to False: a declared switch, or else ``--no-`` and its name."""
+    declared = [name for name, value in flag_of(field).switches.items() if value is False]
+    return f"--{declared[0] if declared else 'no-' + flag_name(field).removeprefix('--')}"
 
 
 def has_flag(field: Field, kinds: tuple[str, ...]) -> bool:
@@ -99,11 +100,11 @@ def inside(value: float, interval: str) -> bool:
 
 
 _MANY = 1000
-"""Limits from here on are those of computers, not of the meaning of a value."""
+"""An upper limit of at least this much is a practical one, not part of what the value means."""
 
 
 def is_above(value: float, interval: str) -> bool:
-    """Whether ``value`` is beyond what a computer has."""
+    """Whether ``value`` exceeds a practical upper limit."""
     _, high = ends(interval)
     return value > high >= _MANY
 
@@ -124,26 +125,27 @@ def ends(interval: str) -> tuple[float, float]:
     return float(low), float(high)
 
 
-_WHOLE = "[-1, 9007199254740992]"
-"""Whole numbers of fields without an interval."""
+_INTEGERS = "[-1, 9007199254740992]"
+"""The interval of integer fields that declare none."""
 
 
 def field_problems(kind: type, values: Mapping[str, Any], *, ranges: bool = True) -> list[str]:
-    """A message for each of ``values`` that the field of its name of the dataclass ``kind`` cannot have.
+    """A message for each of ``values`` that is not valid for the field of that name in the dataclass ``kind``.
 
-    Values without a field are ignored; with ``ranges`` numbers must be in the intervals of flags, and choices known.
+    Values without a field are ignored; ``ranges`` also checks the intervals and choices of flags.
     """
-    found = {entry.name: _problem(entry, values[entry.name], ranges) for entry in fields(kind) if entry.name in values}
-    return [f"{name} is {shown(values[name])}: {problem}" for name, problem in found.items() if problem]
+    present = [entry for entry in fields(kind) if entry.name in values]
+    problems = {entry.name: _problem(entry, values[entry.name], ranges) for entry in present}
+    return [f"{name} is {shown(values[name])}: {problem}" for name, problem in problems.items() if problem]
 
 
 def _problem(entry: Field, value: Any, ranges: bool) -> str | None:
     if isinstance(value, str) and get_origin(entry.type) is tuple:
-        value = [value]  # as earlier versions wrote a single one
+        value = [value]  # earlier versions wrote a single value without a list
     if problem := type_problem(entry.type, value):
         return problem
     metadata = vars(flag_of(entry)) if "flag" in entry.metadata else entry.metadata
-    interval = metadata.get("within") or (_WHOLE if type(value) is int else "(-inf, inf)")
+    interval = metadata.get("within") or (_INTEGERS if type(value) is int else "(-inf, inf)")
     if not ranges or value == entry.default:
         return None
     if (choices := metadata.get("choices")) and isinstance(value, str) and value not in choices:

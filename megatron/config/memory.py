@@ -26,7 +26,7 @@ class PrecisionConfig:
     )
     hysteresis: int = flag(2, "Overflows after which the loss scale halves.", within="[1, inf)")
     min_scale: float = flag(
-        1, "Minimum dynamic loss scale, a whole number.", aliases=("min-loss-scale",), within="[1, inf)"
+        1, "Minimum dynamic loss scale, an integer.", aliases=("min-loss-scale",), within="[1, inf)"
     )
     fp32_allreduce: bool = flag(False, "All-reduce gradients in fp32.")
     grad_accum_dtype: str | None = flag(
@@ -45,7 +45,7 @@ class PrecisionConfig:
 
 
 DEFAULT_REDUCE_BUCKET = 500_000_000
-"""DeepSpeed's number of elements that are reduced at a time."""
+"""DeepSpeed's default number of elements reduced at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ZeroConfig:
         None, "Overlap the gathering of weights with the next forward pass; enabled by default.", needs="zero_stage=1|2"
     )
     zero_round_robin_gradients: bool = flag(
-        False, "Distribute gradients over ranks in turn: all ranks copy at the same time.", needs="zero_stage=1|2"
+        False, "Assign gradients to ranks round-robin, so that all ranks copy in parallel.", needs="zero_stage=1|2"
     )
     zero_coalesce_grad_reduction: bool = flag(
         False,
@@ -114,7 +114,7 @@ class ZeroConfig:
     )
     cpu_torch_adam: bool = flag(
         False,
-        "Torch's Adam, not DeepSpeedCPUAdam.",
+        "Use torch's Adam instead of DeepSpeedCPUAdam.",
         aliases=("use-torch-optimizer-for-cpu-offload",),
         needs="offload_optimizer",
     )
@@ -176,6 +176,6 @@ class ActivationConfig:
 
     @property
     def layers_together(self) -> int:
-        """Transformer layers per activation checkpoint; 0 if layers are not recomputed completely."""
+        """Transformer layers per activation checkpoint; 0 without full recomputation."""
         is_full = self.checkpoint_activations and self.recompute_granularity != "selective"
         return self.checkpoint_num_layers if is_full else 0

@@ -1,4 +1,4 @@
-"""The model: its sizes, regularization and kernels."""
+"""Model settings: sizes, regularization and kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from megatron.config.vision import VisionConfig
 
 
 class Activation(NamedTuple):
-    """What an activation of the MLP costs, in tensors with the f columns of the MLP."""
+    """Memory cost of an activation function of the MLP, in tensors [tokens, f] of the MLP's hidden size f."""
 
     kept: int
-    """For the backward pass, with the MLP's inner result."""
+    """Tensors kept for the backward pass, including the output of the activation."""
     gradients: int
-    """At a time in the backward pass."""
+    """Gradient tensors held at a time in the backward pass."""
     is_gated: bool = False
     """Whether the MLP multiplies two projections of its input, gate and up."""
 
@@ -26,7 +26,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "swiglu": Activation(kept=3, gradients=4, is_gated=True),
     "geglu": Activation(kept=4, gradients=2, is_gated=True),
 }
-"""By the field of ``ModelConfig`` that chooses it; GELU is the default. The functions: ``megatron.ops.activation``."""
+"""Activations by the ``ModelConfig`` field that selects them, GELU by default; see ``megatron.ops.activation``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     """Network size, regularization and kernels."""
 
     model_preset: str | None = flag(
-        None, "A published model by name: sizes, --seq-length, kinds of layers; other flags win.", metavar="NAME"
+        None, "A published model by name: sizes, --seq-length, kinds of layers; flags override it.", metavar="NAME"
     )
     num_layers: int = flag(
         0,
@@ -76,9 +76,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     geglu: bool = flag(False, "Gate the MLP with GELU: GELU(gate) x up.", models="t5", excludes=("bias_gelu_fusion",))
     normalization: str = flag("LayerNorm", "Kind of the norms.", choices=("LayerNorm", "RMSNorm"), models="gpt t5")
-    qk_layernorm: bool = flag(
-        False, "Normalize the queries and keys of each head, before their rotation (Qwen3).", models="gpt"
-    )
+    qk_layernorm: bool = flag(False, "Normalize the queries and keys of each head, before RoPE (Qwen3).", models="gpt")
     disable_bias_linear: bool = flag(False, "Linear layers without biases.", models="gpt t5")
     add_qkv_bias: bool = flag(
         False, "A bias for queries, keys and values in spite of --disable-bias-linear (Qwen2).", models="gpt"
@@ -105,24 +103,24 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     recompute_mlp_activation: bool = flag(
         False,
-        "Compute the activation of MLPs, such as SwiGLU, again in the backward pass.",
+        "Recompute the activation of MLPs, such as SwiGLU, in the backward pass.",
         excludes={
-            "compile": "torch's compiler chooses what is computed again",
-            "tiled_mlp": "nothing of the MLP is kept",
+            "compile": "torch's compiler chooses what to recompute",
+            "tiled_mlp": "it recomputes the complete MLP",
             "bias_gelu_fusion": "the activation is a part of the linear layer",
-            "num_experts": "experts keep theirs",
+            "num_experts": "activations of experts are not recomputed",
             "lora_rank": "frozen layers keep no input",
         },
     )
     tiled_mlp_num_shards: int = flag(
-        0, "Parts of --tiled-mlp (default: of --hidden-size tokens each).", within="[1, inf)", needs="tiled_mlp"
+        0, "Tiles of --tiled-mlp (default: of --hidden-size tokens each).", within="[1, inf)", needs="tiled_mlp"
     )
     gradient_accumulation_fusion: bool = flag(
         False,
         "Accumulate weight gradients inside the matmul that computes them.",
         needs={"gradient_accumulation_steps": "it adds the gradients of micro-batches"},
         excludes={
-            "compile": "torch's compiler cannot see a gradient change that it does not compute",
+            "compile": "torch's compiler cannot trace gradients that are accumulated in place",
             "grad_accum_dtype=fp32": "gradients are added up in the type of the weights",
             "zero_stage=2|3 or offload_optimizer": "gradients are moved before a step ends",
         },
@@ -180,7 +178,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         False, "Residual connection of half-precision models in fp32.", models="gpt bert other", needs="bf16 or fp16"
     )
     architecture: str = derived("GPT-2")
-    """Name of its spec among ``megatron.model.spec.ARCHITECTURES``."""
+    """Name of the model's spec in ``megatron.model.spec.ARCHITECTURES``."""
     vocab_size: int = derived(0)
     """Number of tokens of the tokenizer."""
     padded_vocab_size: int = derived(0)
@@ -222,12 +220,12 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
 
     @property
     def language_model(self) -> "ModelConfig":
-        """The model without an encoder of images; its layers are numbered from 1 on."""
+        """The config of the language model without the vision encoder; layers are numbered from 1."""
         return replace(self, architecture="GPT-2", num_layers=self.num_layers - self.vision_layers, vision_num_layers=0)
 
     @property
     def vision_model(self) -> "ModelConfig":
-        """The encoder of images: transformer layers with layer norms and biases, without dropout."""
+        """The config of the vision encoder: transformer layers with layer norms and biases, without dropout."""
         shared = {name: getattr(self, name) for name in _SHARED}
         return ModelConfig(
             **shared,
@@ -242,13 +240,13 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         )
 
     def layer_has_experts(self, layer_number: int) -> bool:
-        """Whether a transformer layer, numbered from 1 on with those of an encoder, has a mixture of experts."""
-        own = layer_number - self.vision_layers
-        return own > 0 and super().layer_has_experts(own)
+        """Whether a transformer layer has a mixture of experts; numbers start at 1, vision encoder included."""
+        language_layer = layer_number - self.vision_layers
+        return language_layer > 0 and super().layer_has_experts(language_layer)
 
     @property
     def activation(self) -> str:
-        """The name of the MLP's activation among ``ACTIVATIONS``."""
+        """The MLP's activation function, a key of ``ACTIVATIONS``."""
         return next((name for name in ACTIVATIONS if getattr(self, name, False)), "gelu")
 
     @property
@@ -257,7 +255,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         return ACTIVATIONS[self.activation].is_gated
 
     def mlp_tiles(self, tokens: int) -> int:
-        """Parts in which an MLP is computed, if a rank has ``tokens`` tokens of a micro-batch."""
+        """Number of tiles of an MLP for ``tokens`` tokens of a micro-batch on a rank."""
         if not self.tiled_mlp:
             return 1
         largest = -(-tokens // (self.tiled_mlp_num_shards or -(-tokens // self.hidden_size)))
@@ -275,7 +273,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
 
     @property
     def layers_need_segment_ids(self) -> bool:
-        """Whether attention is limited to documents, or counts its positions from their beginnings."""
+        """Whether attention is limited to documents, or RoPE positions restart at each document."""
         return self.reset_attention_mask or (self.reset_position_ids and self.has_rotary_embedding)
 
     @property
@@ -294,7 +292,7 @@ _SHARED = (
     *("compile", "bias_dropout_fusion", "gradient_accumulation_fusion", "recomputes_attention"),
     *("fp8_format", "fp8_recipe", "fp8_min_size"),
 )
-"""Settings that the encoder of images has in common with the language model."""
+"""Settings that the vision encoder shares with the language model."""
 
 
 def default_ffn_hidden_size(model: ModelConfig) -> int:

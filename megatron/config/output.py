@@ -44,7 +44,9 @@ class CheckpointConfig:
         "stop", "What training does if a checkpoint cannot be written.", choices=("stop", "continue"), needs="save"
     )
     load: str | None = flag(
-        None, "Folder to load a checkpoint from; if it is --save, and empty, training starts anew.", metavar="DIR"
+        None,
+        "Folder to load a checkpoint from; if it is --save, and empty, training starts from scratch.",
+        metavar="DIR",
     )
     load_hf: str | None = flag(
         None,
@@ -54,7 +56,7 @@ class CheckpointConfig:
         excludes={"load": "weights have one source", "model_preset": "the folder describes its model"},
     )
     load_strict: bool = flag(
-        False, "Refuse a broken checkpoint, instead of loading the newest complete one.", needs="load or auto_resume"
+        False, "Reject a damaged checkpoint, instead of loading the newest complete one.", needs="load or auto_resume"
     )
     auto_resume: bool = flag(
         False,
@@ -82,11 +84,11 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for metrics: one JSON object per logged iteration.", metavar="FILE")
     wandb_project: str | None = flag(
-        None, "Project of Weights & Biases that gets settings and metrics (pip install wandb).", metavar="NAME"
+        None, "Weights & Biases project for settings and metrics (pip install wandb).", metavar="NAME"
     )
-    wandb_exp_name: str | None = flag(None, "Name of the run there.", metavar="NAME", needs="wandb_project")
+    wandb_exp_name: str | None = flag(None, "Name of the Weights & Biases run.", metavar="NAME", needs="wandb_project")
     mlflow_experiment: str | None = flag(
-        None, "Experiment of MLflow that gets settings and metrics (pip install mlflow).", metavar="NAME"
+        None, "MLflow experiment for settings and metrics (pip install mlflow).", metavar="NAME"
     )
     log_params_norm: bool = flag(False, "Log the 2-norm of all parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient of the full model.")
@@ -107,7 +109,7 @@ class LoggingConfig:
     )
     watchdog_minutes: float | None = flag(
         None,
-        "End the run if an iteration, a save or an evaluation takes longer, with the stacks of all ranks.",
+        "End the run, with the stacks of all ranks, if an iteration, a save or an evaluation takes longer than this.",
         within="[0.01, 525600]",
     )
     verbose: bool = flag(False, "Show DeepSpeed's own output.")
@@ -141,7 +143,7 @@ class ObserveConfig:
         "2:4", "First and last iteration to trace, from the start of this process.", metavar="A:B", needs="trace"
     )
     profile_steps: str | None = flag(
-        None, "First and last iteration of torch's profiler, likewise.", metavar="A:B", needs="profile_dir or trace"
+        None, "First and last iteration to profile with torch's profiler.", metavar="A:B", needs="profile_dir or trace"
     )
     flops_profile_step: int | None = flag(
         None,
@@ -174,6 +176,6 @@ class ObserveConfig:
 
 
 def steps(text: str) -> range:
-    """The iterations of ``A:B``, both ends included; empty if the text is no such range."""
+    """The iterations of ``A:B``, both ends included; empty if the text is not such a range."""
     ends = _STEPS.fullmatch(text)
     return range(int(ends[1]), int(ends[2]) + 1) if ends and int(ends[1]) > 0 else range(0)

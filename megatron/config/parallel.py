@@ -1,4 +1,4 @@
-"""Parallelism: how the work is distributed over ranks."""
+"""Parallelism settings: how a model and its data are distributed over ranks."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from megatron.config.fields import derived, flag
 SCHEDULES = ("1f1b", "interleaved", "zbh1", "zbv", "dualpipev")
 """Choices of --pipeline-schedule."""
 _ONE_SEQUENCE = {"decoder_seq_length": "it divides one sequence, and an encoder and a decoder have two"}
-_NO_COMPLETE_SAMPLE = _ONE_SEQUENCE | {
+_SPLIT_SAMPLES_EXCLUDE = _ONE_SEQUENCE | {
     "expert_model_parallel_size": "gradients of experts would not be summed over the ranks that share a sample",
     "moe_expert_capacity_factor": "a capacity is divided among all tokens of a sample, which no rank has",
 }
-"""What excludes ranks that have a part of each sample."""
+"""What cannot be combined with Ulysses and context parallelism, where a rank has only a part of each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class ParallelConfig:
     )
     pipeline_model_parallel_split_rank: int | None = flag(
         None,
-        "First stage of the decoder; the stages before it hold the encoder (default: any holds both).",
+        "First stage of the decoder; the stages before it hold the encoder (default: a stage may hold both).",
         within="[1, inf)",
         models="t5",
         needs="pipe_parallel_size",
-        excludes={"pipeline_schedule=interleaved|zbv|dualpipev": "it divides stages, of which each has several chunks"},
+        excludes={"pipeline_schedule=interleaved|zbv|dualpipev": "it is for stages with a single model chunk"},
     )
     pipeline_schedule: str = flag(
         "1f1b",
@@ -95,17 +95,17 @@ class ParallelConfig:
         1,
         "DeepSpeed-Ulysses: ranks that split each sample, and exchange parts of it for heads in attention.",
         within="[1, 1048576]",
-        excludes=_NO_COMPLETE_SAMPLE,
+        excludes=_SPLIT_SAMPLES_EXCLUDE,
     )
     context_parallel_size: int = flag(
         1,
         "Context parallelism: ranks that split each sample, attention included, by --cp-comm-type.",
         within="[1, 1048576]",
-        excludes=_NO_COMPLETE_SAMPLE,
+        excludes=_SPLIT_SAMPLES_EXCLUDE,
     )
     cp_comm_type: str = flag(
         "p2p",
-        "How ranks see the keys of others: ring attention (p2p), a gather, by heads (a2a), rings of a2a groups.",
+        "How ranks exchange keys and values: ring attention (p2p), all-gather, heads (a2a), or rings of a2a groups.",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         needs="context_parallel_size",
     )
@@ -121,7 +121,7 @@ class ParallelConfig:
         needs="num_experts",
         excludes={
             "zero_stage=3": "DeepSpeed divides weights among all data-parallel ranks, which have different experts",
-            "offload_optimizer": "DeepSpeed computes the gradient norm of experts by code that is not tested here",
+            "offload_optimizer": "DeepSpeed's gradient norm of experts is not tested with offloading",
             "optimizer=adafactor": "its state depends on the ranks",
             "zero_reduce_scatter or zero_contiguous_gradients": "DeepSpeed's other code for experts is not tested",
         },
@@ -136,7 +136,7 @@ class ParallelConfig:
         None, "Set by the launcher: the local rank of this process on its host.", within="[0, inf)"
     )
     world_size: int = flag(
-        1, "With --explain or --dry-run: number of processes, which else the launcher sets.", within="[1, 1048576]"
+        1, "With --explain or --dry-run: number of processes; otherwise set by the launcher.", within="[1, 1048576]"
     )
     elastic_layout: bool = flag(
         False, "Choose the fastest layout for the ranks that were started if the given one does not fit them."
@@ -183,18 +183,18 @@ class ParallelConfig:
 
     @property
     def ulysses_size(self) -> int:
-        """Those of them that exchange parts of the sequence for heads; the ranks of a ring are at equal places."""
+        """Ranks of an all-to-all group, which exchange parts of the sequence for heads. Rings connect such groups."""
         inner = {"a2a": self.context_parallel_size, "a2a+p2p": next(iter(self.hierarchical_context_parallel_sizes), 1)}
         return self.ds_sequence_parallel_size * inner.get(self.cp_comm_type, 1)
 
     @property
     def ring_size(self) -> int:
-        """Those of them that see one another's keys and values: rank r has chunks r and 2R - 1 - r of 2R."""
+        """Ranks R of a ring-attention group, of which rank r has the chunks r and 2R - 1 - r of 2R."""
         return max(self.sequence_ranks // max(self.ulysses_size, 1), 1)
 
     @property
     def samples_counted(self) -> int:
-        """How often DeepSpeed counts a sample: its pipeline engine takes ranks that share one for data-parallel."""
+        """How often DeepSpeed counts a sample: its pipeline engine treats ranks that share one as data-parallel."""
         return self.sequence_ranks if self.uses_pipeline else 1
 
     @property

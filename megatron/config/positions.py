@@ -1,4 +1,4 @@
-"""How a model represents positions: a learned table, the rotation of queries and keys, or a bias by distance."""
+"""Settings of position embeddings: a learned table, RoPE, or a bias of attention scores by distance."""
 
 from dataclasses import dataclass, fields
 from functools import partial
@@ -10,7 +10,7 @@ ROTARY = ("rope", "yarn")
 LOW_FREQUENCY_FACTOR = 1.0
 HIGH_FREQUENCY_FACTOR = 4.0
 ORIGINAL_LENGTH = 8192
-"""Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
+"""Constants of Llama 3.1's RoPE scaling: pretraining length, and the band between short and long wavelengths."""
 
 _yarn_flag = partial(flag, models="gpt", needs="position_embedding_type=yarn")
 _rotary_flag = partial(flag, models="gpt", needs="position_embedding_type=rope|yarn")
@@ -19,7 +19,7 @@ _relative_flag = partial(flag, models="t5", needs="position_embedding_type=relat
 
 @dataclass(frozen=True, kw_only=True)
 class PositionConfig:
-    """How positions are represented."""
+    """Position embeddings."""
 
     position_embedding_type: str = flag(
         "learned_absolute",
@@ -30,11 +30,9 @@ class PositionConfig:
         models="gpt t5",
         needs=("yarn: yarn_rotary_scaling_factor", "yarn: yarn_original_max_position_embeddings"),
     )
-    relative_attention_num_buckets: int = _relative_flag(
-        32, "Distances that relative positions distinguish.", within="[4, 1048576]"
-    )
+    relative_attention_num_buckets: int = _relative_flag(32, "Number of buckets of distances.", within="[4, 1048576]")
     relative_attention_max_distance: int = _relative_flag(
-        128, "Distance in tokens from which on relative positions are the same.", within="[2, 1073741824]"
+        128, "Distance in tokens from which on all share the last bucket.", within="[2, 1073741824]"
     )
     rotary_base: float = _rotary_flag(
         10000.0, "Base of the rotation's wavelengths.", aliases=("rotary-position-embeddings-theta",), within="(0, inf)"
@@ -59,13 +57,15 @@ class PositionConfig:
         0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)"
     )
     yarn_beta_fast: float = _yarn_flag(
-        32.0, "Above this many turns in the original length, dimensions keep their wavelength.", within="(0, inf)"
+        32.0, "Dimensions with more rotations than this in the original length are not scaled.", within="(0, inf)"
     )
     yarn_beta_slow: float = _yarn_flag(
-        1.0, "Below this many turns in it, dimensions are interpolated by YaRN's full factor.", within="(0, inf)"
+        1.0, "Dimensions with fewer rotations than this in the original length are fully scaled.", within="(0, inf)"
     )
     yarn_mscale: float = _yarn_flag(
-        1.0, "Scale queries and keys by 0.1 x this x ln(factor) + 1, over --yarn-mscale-all-dim's.", within="[0, inf)"
+        1.0,
+        "Scale queries and keys by 0.1 x this x ln(factor) + 1, divided by the same for --yarn-mscale-all-dim.",
+        within="[0, inf)",
     )
     yarn_mscale_all_dim: float = _yarn_flag(0.0, "See --yarn-mscale.", within="[0, inf)")
     yarn_correction_range_round_to_int: bool = _yarn_flag(
@@ -82,7 +82,7 @@ class PositionConfig:
 
     @property
     def position_weights(self) -> str:
-        """The kind of ``position_embedding_type``; YaRN has the weights of rope."""
+        """``position_embedding_type`` of the checkpoint's weights: ``rope`` for YaRN, which has the same weights."""
         return "rope" if self.has_rotary_embedding else self.position_embedding_type
 
     @property
@@ -104,4 +104,4 @@ class PositionConfig:
 ROTATION = tuple(
     field.name for field in fields(PositionConfig) if field.name.startswith(("rotary_", "use_rope_", "rope_", "yarn_"))
 )
-"""Fields that decide by which angles queries and keys are rotated."""
+"""Fields that determine the rotation angles of queries and keys."""

@@ -1,4 +1,4 @@
-"""Optimizer, learning rate, batch sizes, validation and exit conditions."""
+"""Settings of optimizer, learning rate, batch sizes, validation and exit conditions."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -7,7 +7,7 @@ from megatron.config.batch_schedule import BatchSchedule, Steps
 from megatron.config.fields import derived, flag
 
 LR_MULTIPLIER = "lr_mult"
-"""What a group of parameters multiplies the learning rate by, where it is not 1, as in Megatron-LM."""
+"""Key of a parameter group for its learning-rate multiplier, as in Megatron-LM; groups with 1 do not have it."""
 _muon_flag = partial(flag, needs="optimizer=muon")
 
 
@@ -88,7 +88,7 @@ class OptimConfig:
     muon_num_ns_steps: int = _muon_flag(5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)")
     muon_coefficient_type: str = _muon_flag(
         "quintic",
-        "Coefficients of Muon's iterations: of each (quintic), or one set (simple).",
+        "Coefficients of Muon's iterations: others in each iteration (quintic), or the same (simple).",
         choices=("simple", "quintic"),
     )
     muon_scale_mode: str = _muon_flag(
@@ -113,7 +113,7 @@ class OptimConfig:
     )
 
     def decay_steps(self, train: "TrainConfig") -> int:
-        """Length of the decay, at whose end the learning rate is ``min_lr``; the lengths are in ``train.lr_unit``."""
+        """Length of the decay to ``min_lr`` in units of ``train.lr_unit``."""
         if train.batches.varies:
             return self.lr_decay_samples or train.train_samples or 0
         if self.lr_decay_samples is not None:
@@ -121,7 +121,7 @@ class OptimConfig:
         return self.lr_decay_iters or train.train_iters
 
     def warmup_steps(self, train: "TrainConfig") -> float:
-        """Length of the warm-up, at whose end the learning rate is ``lr``: an integer, unless it is classic."""
+        """Length of the warm-up to ``lr`` in units of ``train.lr_unit``: an integer unless ``classic_lr_decay``."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
         if self.lr_warmup_samples is not None:
@@ -216,12 +216,12 @@ class TrainConfig:
     )
     seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
     batch_steps: Steps = derived(())
-    """The steps of a batch size that varies: of the ramp-up or the step schedule."""
+    """Steps of a varying batch size, from the ramp-up or the step schedule."""
     resumed_after: int = derived(0)
-    """The iteration after which this start of the run continues."""
+    """Iteration of the checkpoint that training continues from; 0 for a new run."""
     start_iteration: int = derived(0)
     start_sample: int = derived(0)
-    """Samples consumed after ``start_iteration``; 0 after 0, unless the run began with another batch size."""
+    """Samples consumed after ``start_iteration``; both are 0 unless the run began with another batch size."""
 
     @cached_property
     def batches(self) -> BatchSchedule:
@@ -231,12 +231,12 @@ class TrainConfig:
 
     @property
     def evaluation_batches(self) -> BatchSchedule:
-        """The global batches of evaluations, whose size does not vary."""
+        """The batch schedule of evaluations, of constant size."""
         return BatchSchedule(((0, self.global_batch_size),))
 
     @property
     def lr_unit(self) -> str:
-        """What the lengths of the learning-rate schedule are counted in: ``iteration`` or ``sample``."""
+        """Unit of the lengths of the learning-rate schedule: ``iteration`` or ``sample``."""
         return "sample" if self.batches.varies else "iteration"
 
     def consumed_samples(self, iteration: int) -> int:

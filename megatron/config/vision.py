@@ -1,4 +1,4 @@
-"""Settings of a vision-language model: an encoder of images, and a projector to the language model (LLaVA)."""
+"""Settings of a vision-language model: a vision encoder, and a projector to the language model (LLaVA)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,22 +9,22 @@ from megatron.config.fields import derived, flag
 _vision_flag = partial(flag, models="llava")
 
 PARTS = ("vision", "projector", "language")
-"""Parts of a vision-language model; any other model is a language model."""
+"""Parts of a vision-language model. Any other model has only ``language``."""
 
 
 class ImageFormat(NamedTuple):
-    """What an image is, in pixels and in a text."""
+    """Size of an image in pixels, and its placeholder tokens in a text."""
 
     size: int
     """Height and width in pixels."""
     token: int
-    """The placeholder, of which a text has ``tokens`` for each image."""
+    """Placeholder token, repeated ``tokens`` times for each image."""
     tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Encoder of images and projector."""
+    """Vision encoder and projector."""
 
     vision_encoder: str = _vision_flag("clip", "Kind of the encoder.", choices=("clip", "siglip"))
     vision_num_layers: int = _vision_flag(
@@ -82,13 +82,13 @@ class VisionConfig:
 
     @property
     def vision_layers(self) -> int:
-        """Layers of the encoder that are computed, which come before those of the language model; 0 without encoder."""
+        """Encoder layers that are computed, numbered before the language model's layers; 0 without an encoder."""
         layer, count = self.vision_feature_layer, self.vision_num_layers
         return (layer if layer >= 0 else count + 1 + layer) if count else 0
 
     @property
     def has_class_token(self) -> bool:
-        """Whether the encoder reads a token before those of the patches."""
+        """Whether the encoder reads a class token before the patches."""
         return self.vision_encoder == "clip"
 
     @property
@@ -103,7 +103,7 @@ class VisionConfig:
 
     @property
     def image_format(self) -> ImageFormat:
-        """What an image is in the data."""
+        """Size and placeholder tokens of an image in the data."""
         return ImageFormat(self.vision_image_size, self.image_token_id, self.image_tokens)
 
     @property
@@ -113,5 +113,5 @@ class VisionConfig:
         return tuple(part for part, is_frozen in zip(PARTS, frozen, strict=True) if is_frozen)
 
     def learning_rate_of(self, part: str) -> float:
-        """What the learning rate of a part is multiplied by."""
+        """The learning-rate multiplier of a part of the model."""
         return {"vision": self.vision_lr_mult, "projector": self.projector_lr_mult}.get(part, 1.0)

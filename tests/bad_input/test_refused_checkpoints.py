@@ -79,7 +79,7 @@ def test_a_folder_without_a_checkpoint_and_one_of_another_model(place: Path) -> 
     (place / "hf" / "config.json").write_text("{}")
     hugging = "--load hf: no checkpoint there, but a Hugging Face folder: train on from it with --load-hf"
     assert refusal(place, "--load hf --save other") == (4, [hugging])
-    ours = "--load-hf ck holds checkpoints of training, and is no Hugging Face folder: give it to --load"
+    ours = "--load-hf ck has training checkpoints, and is not a Hugging Face folder: use --load for it"
     assert refusal(place, "--load-hf ck") == (2, [ours])
     (place / "old/iter_0000010/mp_rank_00").mkdir(parents=True)
     (place / "old/latest_checkpointed_iteration.txt").write_text("10")

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         whole,
         "--load-hf me/gpt",
         2,
-        ["--load-hf me/gpt: no such folder; name one on this host: nothing is downloaded"],
+        ["--load-hf me/gpt: no such folder; models are not downloaded: give a local folder"],
     ),
     "tokens shorter than their index": (
         cut(BIN, 100),

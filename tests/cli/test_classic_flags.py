@@ -148,8 +148,8 @@ def test_max_grad_norm_is_gradient_clipping(tmp_path: Path) -> None:
     assert message.endswith("delete optimizer.params.max_grad_norm from the file to use the flag, or delete the flag")
     file.write_text(json.dumps({**STAGE_2, "gradient_clipping": 1}))
     assert complaints(f"--deepspeed_config {file}") == [
-        "optimizer.params.max_grad_norm 0.5 and gradient_clipping 1 contradict each other: delete the former, which is "
-        "the early name of the latter"
+        "optimizer.params.max_grad_norm 0.5 and gradient_clipping 1 contradict each other: delete "
+        "max_grad_norm, the old name of gradient_clipping"
     ]
 
 

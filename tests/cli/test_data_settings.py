@@ -91,7 +91,7 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
         ("a b", "a is not a number: give a weight before b"),
         ("\N{ARABIC-INDIC DIGIT ONE} b", "\N{ARABIC-INDIC DIGIT ONE} is not a number: give a weight before b"),
         ("1_0 a 1 b", "1_0 is not a number: give a weight before a"),
-        ("1 a b", "3 words: give one prefix, or WEIGHT PREFIX for each data set"),
+        ("1 a b", "3 arguments: give one prefix, or WEIGHT PREFIX for each data set"),
         ("-1 a 1 b", "-1 before a must be from 1e-12 to 1e18: remove data sets that are not used"),
         ("1 x/a 2 b 1 x//a", "x/a is given twice: give it once, with the sum of its weights"),
     ],

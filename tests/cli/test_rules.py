@@ -42,7 +42,7 @@ def test_every_rule_is_tested() -> None:
         "BPE needs merges",
         "Every batch size is a multiple of micro-batch x DP",
         "A tokenizer has a vocabulary",
-        "A model of another program has no list of layers",
+        "A user's own model (of pretrain) has no list of layers",
     }
     for row in (*BROKEN, *WARNED):
         words, ranks, environ = surroundings(row[0])

@@ -127,7 +127,7 @@ WRONG = {
     "lr: 1\n---\nlr: 2": ", line 2: a second document begins here: write one",
     "lr=5: 3": ", line 1: 'lr=5' is not the name of a flag: write it without --, then a colon and a space",
     "- lr": ", line 1: not a setting: write lines of FLAG: VALUE",
-    "# nothing\n": ": holds no settings: write lines of FLAG: VALUE",
+    "# nothing\n": ": has no settings: write lines of FLAG: VALUE",
     "config: other.yaml": ", line 1: --config is for the command line: remove it",
     "[1]: 2": ", line 1: 'a list' is not the name of a flag: write it without --, then a colon and a space",
     "lr: &a [*a]": ", line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",

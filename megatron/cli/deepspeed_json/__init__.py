@@ -1,6 +1,6 @@
-"""The DeepSpeed config of a run: what the flags and a JSON file (see ``file``) say of it, compiled into one.
+"""Compiles flags and a DeepSpeed JSON file (see ``file``) into the DeepSpeed config of a run.
 
-A setting with both a flag and a key may be provided in either place; in both, the values must be equal.
+A setting with both a flag and a JSON key may be provided in either place; if in both, the values must be equal.
 Keys without a flag are passed on unchanged.
 """
 
@@ -17,21 +17,21 @@ from megatron.config import RunConfig, flag_value
 from megatron.model.partition import inputs_in_flight
 
 KeyPath = tuple[str | int, ...]
-"""Where a value is in a config; a number is an index of a list."""
+"""Path of a value in a config; an integer is a list index."""
 
 ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
-def _or_default(value: Any) -> Any:
+def _none_if_default(value: Any) -> Any:
     return value or None
 
 
 def _optimizer_flag(type_: str) -> str:
-    """The value of --optimizer for an "optimizer.type"; AdamW is what ``adam`` means, and Adam the same by default."""
+    """The value of --optimizer for an "optimizer.type": ``adam`` for both Adam and AdamW."""
     return type_.lower().replace("adamw", "adam")
 
 
@@ -41,22 +41,22 @@ def optimizer_type(name: str) -> str:
 
 
 class Setting(NamedTuple):
-    """A setting with a flag and a key."""
+    """A setting with both a flag and a key in the DeepSpeed JSON."""
 
     field: str
     key: KeyPath
-    read: Callable[[Any], Any] = _same
-    """Converts the JSON value to the field's."""
-    write: Callable[[Any], Any] = _same
-    """Converts the field's value to the JSON value; None is left to DeepSpeed."""
+    read: Callable[[Any], Any] = _unchanged
+    """Converts the JSON value to the value of the field."""
+    write: Callable[[Any], Any] = _unchanged
+    """Converts the value of the field to the JSON value; None omits the key."""
     allowed: Callable[[RunConfig], bool] = lambda run: True
-    """Whether it may be written at all."""
+    """Whether the key may be written for this run."""
     optimizer: str | None = None
-    """The optimizer, as in --optimizer, without which the key is of another setting."""
+    """The value of --optimizer for which the key has this meaning; None for all."""
 
 
 def _offload_settings(offload: str) -> list[Setting]:
-    """Settings of the section ``offload``. The two offload sections share their flags."""
+    """The settings of the section ``offload``: offload_optimizer or offload_param, which share their flags."""
     return [
         Setting(offload, (ZERO, offload, "device"), write=lambda device: None if device == "none" else device),
         Setting("nvme_path", (ZERO, offload, "nvme_path"), allowed=lambda run: getattr(run.zero, offload) == "nvme"),
@@ -75,8 +75,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
     Setting("clip_grad", (*PARAMS, MAX_GRAD_NORM), read=float, allowed=lambda run: False),
     Setting("clip_grad", ("gradient_clipping",), read=float),
-    Setting("fp16", ("fp16", "enabled"), write=_or_default),
-    # A static scale of 0 asks for a dynamic one.
+    Setting("fp16", ("fp16", "enabled"), write=_none_if_default),
+    # In DeepSpeed a static scale of 0 selects dynamic scaling.
     Setting("loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
     Setting(
         "initial_loss_scale",
@@ -87,7 +87,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("loss_scale_window", ("fp16", "loss_scale_window"), int),
     Setting("hysteresis", ("fp16", "hysteresis"), int),
     Setting("min_scale", ("fp16", "min_loss_scale"), write=int),
-    Setting("bf16", ("bf16", "enabled"), write=_or_default),
+    Setting("bf16", ("bf16", "enabled"), write=_none_if_default),
     Setting(
         "fp32_allreduce",
         ("communication_data_type",),
@@ -101,7 +101,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, lambda size: int(size) or None),
     Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, lambda size: int(size) or None),
     Setting("zero_overlap_comm", (ZERO, "overlap_comm")),
-    Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_or_default),
+    Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_none_if_default),
     *_offload_settings("offload_optimizer"),
     *_offload_settings("offload_param"),
     Setting("partition_activations", (RECOMPUTE, "partition_activations")),
@@ -121,9 +121,9 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def read_settings(tree: Mapping[str, Any], path: str) -> dict[str, Provided]:
-    """The settings that the config in the file ``path`` provides, by field. Of two keys with one, the last counts."""
+    """The settings in the config ``tree`` from file ``path``, by field. If two keys set a field, the last one wins."""
 
-    def provided(key: KeyPath, value: Any, read: Callable[[Any], Any] = _same) -> Provided:
+    def provided(key: KeyPath, value: Any, read: Callable[[Any], Any] = _unchanged) -> Provided:
         name = ".".join(part for part in key if isinstance(part, str))
         return Provided(read(value), f"{name} {json.dumps(value)} in {path}")
 
@@ -136,7 +136,7 @@ def read_settings(tree: Mapping[str, Any], path: str) -> dict[str, Provided]:
     }
     torch_adam = value_at(tree, key := (*PARAMS, "torch_adam"))
     offloads = "offload_optimizer" in settings and settings["offload_optimizer"].value != "none"
-    # Without offload torch's Adam is the default; the flag is for an offloaded step only.
+    # Without offload torch's Adam is the default; the flag is for an offloaded optimizer only.
     if torch_adam is False or (torch_adam and offloads):
         settings["cpu_torch_adam"] = provided(key, torch_adam)
     return settings
@@ -154,22 +154,21 @@ def value_at(tree: Any, key: KeyPath) -> Any:
 _NO_REPORTS = 2**31 - 1
 """Steps between DeepSpeed's own reports to disable them; its pipeline engine does not accept null."""
 _PARTITIONED = ("pipe_partitioned", "grad_partitioned")
-_ALLOWS_UNTESTED = "zero_allow_untested_optimizer"
-"""The key without which DeepSpeed runs only its own optimizers and Adam under ZeRO."""
-_RIGHT_WITH_ZERO = ("SGD", "Lion", "Muon")
-"""Optimizers that need this key, and whose updates under ZeRO are right; Lamb's are not."""
-_FORCES_ITS_OWN = "zero_force_ds_cpu_optimizer"
-"""Whether DeepSpeed offloads its own optimizers only. Offloaded, Lion is ours."""
+_ALLOW_UNTESTED = "zero_allow_untested_optimizer"
+"""Key that ZeRO requires for optimizers other than Adam and DeepSpeed's own."""
+_CORRECT_WITH_ZERO = ("SGD", "Lion", "Muon")
+"""Optimizers that need ``_ALLOW_UNTESTED`` and compute correct updates under ZeRO. Lamb does not."""
+_FORCE_DEEPSPEED_OPTIMIZER = "zero_force_ds_cpu_optimizer"
+"""Key that restricts offloading to DeepSpeed's optimizers. Offloaded Lion is implemented in this project."""
 
 
 def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mapping[str, Any]) -> dict[str, Any]:
-    """The finished config for ``deepspeed.initialize``: everything in the file, completed from the run.
+    """The config for ``deepspeed.initialize``: everything in the config ``file``, completed with the run's settings.
 
-    What is ``provided`` is written even if DeepSpeed does not need it. ``file``, the tree of the config file, is not
-    changed.
+    Settings in ``provided`` are written even if DeepSpeed does not need them. ``file`` is not modified.
 
-    The optimizer section asks for torch's AdamW unless the step is offloaded or --optimizer or the file names another
-    optimizer. The engine replaces it by apex's if --fused-kernels allows it.
+    The optimizer section selects torch's AdamW unless the optimizer is offloaded or --optimizer or the file names
+    another one. The engine replaces AdamW with apex's implementation if --fused-kernels allows it.
     """
     tree = copy.deepcopy(dict(file))
     name = _run_optimizer(run, file)
@@ -184,10 +183,10 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
         if params["torch_adam"]:
             params.setdefault("fused", True)  # one kernel for the step, on the CPU as well
-    if run.zero.zero_stage > 0 and name in _RIGHT_WITH_ZERO:
-        tree.setdefault(_ALLOWS_UNTESTED, True)
+    if run.zero.zero_stage > 0 and name in _CORRECT_WITH_ZERO:
+        tree.setdefault(_ALLOW_UNTESTED, True)
     if run.zero.offloads_optimizer and name == "Lion":
-        tree[_FORCES_ITS_OWN] = False
+        tree[_FORCE_DEEPSPEED_OPTIMIZER] = False
     if run.parallel.uses_pipeline:
         tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
     if run.observe.flops_profile_step is not None:
@@ -201,14 +200,14 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         tree[RECOMPUTE]["number_checkpoints"] = in_flight
     if tree.get("steps_per_print") is None:
         tree["steps_per_print"] = run.log_interval if run.logging.verbose else _NO_REPORTS
-        if not run.logging.verbose:  # it waits for the GPU twice in each micro-batch, for a report that is not printed
+        if not run.logging.verbose:  # the throughput timer synchronizes with the GPU twice per micro-batch
             tree.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     tree.setdefault("wall_clock_breakdown", False)
     return tree
 
 
 def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str, Provided]) -> None:
-    """Add to ``tree`` the settings of ``run`` that it does not have, and that DeepSpeed needs or the user provided."""
+    """Add to ``tree`` the missing settings of ``run`` that DeepSpeed needs or the user provided."""
     params = OPTIMIZERS[tree["optimizer"]["type"]]
     needed = {
         "fp16": run.precision.fp16,
@@ -216,14 +215,14 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
         RECOMPUTE: run.activation.checkpoint_activations,
     }
     for setting in SETTINGS:
-        of_other_optimizer = setting.optimizer not in (None, run.optim.optimizer) or (
+        is_for_another_optimizer = setting.optimizer not in (None, run.optim.optimizer) or (
             setting.key[:2] == PARAMS and setting.key[2] not in params
         )
         required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
-        # In half precision the file's stage 0 becomes 1, and its train_batch_size may yield; everything else that it
-        # has is the run's value.
+        # In half precision stage 0 in the file becomes 1, and its train_batch_size may be ignored; all other values
+        # in the file already equal those of the run.
         missing = value_at(tree, setting.key) is None or setting.field in ("zero_stage", "global_batch_size")
-        if required and setting.allowed(run) and not of_other_optimizer and missing:
+        if required and setting.allowed(run) and not is_for_another_optimizer and missing:
             value = setting.write(flag_value(run, setting.field))
             if value is not None:
                 *sections, name = setting.key
@@ -239,13 +238,13 @@ def _run_optimizer(run: RunConfig, file: Mapping[str, Any]) -> str:
 
 
 def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> Iterator[str]:
-    """A message for each key of a config file that does not fit the run."""
+    """A message for each key of a config file that contradicts the run or is not supported with it."""
     yield from _optimizer_conflicts(run, file, provided)
     old, new = value_at(file, (*PARAMS, MAX_GRAD_NORM)), file.get("gradient_clipping")
     if None not in (old, new) and old != new:
         yield (
-            f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete the "
-            "former, which is the early name of the latter"
+            f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete "
+            f"{MAX_GRAD_NORM}, the old name of gradient_clipping"
         )
     for key in _PARTITIONED:
         if run.parallel.uses_pipeline and file.get("pipeline", {}).get(key):
@@ -255,7 +254,7 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             )
     schedule = run.parallel.pipeline_schedule
     if schedule != "1f1b" and file.get("wall_clock_breakdown"):
-        # DeepSpeed 0.19.8 would raise AssertionError: bwd_microstep timer has already been started.
+        # DeepSpeed 0.19.8 raises AssertionError: bwd_microstep timer has already been started.
         yield (
             f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {schedule}: set it to false, or "
             "remove it; --trace measures each pass"
@@ -269,18 +268,18 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
 
 
 def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
-    """Where DeepSpeed 0.19.8 refuses the keys that divide gradients before their reduction, or computes another mean.
+    """Messages where DeepSpeed 0.19.8 rejects gradient scaling before the reduction, or computes a wrong mean with it.
 
     With reduce-scatter at stages 2 and 3 it raises AssertionError. Without, it divides by the factor, and does not
-    multiply by it again if the factor is the number of ranks: ``__avg_scatter_contiguous_grads`` in
-    runtime/zero/stage3.py, and ``gradient_reduction_w_predivide`` in stage_1_and_2.py, which is right without sequence
-    parallelism.
+    multiply by it again if the factor equals the number of ranks: ``__avg_scatter_contiguous_grads`` in
+    runtime/zero/stage3.py, and ``gradient_reduction_w_predivide`` in stage_1_and_2.py, which is correct without
+    sequence parallelism.
     """
     zero, stage, sequence = run.zero, run.zero.zero_stage, run.parallel.sequence_ranks
     prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
     adds_up_bf16_in_fp32 = run.precision.bf16 and run.precision.grad_accum_dtype == "fp32" and stage == 1
-    has_no_norm = file.get(ZERO, {}).get("compute_grad_norm") is False
-    if has_no_norm and adds_up_bf16_in_fp32 and zero.offload_optimizer == "none":
+    skips_norm = file.get(ZERO, {}).get("compute_grad_norm") is False
+    if skips_norm and adds_up_bf16_in_fp32 and zero.offload_optimizer == "none":
         yield "compute_grad_norm false does not work with fp32 sums of bf16 gradients at ZeRO 1: remove it"
     scatters = stage >= 2 and zero.zero_reduce_scatter
     divides_twice = stage == 3 or (stage > 0 and sequence > 1 and not zero.zero_reduce_scatter)
@@ -294,15 +293,15 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iter
 
 def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> Iterator[str]:
     name, zero = _run_optimizer(run, file), run.zero
-    is_right = name in _RIGHT_WITH_ZERO
-    if zero.zero_stage > 0 and (is_right or name == "Lamb") and not file.get(_ALLOWS_UNTESTED, is_right):
-        without = "--zero-stage 0" if run.precision.dtype == "fp32" else "fp32 at --zero-stage 0"
-        yield f'optimizer {name} is untested with ZeRO: use AdamW, {without}, or "{_ALLOWS_UNTESTED}": true'
-    if zero.offloads_optimizer and name == "Lion" and file.get(_FORCES_ITS_OWN):
-        yield f'"{_FORCES_ITS_OWN}": true excludes Lion with --offload-optimizer, which is not DeepSpeed\'s: remove it'
+    is_correct = name in _CORRECT_WITH_ZERO
+    if zero.zero_stage > 0 and (is_correct or name == "Lamb") and not file.get(_ALLOW_UNTESTED, is_correct):
+        without_zero = "--zero-stage 0" if run.precision.dtype == "fp32" else "fp32 at --zero-stage 0"
+        yield f'optimizer {name} is untested with ZeRO: use AdamW, {without_zero}, or "{_ALLOW_UNTESTED}": true'
+    if zero.offloads_optimizer and name == "Lion" and file.get(_FORCE_DEEPSPEED_OPTIMIZER):
+        yield f'"{_FORCE_DEEPSPEED_OPTIMIZER}": true excludes Lion with --offload-optimizer: remove it'
     if name == "Lamb" and run.parallel.device == "cpu" and not zero.offloads_optimizer:
         yield f"optimizer {name} needs a GPU, and this host has none: use AdamW"
-    of_adam = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_eps": "eps", "cpu_torch_adam": "torch_adam"}
-    for field, param in of_adam.items():
+    adam_params = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_eps": "eps", "cpu_torch_adam": "torch_adam"}
+    for field, param in adam_params.items():
         if field in provided and param not in OPTIMIZERS[name]:
             yield f"{provided[field].source} has no effect on optimizer {name}: remove it"

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config file and checks it key by key. Each message names the file and the line."""
+"""Reads a DeepSpeed config file and validates each key. Error messages name the file and the line."""
 
 import json
 import math
@@ -11,16 +11,16 @@ from megatron.common.errors import ConfigError, did_you_mean
 from megatron.common.reading import parse_json, read_bytes
 
 Schema: TypeAlias = Mapping[str, Any]
-"""A JSON schema of one value (a small part of the standard). An object without properties accepts any keys."""
+"""JSON schema of one value (a small subset of the standard). An object without properties accepts any keys."""
 
-# Generated from the installed DeepSpeed by tools/write_deepspeed_keys.py, to check a config without it.
+# Generated from the installed DeepSpeed by tools/write_deepspeed_keys.py, so that checks need not import DeepSpeed.
 _KEYS = json.loads(Path(__file__).with_name("keys.json").read_text())
 TOP_KEYS: Mapping[str, Schema] = _KEYS["keys"]
 OPTIMIZERS: Mapping[str, Mapping[str, Schema]] = _KEYS["optimizers"]
 """The parameters of each optimizer that a config may name."""
 DEFAULT_OPTIMIZER = "AdamW"
 MAX_GRAD_NORM = "max_grad_norm"
-"""The early name of "gradient_clipping", among the parameters of the optimizer."""
+"""The old name of "gradient_clipping", a parameter of the optimizer."""
 
 _WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
 _UNSUPPORTED = "not supported by the training programs: remove it"
@@ -53,25 +53,25 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "pipeline.seed_layers": "the model seeds its own layers: remove it",
     "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
 }
-"""Path of a key, joined by dots, to the reason why it is refused."""
+"""Path of a key, joined with dots, to the reason why it is refused."""
 
 KeyPath: TypeAlias = tuple[str, ...]
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
 _LARGEST = 1 << 18
-"""Bytes of a config file: far more than all keys have."""
+"""Maximum size of a config file in bytes, far larger than a file with all keys."""
 _DIGITS = 18
-"""Digits of a whole number: as many as surely fit into 64 bits."""
+"""Maximum digits of an integer: as many as always fit into 64 bits."""
 _TOO_LARGE = 2**63
 _OFF = (None, False, {"enabled": False})
-"""Values of a refused key that ask for nothing, as a config written by DeepSpeed has them."""
+"""Values with which a refused key is accepted, because it is switched off, as in configs written by DeepSpeed."""
 _KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], list[str]]:
-    """The config in ``path``, and a message for each key that is unknown, refused, duplicate or of a wrong value.
+    """The config in ``path``, and a message for each key that is unknown, refused, duplicate or has a wrong value.
 
-    The config is without the values that are wrong or ``"auto"``.
+    Keys whose value is wrong or ``"auto"`` are removed from the config.
 
     Raises:
         ConfigError: the file is missing, unreadable, or not a JSON object.
@@ -99,7 +99,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {constant} is not JSON")
 
     try:
-        tree = parse_json(text, parse_constant=refuse, parse_int=_whole)
+        tree = parse_json(text, parse_constant=refuse, parse_int=_integer)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
     except ValueError as error:
@@ -109,7 +109,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
     return tree
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if len(text) > _DIGITS:
         raise ValueError(f"a number of {len(text):,} digits: write at most {_DIGITS}")
     return int(text)
@@ -137,7 +137,7 @@ def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
 
 
 class _Check:
-    """Compares a config with the valid keys, and collects messages."""
+    """Validates a config against the schemas of its keys, and collects messages."""
 
     def __init__(self, path: str, lines: Mapping[KeyPath, int]):
         self.path = path
@@ -145,7 +145,7 @@ class _Check:
         self.problems: list[str] = []
 
     def section(self, tree: Mapping[str, Any], keys: Mapping[str, Schema], prefix: KeyPath) -> dict[str, Any]:
-        """The valid settings of ``tree``. The others are reported, and ``"auto"`` is dropped."""
+        """The valid settings of ``tree``. Invalid ones are reported, and ``"auto"`` is dropped."""
         valid: dict[str, Any] = {}
         for name, value in tree.items():
             key = (*prefix, name)
@@ -172,7 +172,7 @@ class _Check:
         return valid
 
     def optimizer(self, tree: dict[str, Any]) -> None:
-        """Check the parameters of the optimizer that ``tree`` names, or of the default one."""
+        """Check the parameters of the optimizer in ``tree``, or of the default optimizer."""
         optimizer = tree.get("optimizer", {})
         name = optimizer_name(optimizer.get("type", DEFAULT_OPTIMIZER))
         if name is None:
@@ -216,11 +216,11 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "object": ("an object", lambda value: isinstance(value, dict)),
     "null": ("null", lambda value: value is None),
 }
-"""Name of a type to its description and the check of a value."""
+"""Type name to its description and a function that checks a value."""
 
 
 def accepts(schema: Schema, value: Any) -> bool:
-    """Whether ``value`` is valid. The type comes first in each schema, so that the other checks apply to it."""
+    """Whether ``value`` is valid. Each schema lists ``type`` first; the later checks rely on it."""
     return all(_CHECKS[name](value, limit) for name, limit in schema.items() if name in _CHECKS)
 
 
@@ -232,12 +232,12 @@ def expected(schema: Schema) -> str:
         return ", or ".join(map(expected, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
-    words, _ = _TYPES[schema["type"]]
+    kind, _ = _TYPES[schema["type"]]
     if "maximum" in schema:
-        return f"{words} from {schema['minimum']:g} to {schema['maximum']:g}"
-    return f"{words} from {schema['minimum']:g} on" if "minimum" in schema else words
+        return f"{kind} from {schema['minimum']:g} to {schema['maximum']:g}"
+    return f"{kind} from {schema['minimum']:g} on" if "minimum" in schema else kind
 
 
 def optimizer_name(text: str) -> str | None:
-    """The key of OPTIMIZERS that equals ``text`` but for case, or None."""
+    """The key of OPTIMIZERS that equals ``text``, ignoring case, or None."""
     return next((name for name in OPTIMIZERS if name.lower() == text.lower()), None)

@@ -1,4 +1,4 @@
-"""Checks of a run, all made before torch is imported: each value, then the rules about combinations.
+"""Validates a run before torch is imported: single values first, then the rules about combinations.
 
 ``RULES`` also feeds ``--explain``, the planner and docs/layouts.md.
 """
@@ -15,17 +15,17 @@ from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name, flag_of, has_flag, inside, interval_as_text, is_above
 from megatron.model.spec import ArchitectureSpec
 
-# Their rules register themselves, in this order.
+# Importing these modules registers their rules, in this order.
 from megatron.cli.validation import layout, training, model  # noqa: F401, I001  # isort: skip
 
 RULES: list[Rule] = [*FUNCTIONS, *relation_rules()]
 
 _TRIAL = 10
-"""Shorter runs are trials, whose warm-up does not matter."""
+"""Iterations below which a run counts as a trial, whose warm-up does not matter."""
 
 
 def violations(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """The name of each rule that ``run`` breaks and that is an error, and the message."""
+    """Name and message of each rule that ``run`` breaks, without the rules that only warn."""
     return _broken(run, only_warns=False)
 
 
@@ -36,7 +36,7 @@ def _broken(run: RunConfig, *, only_warns: bool) -> Iterator[tuple[str, str]]:
 
 
 def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
-    """A message for each rule that ``run`` breaks without harm, and for provided values that another one replaces."""
+    """Warnings: rules that ``run`` breaks without harm, and provided values that have no effect or are replaced."""
     messages = [message for _, message in _broken(run, only_warns=True)]
     if "lr_warmup_fraction" in provided and run.train.global_batch_size > 0:
         steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
@@ -50,14 +50,14 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
         )
     if "zero_stage" in provided and provided["zero_stage"].value == 0 < run.zero.zero_stage:
         messages.append(
-            f"{provided['zero_stage'].source} in {run.precision.dtype} runs as --zero-stage 1, which makes the updates "
-            "of a correct stage 0; DeepSpeed's is wrong in half precision"
+            f"{provided['zero_stage'].source} in {run.precision.dtype} runs as --zero-stage 1 with the same result: "
+            "DeepSpeed's stage 0 computes wrong updates in half precision"
         )
     return messages
 
 
 def oversized(provided: Mapping[str, Provided]) -> bool:
-    """Whether a value is beyond any computer. Rules are not checked with such values, since some count up to them."""
+    """Whether a value exceeds a practical limit. Rules are not checked then, since some loop up to the value."""
     return any(
         (within := flag_of(flag_fields()[name]).within) and given.value and is_above(given.value, within)
         for name, given in provided.items()
@@ -65,9 +65,9 @@ def oversized(provided: Mapping[str, Provided]) -> bool:
 
 
 def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> list[str]:
-    """A message for each required value that is missing, each out of its range, and each provided in two ways.
+    """Messages for missing required values, values out of range, and values provided in two ways.
 
-    The required values are those of the program that trains ``architecture``.
+    The program that trains ``architecture`` determines which values are required.
     """
     problems = []
     for name, field in flag_fields().items():
@@ -78,8 +78,8 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
                 problems.append(f"{flag_name(field)} is required")
             continue
         value, source, within = provided[name].value, provided[name].source, flag.within
-        is_own = architecture.provider is not None and name == "vocab_size"
-        if within and value is not None and not (is_own or inside(value, within)):
+        is_users_own = architecture.provider is not None and name == "vocab_size"
+        if within and value is not None and not (is_users_own or inside(value, within)):
             problems.append(f"{source} must be {interval_as_text(within, value)}")
         for other in flag.instead_of:
             if other in provided:
@@ -93,15 +93,15 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
 
 
 def _is_needed(name: str, provided: Mapping[str, Provided]) -> bool:
-    """Whether a value that each transformer needs is needed by a model of one's own, too."""
+    """Whether a required value is also required for a user's own model (``pretrain``)."""
     has_stages = "pipe_parallel_size" in provided and provided["pipe_parallel_size"].value
-    return name not in _OF_TRANSFORMERS and (name != "num_layers" or has_stages)
+    return name not in _TRANSFORMER_SIZES and (name != "num_layers" or has_stages)
 
 
-_OF_TRANSFORMERS = ("hidden_size", "num_attention_heads", "seq_length")
+_TRANSFORMER_SIZES = ("hidden_size", "num_attention_heads", "seq_length")
 _PARALLEL = "--model-parallel-size and --pipe-parallel-size"
 _ACCELERATE_MODES = {"MEGATRON_LM": _PARALLEL, "FSDP": "--zero-stage", "PARALLELISM_CONFIG": _PARALLEL}
-"""Modes of ``accelerate launch`` by the end of the variable that is true in them, with what to use instead."""
+"""Modes of ``accelerate launch`` (suffix of the variable ACCELERATE_USE_*) to the flags to use instead."""
 _ACCELERATE_SETTINGS = {
     "DEEPSPEED_ZERO_STAGE": "zero_stage",
     "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -109,13 +109,13 @@ _ACCELERATE_SETTINGS = {
     "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer",
     "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param",
 }
-"""Its settings, by the end of the variable, to fields of the same meaning."""
+"""Settings of ``accelerate launch`` (suffix of the variable ACCELERATE_*) to config fields of the same meaning."""
 
 
 def accelerate_conflicts(run: RunConfig, environ: Mapping[str, str], config_file: str | None) -> Iterator[str]:
-    """A message for each setting of ``accelerate launch`` that contradicts ``run``, whose JSON is ``config_file``.
+    """A message for each setting of ``accelerate launch`` that contradicts ``run`` or its JSON ``config_file``.
 
-    They are for ``accelerate.Accelerator``, which the programs here do not use.
+    These settings configure ``accelerate.Accelerator``, which the programs here do not use.
     """
     for mode, advice in _ACCELERATE_MODES.items():
         if environ.get(f"ACCELERATE_USE_{mode}", "").lower() in ("true", "1"):

@@ -1,4 +1,4 @@
-"""Rules about how ranks share layers and samples: sizes that divide each other, sequences, pipeline stages."""
+"""Rules about the parallel layout: sizes that must divide each other, sequence splits, pipeline stages."""
 
 import math
 import re
@@ -201,12 +201,12 @@ def partition_fits(run: RunConfig) -> Messages:
 
 
 def _method_problem(method: str) -> str | None:
-    """What is wrong with the text of a partition method, independently of the model."""
+    """What is wrong with the text of a partition method, regardless of the model."""
     if method.startswith(partition.BY_TYPE):
         try:
             re.compile(method.removeprefix(partition.BY_TYPE))
         except re.error as error:
-            return f"that is no regular expression ({error})"
+            return f"not a regular expression ({error})"
         if re.search(r"\)[*+{]", method):
             return "a group that is repeated may take forever to match: list the names of classes, such as type:A|B"
     elif method not in partition.METHODS and partition.explicit(method) is None:
@@ -215,32 +215,32 @@ def _method_problem(method: str) -> str | None:
     return None
 
 
-def stages_without(run: RunConfig, has: Callable[[LayerSpec], bool], *, first_chunk: bool = False) -> Messages:
-    """Each stage of a pipeline in which no layer ``has`` what it is to have, as the beginning of a message.
+def stages_without(run: RunConfig, predicate: Callable[[LayerSpec], bool], *, first_chunk: bool = False) -> Messages:
+    """The beginning of a message for each pipeline stage without a layer that meets ``predicate``.
 
-    With ``first_chunk`` also the first model chunk of the first stage.
+    ``first_chunk`` also checks the first model chunk of the first stage.
     """
     method = run.parallel.pipeline_partition
     if not run.parallel.uses_pipeline or run.model.num_layers < 1 or any(stages_have_layers(run)):
         return
     if any(partition_fits(run)):
         return
-    if method in ("parameters", "flops"):  # they depend on the vocabulary, which is not read yet
+    if method in ("parameters", "flops"):  # these methods depend on the vocabulary size, which is not known yet
         yield f"--pipeline-partition {method} may leave a stage"
         return
     stages = partition.plan(run)
     parts = {"the first model chunk": stages[0].layers_of_chunks[0]} if first_chunk else {}
     for name, layers in (parts | {f"stage {number}": stage.layers for number, stage in enumerate(stages)}).items():
-        if not any(map(has, layers)):
+        if not any(map(predicate, layers)):
             yield f"--pipeline-partition {method} leaves {name}"
 
 
 @rule(otherwise="hangs in an all-reduce")
-def embeddings_alone(run: RunConfig) -> Messages:
+def embeddings_only(run: RunConfig) -> Messages:
     """A first stage without layers needs fp32 and ZeRO 0.
 
-    DeepSpeed all-reduces the gradient norm once per parameter group and drops empty groups. The embeddings have no
-    parameters without weight decay, so that their stage has fewer groups than the others.
+    DeepSpeed all-reduces the gradient norm once per parameter group and drops empty groups. A stage with only the
+    embeddings has no group without weight decay, and so takes part in fewer all-reduces than the other stages.
     """
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
     has_no_layer = numbers is not None and len(numbers) > 1 and numbers[0] == 0
@@ -260,8 +260,8 @@ def embeddings_alone(run: RunConfig) -> Messages:
 def micro_batches(run: RunConfig) -> Messages:
     """The schedules with model chunks have enough micro-batches.
 
-    The interleaved schedule passes them through the chunks of a stage in rounds of as many as there are stages.
-    DualPipeV works on both chunks of a stage at a time, which takes two micro-batches per stage to fill them.
+    The interleaved schedule runs the chunks of a stage in rounds of one micro-batch per stage. DualPipeV works on
+    both chunks of a stage at the same time, and needs two micro-batches per stage to fill them.
     """
     parallel, train = run.parallel, run.train
     stages, schedule = parallel.pipe_stages, parallel.pipeline_schedule

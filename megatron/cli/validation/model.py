@@ -1,4 +1,4 @@
-"""Rules about the model: adapters, positions, attention, decoders, mixtures of experts, and encoders of images."""
+"""Rules about the model: adapters, positions, attention, decoders, mixtures of experts, and vision encoders."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def lora_targets(run: RunConfig) -> Messages:
 
 @rule()
 def yarn(run: RunConfig) -> Messages:
-    """YaRN stretches waves from short to long ones. It extends a model that is trained already."""
+    """YaRN has ordered bounds and a base above 1. It interpolates the wavelengths between the bounds."""
     model = run.model
     if model.position_embedding_type != "yarn":
         return
@@ -39,7 +39,7 @@ def yarn(run: RunConfig) -> Messages:
             "raise it"
         )
     if model.rotary_base <= 1:
-        yield f"--position-embedding-type yarn needs waves that become longer: raise --rotary-base {model.rotary_base}"
+        yield f"--position-embedding-type yarn needs a base above 1: raise --rotary-base {model.rotary_base}"
 
 
 @rule()
@@ -52,7 +52,7 @@ def rotated_dimensions(run: RunConfig) -> Messages:
     if dimensions < 2 or dimensions % 2:
         yield (
             f"--rotary-percent {model.rotary_percent:g} of heads of {model.head_size} rotates {dimensions} dimensions, "
-            "which is no even number: change --rotary-percent or --kv-channels"
+            "which is not an even number: change --rotary-percent or --kv-channels"
         )
 
 
@@ -60,7 +60,7 @@ def rotated_dimensions(run: RunConfig) -> Messages:
 def tiled_adapters(run: RunConfig) -> Messages:
     """--tiled-mlp excludes the dropout of adapters.
 
-    The forward pass of a part is repeated, and would draw another mask.
+    The forward pass of a tile is recomputed, and would draw another dropout mask.
     """
     if run.model.tiled_mlp and run.model.lora_dropout and {"dense_h_to_4h", "dense_4h_to_h"} & {*run.model.adapted}:
         yield f"--tiled-mlp and --lora-dropout {run.model.lora_dropout:g} exclude each other: remove one"
@@ -79,7 +79,7 @@ def buckets(run: RunConfig) -> Messages:
 
 @rule()
 def positions_of_t5(run: RunConfig) -> Messages:
-    """Relative positions are T5's. The other models have no table of them, and T5 has no rotation."""
+    """Only T5 has relative positions. Other models have no table for them, and T5 has no RoPE."""
     kind = run.model.position_embedding_type
     if (kind == "relative" and not _is_t5(run)) or (kind in ROTARY and _is_t5(run)):
         others = "relative, learned_absolute or none" if _is_t5(run) else "learned_absolute, rope or none"
@@ -103,7 +103,7 @@ def split_rank(run: RunConfig) -> Messages:
     flag = f"--pipeline-model-parallel-split-rank {split}"
     if not 0 < split < stages:
         rest = f"use from 1 to {stages - 1}" if stages > 1 else "raise the latter"
-        yield f"{flag} is no stage between the first and the end of --pipe-parallel-size {stages}: {rest}"
+        yield f"{flag} is not a stage after the first one of --pipe-parallel-size {stages}: {rest}"
     elif partition.explicit(parallel.pipeline_partition):
         yield f"{flag} and --pipeline-partition {parallel.pipeline_partition} exclude each other: give one"
     elif model.encoder_num_layers < split:
@@ -124,13 +124,13 @@ def chosen_experts(run: RunConfig) -> Messages:
 
 @rule()
 def listed_layers(run: RunConfig) -> Messages:
-    """A list of layers with experts is of all layers. Each layer has experts or an MLP."""
+    """A list for --moe-layer-freq has an entry for each layer. Each layer has experts or an MLP."""
     model, listed = run.model, run.model.moe_layer_freq
     if not isinstance(listed, str) or not model.has_experts:
         return
     layers = model.num_layers - model.vision_layers
     if (count := len(layer_list(listed))) != layers > 0:
-        yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {layers}: give one each"
+        yield f"--moe-layer-freq {listed} has {count} entries for --num-layers {layers}: give one for each layer"
     elif not any(layer_list(listed)):
         yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 
@@ -139,7 +139,7 @@ def listed_layers(run: RunConfig) -> Messages:
 def experts_over_data_ranks(run: RunConfig) -> Messages:
     """Expert-parallel ranks divide the data-parallel ranks.
 
-    Ranks that read other samples divide the experts among them.
+    Data-parallel ranks divide the experts among each other.
     """
     ranks, parallel = run.parallel.expert_model_parallel_size, run.parallel
     if ranks < 1 or parallel.replica_size < 1 or parallel.world_size % parallel.replica_size:
@@ -155,8 +155,8 @@ def experts_over_data_ranks(run: RunConfig) -> Messages:
 def experts_on_each_stage(run: RunConfig) -> Messages:
     """With expert parallelism each stage has a layer with experts.
 
-    DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no group of
-    them. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.
+    DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no group for
+    experts. Partitions by parameters and FLOPs depend on the vocabulary size, which is not known yet.
     """
     if not run.model.has_experts or run.parallel.expert_model_parallel_size < 2 or run.parallel.pipe_stages < 2:
         return
@@ -169,7 +169,7 @@ def experts_on_each_stage(run: RunConfig) -> Messages:
 
 @rule(otherwise="reduces gradients before they exist")
 def compiled_at_zero_3(run: RunConfig) -> Messages:
-    """Compiled layers at ZeRO 3 get hidden states only.
+    """Compiled layers at ZeRO 3 have hidden states as their only input.
 
     DeepSpeed reduces the gradients of a compiled layer in a hook that torch runs too early if the layer gets
     several tensors, such as with segment ids.
@@ -184,11 +184,11 @@ def compiled_at_zero_3(run: RunConfig) -> Messages:
 
 @rule()
 def feature_layer(run: RunConfig) -> Messages:
-    """The projector reads a layer of the encoder. Layers are counted from 1 on, or from the last one, -1, back."""
+    """The projector reads a layer of the encoder. Layers count from 1, or from -1 (the last) backwards."""
     count, layer = run.model.vision_num_layers, run.model.vision_feature_layer
     if count > 0 and not 1 <= run.model.vision_layers <= count:
         valid = f"1 to {count}, or {-count} to -1"
-        yield f"--vision-feature-layer {layer} is none of --vision-num-layers {count}: use {valid}"
+        yield f"--vision-feature-layer {layer} is not one of --vision-num-layers {count}: use {valid}"
 
 
 @rule()
@@ -209,8 +209,8 @@ def image_fits(run: RunConfig) -> Messages:
 def stages_train(run: RunConfig) -> Messages:
     """Every stage has something to train.
 
-    DeepSpeed's optimizers need a parameter, and a backward pass something to compute. By parameters and FLOPs the
-    stages depend on the vocabulary, which is not read yet.
+    DeepSpeed's optimizers need a parameter, and a backward pass something to compute. Partitions by parameters and
+    FLOPs depend on the vocabulary size, which is not known yet.
     """
     model = run.model
     flags = " ".join(f"--freeze-{part}" for part in model.frozen_parts).replace("language", "language-model")
@@ -226,7 +226,7 @@ def stages_train(run: RunConfig) -> Messages:
 
 
 def _trains(model: ModelConfig, layer: LayerSpec) -> bool:
-    """Whether some parameter of ``layer`` is trained."""
+    """Whether ``layer`` has a parameter that is trained."""
     if not layer.parameters or layer.part in ("", *model.frozen_parts):
         return False
     return layer.part != "language" or not model.lora_rank or layer.is_block

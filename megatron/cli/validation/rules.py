@@ -1,7 +1,7 @@
-"""Rules about which settings may be combined: a registry of functions, and what the config's fields state.
+"""Rules about which settings may be combined: registered functions, and relations declared by config fields.
 
-"X needs Y" and "X excludes Y" are metadata of the fields (see ``megatron.config.fields.flag``), checked in one way for
-all. A rule that compares or computes values is a decorated function.
+"X needs Y" and "X excludes Y" are metadata of the fields (see ``megatron.config.fields.flag``), all checked by
+``relation_rules``. A rule that compares or computes values is a function decorated with ``@rule``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from megatron.config.fields import flag_name, flag_of, negative_flag, with_reaso
 from megatron.model.spec import architecture_of
 
 Messages: TypeAlias = Iterator[str]
-"""What is wrong with a run by one rule, and what to do. Only the first message is used."""
+"""Messages of one rule: what is wrong with a run, and what to do. Only the first message is used."""
 Check: TypeAlias = Callable[[RunConfig], Messages]
 
 
@@ -27,11 +27,11 @@ class Rule(NamedTuple):
     otherwise: str = ""
     """What DeepSpeed would do with a run that breaks the rule, if that is the reason for it."""
     only_warns: bool = False
-    """Whether a run that breaks the rule starts with a warning, since the setting is harmless and has no effect."""
+    """Whether breaking the rule is only a warning, since the setting is harmless and has no effect."""
     kind: str = ""
-    """Rules of one kind are one row of docs/layouts.md; empty for a rule with its own row."""
+    """Rules of one kind share a row of docs/layouts.md; empty for a rule with its own row."""
     of_transformers: bool = False
-    """Whether it says nothing about a model of one's own, whose sizes mean what that model makes of them."""
+    """Whether the rule does not apply to a user's own model (``pretrain``), which may interpret sizes differently."""
 
     def check(self, run: RunConfig) -> str | None:
         """The message for a run that breaks the rule, or None."""
@@ -64,7 +64,7 @@ def enabled(settings: Mapping[str, bool]) -> str:
 
 
 def multiple(name: str, number: int, factors: str, factor: int) -> Messages:
-    """A message unless ``number`` is a multiple of ``factor``, which ``factors`` spells out as flags."""
+    """A message unless ``number`` is a multiple of ``factor``; ``factors`` names the flags of the factor."""
     if not divides(factor, number):
         yield f"{name} {number} is not a multiple of {factors}: use {nearest_multiples(number, factor)}"
 
@@ -77,33 +77,33 @@ def divides(small: int, large: int) -> bool:
 NEEDS, IGNORED, EXCLUDES = "a flag needs another", "a flag has no effect without another", "flags exclude each other"
 MULTIPLE = "a size is a multiple of another"
 REASONS = {
-    MULTIPLE: "Ranks hold equal shares of a layer, complete heads and as many experts each; heads are equal, too.",
+    MULTIPLE: "Each rank holds an equal share of a layer, complete heads, and the same number of experts.",
     NEEDS: "Without the other it would not work, or would be silently ignored.",
-    IGNORED: "Scripts of Megatron-LM give such flags in any case.",
+    IGNORED: "Scripts for Megatron-LM often give such flags.",
     EXCLUDES: "They contradict each other, or their combination is not supported.",
 }
-"""The kinds of rules that fields state."""
+"""Kinds of rules that fields declare, and the default reason of each kind."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """That the value of a flag is not its default or, if there are ``values``, that it is one of them.
+    """A condition on a flag: its value is one of ``values`` or, without ``values``, not the default.
 
-    A switch whose default depends on the run, which is None, has to be on.
+    A boolean flag whose default is None (it depends on the run) has to be on.
     """
 
     field: Field
     values: tuple[str, ...]
 
     def holds(self, run: RunConfig) -> bool:
-        """Whether it is true of ``run``."""
+        """Whether ``run`` meets the condition."""
         value = flag_value(run, self.field.name)
         if self.values:
             return _as_text(value) in self.values
         return value != self.field.default and (value, self.field.default) != (False, None)
 
     def given(self, run: RunConfig) -> str:
-        """The flag as ``run`` has it."""
+        """The flag with its value in ``run``, for messages."""
         return f"{flag_name(self.field)} {_as_text(flag_value(run, self.field.name))}" if self.values else str(self)
 
     def __str__(self) -> str:
@@ -114,31 +114,31 @@ class Condition:
 
 
 def condition(text: str) -> Condition:
-    """The condition that the metadata of a field writes as ``zero_stage=2|3`` or ``save``."""
+    """Parse a condition in the metadata of a field, such as ``zero_stage=2|3`` or ``save``."""
     name, _, values = text.partition("=")
     return Condition(flag_fields()[name], tuple(values.split("|")) if values else ())
 
 
 def conditions_as_text(text: str) -> str:
-    """Conditions of the metadata as a user writes them, such as ``--load or --auto-resume``."""
+    """Conditions in the metadata of a field, in terms of flags, such as ``--load or --auto-resume``."""
     return " or ".join(str(condition(part)) for part in text.split(" or "))
 
 
 def relation_rules() -> Iterator[Rule]:
-    """A rule for each relation that a field states; of those that it needs, the first that is broken counts."""
+    """A rule for each relation that a field declares; only the first unmet need of a field is reported."""
     for field in flag_fields().values():
         flag = flag_of(field)
         yield from (_multiple(field, flag_fields()[name]) for name in with_reasons(flag.multiple_of))
         earlier: list[Rule] = []
         for kind, key in ((IGNORED, "ignored_without"), (NEEDS, "needs"), (EXCLUDES, "excludes")):
             for text, why in with_reasons(getattr(flag, key)).items():
-                one = _relation(field, kind, text, why, () if kind == EXCLUDES else tuple(earlier))
-                earlier.append(one)
-                yield one
+                relation = _relation(field, kind, text, why, () if kind == EXCLUDES else tuple(earlier))
+                earlier.append(relation)
+                yield relation
 
 
 def _multiple(field: Field, other: Field) -> Rule:
-    """The rule that the value of ``field`` is a multiple of that of ``other``; of the encoder if there is one."""
+    """The rule that the value of ``field`` is a multiple of the value of ``other``."""
     name, factors = flag_name(field), flag_name(other)
 
     def messages(run: RunConfig) -> Messages:
@@ -151,17 +151,17 @@ def _multiple(field: Field, other: Field) -> Rule:
 
 
 def _relation(field: Field, kind: str, text: str, why: str, earlier: tuple[Rule, ...]) -> Rule:
-    """The rule that ``field`` states as ``text``, which is kept as long as one of the ``earlier`` ones is broken."""
+    """The rule that ``field`` declares as ``text``. It does not report if one of the ``earlier`` rules is broken."""
     values, _, alternatives = text.rpartition(": ")
-    own = condition(f"{field.name}={values}" if values else field.name)
+    applies = condition(f"{field.name}={values}" if values else field.name)
     others = tuple(map(condition, alternatives.split(" or ")))
     reason = f"{why}; " if why else ""
 
     def messages(run: RunConfig) -> Messages:
         met = [other for other in others if other.holds(run)]
-        if not own.holds(run) or bool(met) != (kind == EXCLUDES) or any(rule.check(run) for rule in earlier):
+        if not applies.holds(run) or bool(met) != (kind == EXCLUDES) or any(rule.check(run) for rule in earlier):
             return
-        given = own.given(run)
+        given = applies.given(run)
         if kind == EXCLUDES:
             yield f"{given} and {met[0].given(run)} exclude each other: {reason}remove one"
         else:
@@ -169,7 +169,7 @@ def _relation(field: Field, kind: str, text: str, why: str, earlier: tuple[Rule,
             yield f"{given} {verb} {conditions_as_text(alternatives)}: {reason}add it, or remove {given}"
 
     return Rule(
-        f"{own} {'excludes' if kind == EXCLUDES else 'needs'} {conditions_as_text(alternatives)}",
+        f"{applies} {'excludes' if kind == EXCLUDES else 'needs'} {conditions_as_text(alternatives)}",
         f"{why[0].upper()}{why[1:]}." if why else REASONS[kind],
         messages,
         only_warns=kind == IGNORED,

@@ -16,25 +16,25 @@ from megatron.model.architectures import architecture_of
 def zero_with_pipeline(run: RunConfig) -> Messages:
     """The pipeline runs at ZeRO 0 or 1.
 
-    It accumulates gradients over micro-batches, so that sharded gradients would be reduced for each of them.
+    It accumulates gradients over micro-batches, and would have to reduce sharded gradients for each micro-batch.
     """
     stage, stages = run.zero.zero_stage, run.parallel.pipe_parallel_size
     if run.parallel.uses_pipeline and stage >= 2:
         yield (
             f"--zero-stage {stage} cannot be combined with --pipe-parallel-size {stages}: the pipeline accumulates "
-            "gradients over micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
+            "gradients, and would have to reduce its shards for each micro-batch; use --zero-stage 1 or "
             "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)"
         )
 
 
 @rule()
 def loss_scales(run: RunConfig) -> Messages:
-    """Loss scales are powers of two and whole. DeepSpeed stores the exponent of the first, and whole numbers."""
+    """Initial loss scales are powers of two, minimum scales integers. DeepSpeed stores an exponent and an integer."""
     first, least = run.precision.initial_loss_scale, run.precision.min_scale
     if first >= 1 and not math.log2(first).is_integer():
         yield f"--initial-loss-scale {first:g} is not a power of two: use {2 ** round(math.log2(first))}"
     if least != int(least):
-        yield f"--min-scale {least:g} is not a whole number: use {round(least)}"
+        yield f"--min-scale {least:g} is not an integer: use {round(least)}"
 
 
 @rule(otherwise="ValueError: Type fp16 is not supported on your device.")
@@ -54,7 +54,7 @@ def gpus(run: RunConfig) -> Messages:
 
 @rule()
 def provided_model(run: RunConfig) -> Messages:
-    """A model of another program has no list of layers.
+    """A user's own model (of pretrain) has no list of layers.
 
     Adapters, experts, Muon, plans and published weights need to know the layers and their matrices.
     """
@@ -67,11 +67,11 @@ def provided_model(run: RunConfig) -> Messages:
         "--run-dir": run.observe.run_dir is not None,
     }
     if architecture_of(run.model).provider is not None and (given := enabled(settings)):
-        yield f"{given}: the model of {run.model.architecture} has no list of layers, which it needs: remove it"
+        yield f"{given}: the model of {run.model.architecture} has no list of layers, which this needs: remove it"
 
 
 _WATCHDOG_MINUTES = 0.5
-"""Longest time from the watchdog's limit to the end of the last rank."""
+"""Maximum time in minutes from the watchdog's limit to the end of the last rank."""
 
 
 @rule()
@@ -88,11 +88,11 @@ def watchdog_before_timeout(run: RunConfig) -> Messages:
         )
 
 
-@rule(otherwise="computes another update on each layout")
+@rule(otherwise="computes a different update on each layout")
 def adafactor(run: RunConfig) -> Messages:
     """Adafactor runs without ZeRO and tensor parallelism.
 
-    Its state is the sums of a full matrix's rows and columns, and its step depends on that matrix's norm.
+    Its state consists of row and column sums of full matrices, and its step depends on the norm of a full matrix.
     """
     remedies = {
         "--zero-stage 0": run.zero.zero_stage > 0 and run.precision.dtype == "fp32",
@@ -114,7 +114,7 @@ def min_lr(run: RunConfig) -> Messages:
 def batch_sizes(run: RunConfig) -> Messages:
     """Every batch size is a multiple of micro-batch x DP.
 
-    A batch size that varies changes the number of micro-batches; their size stays.
+    A varying batch size changes the number of micro-batches, not their size.
     """
     train = run.train
     for _, size in train.batch_steps:
@@ -151,7 +151,7 @@ def warmup(run: RunConfig) -> Messages:
 
 @rule()
 def tokenizer(run: RunConfig) -> Messages:
-    """The tokenizer suits the model.
+    """The tokenizer has the special tokens of the model.
 
     GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.
     """
@@ -173,7 +173,7 @@ def merges(run: RunConfig) -> Messages:
     data = run.data
     if data.tokenizer_type == "GPT2BPETokenizer" and data.merge_file is None and _needs_tokenizer(run):
         suits = "WhitespaceTokenizer" in architecture_of(run.model).tokenizers
-        other = "; for a vocabulary of whole words use --tokenizer-type WhitespaceTokenizer" if suits else ""
+        other = "; for a vocabulary of words use --tokenizer-type WhitespaceTokenizer" if suits else ""
         yield f"--merge-file is required with --tokenizer-type GPT2BPETokenizer{other}"
 
 
@@ -181,14 +181,14 @@ def merges(run: RunConfig) -> Messages:
 def merges_of_words(run: RunConfig) -> Messages:
     """--merge-file is for a tokenizer with merges.
 
-    Command lines for Megatron-LM name a file of merges with any tokenizer.
+    Command lines for Megatron-LM give --merge-file with any tokenizer.
     """
     yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
 
 
 @rule()
 def tokenizer_files(run: RunConfig) -> Messages:
-    """A tokenizer has a vocabulary. It is in a file, or for NullTokenizer a number."""
+    """A tokenizer has a vocabulary. NullTokenizer needs only its size, the others a file."""
     data = run.data
     if data.tokenizer_type != NULL_TOKENIZER and data.vocab_file is None and _needs_tokenizer(run):
         if data.tokenizer_type in PUBLISHED:
@@ -197,7 +197,7 @@ def tokenizer_files(run: RunConfig) -> Messages:
 
 
 def _needs_tokenizer(run: RunConfig) -> bool:
-    """Whether a tokenizer with files is needed: a provided model may do without."""
+    """Whether a tokenizer with files is needed: a user's own model may run without."""
     return run.data.vocab_file is not None or architecture_of(run.model).provider is None
 
 
@@ -218,15 +218,15 @@ def blends(run: RunConfig) -> Messages:
     """
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
-            if words := getattr(run.data, name):
-                read_blend(tuple(words))
+            if blend := getattr(run.data, name):
+                read_blend(tuple(blend))
         except ValueError as error:
-            yield f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
+            yield f"--{name.replace('_', '-')} {' '.join(blend)}: {error}"
 
 
 @rule()
 def step_ranges(run: RunConfig) -> Messages:
-    """Traced and profiled iterations are part of the run. The output would be empty otherwise."""
+    """Traced and profiled iterations are iterations of the run. Otherwise the output would be empty."""
     observe, last = run.observe, run.train.train_iters
     for flag, text in (("--trace-steps", observe.trace_steps), ("--profile-steps", observe.profile_steps)):
         if text is None or (flag == "--trace-steps" and observe.trace is None):

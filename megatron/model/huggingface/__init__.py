@@ -139,7 +139,7 @@ def shape_of(config: ModelConfig) -> dict[str, Any]:
     return shape | ({"max_position_embeddings": config.position_rows} if config.has_position_table else {})
 
 
-def model_words(config: ModelConfig) -> list[str]:
+def model_arguments(config: ModelConfig) -> list[str]:
     """The command-line arguments that stand for the model, where they differ from the defaults of the flags."""
     values = shape_of(config) | {name: getattr(config, name) for name in _OTHER_FLAGS}
     if config.query_groups == config.num_attention_heads:

@@ -54,7 +54,7 @@ def make_starts(
     values, problems, _ = read_flags(argv, architecture)
     if problems:
         raise ConfigError(problems)
-    words = [word for name, value in values.items() if name not in _REPLACED for word in value.words]
+    words = [word for name, value in values.items() if name not in _REPLACED for word in value.arguments]
     common = [] if {"train_iters", "train_samples"} & values.keys() else ["--train-iters", str(4 * ITERATIONS)]
     common += [] if "eval_iters" in values else ["--eval-iters", "1"]
     common += ["--num-workers", "0", "--log-interval", "2", "--eval-interval", "2", "--save", _SAVED]
@@ -66,7 +66,7 @@ def make_starts(
     resumed = Start("resumed", again, world_size, loads=fresh.name, ends_by_signal=True)
     run = _checked(fresh, environ, architecture)
     _checked(resumed, environ, architecture)
-    kept = [word for name, value in values.items() if name not in (*_REPLACED, *_OF_LAYOUT) for word in value.words]
+    kept = [word for name, value in values.items() if name not in (*_REPLACED, *_OF_LAYOUT) for word in value.arguments]
     kept += ["--zero-stage", str(run.zero.zero_stage), "--batch-size", str(run.train.global_batch_size)]
     one = Start("one rank", (*kept, *saving), 1)
     loading = (*words, *common, "--auto-resume", "--exit-interval", "1")

@@ -76,8 +76,8 @@ def script(one: Candidate) -> str:
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
     data = {name: value for name, value in one.given.items() if name in _OF_DATA}
-    flags = "".join(f" \\\n    {shlex.join(value.words)}" for name, value in one.given.items() if name not in data)
-    index = f"{data['data_path'].words[-1]}.idx" if "data_path" in data else "."
+    flags = "".join(f" \\\n    {shlex.join(value.arguments)}" for name, value in one.given.items() if name not in data)
+    index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
     return f"""\
 #!/usr/bin/env bash
 # Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.
@@ -85,7 +85,7 @@ def script(one: Candidate) -> str:
 set -euo pipefail
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
-data=({shlex.join(itertools.chain.from_iterable(value.words for value in data.values()))})
+data=({shlex.join(itertools.chain.from_iterable(value.arguments for value in data.values()))})
 start=(deepspeed --log_level {"warning" if several else "critical"} {hosts})
 if [ "${{LAUNCHER:-deepspeed}}" = accelerate ]; then
     start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})

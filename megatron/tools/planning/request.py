@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli.flags import read_flags
-from megatron.cli.presets import PRESETS, preset_words
+from megatron.cli.presets import PRESETS, preset_arguments
 from megatron.cli.provided import Provided
 from megatron.cli.validation import value_problems
 from megatron.common.errors import ConfigError, DataError
@@ -155,7 +155,7 @@ def _fillers(
         for name, value in found.items()
         for word in (flag_name(flag_fields()[name]), *(() if value is True else (str(value),)))
     ]
-    return [*(preset_words(model) if model else ()), *placeholders]
+    return [*(preset_arguments(model) if model else ()), *placeholders]
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
@@ -189,7 +189,7 @@ def as_flag(name: str, value: object) -> Provided:
 
 def words(given: Mapping[str, Provided]) -> list[str]:
     """The command line with these values."""
-    return [word for value in given.values() for word in value.words]
+    return [word for value in given.values() for word in value.arguments]
 
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

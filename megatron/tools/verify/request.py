@@ -211,8 +211,8 @@ def make_request(
         words += ["--train-iters", str(iterations)]
     for name, value in values.items():
         if name not in _REPLACED:
-            words += value.words
-    batch = values["global_batch_size"].words if "global_batch_size" in values else []
+            words += value.arguments
+    batch = values["global_batch_size"].arguments if "global_batch_size" in values else []
     request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
         first = ONE_PROCESS if is_supported(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
@@ -223,7 +223,7 @@ def make_request(
         )
     if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
         # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
-        words = without(words, values["gradient_accumulation_steps"].words)
+        words = without(words, values["gradient_accumulation_steps"].arguments)
     if "step_batch_size_schedule" not in values:
         words += ["--global-batch-size", str(run.train.global_batch_size)]
     return replace(request, words=tuple(words), first=first)
