@@ -47,7 +47,7 @@ from megatron.cli import parse_run
 from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
-from megatron.data.datasets import indexed_datasets
+from megatron.data.datasets import build_datasets
 from megatron.data.gpt2_dataset import SampleStream
 from megatron.data.index_file import HEADER, MAGIC
 from megatron.data.indexed_dataset import DocumentLengths, IndexedDataset
@@ -467,7 +467,7 @@ def _data_sets(parts: int, folder: Path) -> Found:
         names = [word for number in range(count) for word in (str(number + 1), str(folder / str(number)))]
         data = DataConfig(data_path=tuple(names), seq_length=4096)
         began = time.perf_counter()
-        opened = indexed_datasets(data, {"train": 1000, "valid": 0, "test": 0}, vocab_size=1 << 31, seed=1)
+        opened = build_datasets(data, {"train": 1000}, vocab_size=1 << 31, seed=1)
         seconds, files = time.perf_counter() - began, psutil.Process().num_fds()
         assert opened.train is not None
         return seconds, files, len(Path("/proc/self/maps").read_text().splitlines())

@@ -39,17 +39,16 @@ def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
     return SFTDataset if data.sft else GPT2Dataset
 
 
-def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> list[str]:
-    """Check the data sets as far as their indexes show errors; nothing is built. Raises as ``find_sources``.
+def check_data(data: DataConfig, samples: Mapping[str, int], *, masked_lm: bool = False) -> list[str]:
+    """Check the data sets of splits with ``samples`` as far as their indexes show errors; nothing is built.
 
-    Returns a message for each part of an empty test split, which is not evaluated.
+    Returns a message for each part of an empty test split, which is not evaluated. Raises as ``find_sources``.
     """
     if data.mock_data:
         split_weights(data.split)
         return []
     skipped: list[str] = []
-    check = _kind(data, masked_lm).problem
-    find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, skipped=skipped)
+    find_sources(data, samples, check=_kind(data, masked_lm).problem, skipped=skipped)
     return [f"there is no evaluation on the test split: {message}" for message in skipped]
 
 
@@ -110,82 +109,48 @@ class Datasets:
     test: Samples | None
 
 
-def split_samples(
-    *, global_batch_size: int, train_iters: int, eval_interval: int, eval_iters: int, train_samples: int | None = None
-) -> dict[str, int]:
-    """How many samples of each split a run reads at most, in the order of ``SPLITS``; see ``build_datasets``."""
-    evaluations = train_iters // eval_interval + 1
-    return {
-        "train": train_iters * global_batch_size if train_samples is None else train_samples,
-        "valid": evaluations * eval_iters * global_batch_size,
-        "test": eval_iters * global_batch_size,
-    }
+def split_samples(train: TrainConfig, skipped: Sequence[range] = ()) -> dict[str, int]:
+    """How many samples of each split a run reads at most, in the order of ``SPLITS``.
 
-
-def sizes_of(train: TrainConfig, skipped: Sequence[range] = ()) -> dict[str, int]:
-    """How much a run reads at most, as ``split_samples`` and ``build_datasets`` take it."""
+    Training has ``train_iters`` global batches besides the samples that are ``skipped``; validation ``eval_iters`` for
+    each evaluation (every ``eval_interval`` iterations, and one at the end), the test ``eval_iters``.
+    """
+    evaluations, of_evaluation = (
+        train.train_iters // train.eval_interval + 1,
+        train.eval_iters * train.global_batch_size,
+    )
     return {
-        "global_batch_size": train.global_batch_size,
-        "train_iters": train.train_iters,
-        "train_samples": train.consumed_samples(train.train_iters) + sum(map(len, skipped)),
-        "eval_interval": train.eval_interval,
-        "eval_iters": train.eval_iters,
+        "train": train.consumed_samples(train.train_iters) + sum(map(len, skipped)),
+        "valid": evaluations * of_evaluation,
+        "test": of_evaluation,
     }
 
 
 def samples_per_epoch(data: DataConfig) -> int:
     """Samples of an epoch of the training data set. Raises as ``find_sources``, and ConfigError for a blend."""
     kind = ImageDataset if data.image_format else SFTDataset
-    sources = find_sources(data, check=kind.problem, train_iters=1, eval_iters=0)["train"]
+    sources = find_sources(data, {"train": 1}, check=kind.problem)["train"]
     if len(sources) > 1:
         raise ConfigError("--epochs is for one data set, and --data-path names a blend: give --train-iters")
     return kind(data, "train", sources[0], 1, vocab_size=0, seed=0).samples_per_epoch
 
 
 def build_datasets(
-    data: DataConfig,
-    *,
-    vocab_size: int,
-    global_batch_size: int,
-    train_iters: int,
-    eval_interval: int,
-    eval_iters: int,
-    seed: int,
-    masked_lm: bool = False,
-    train_samples: int | None = None,
-) -> Datasets:
-    """Open the data sets and build the samples of their splits, or read them from the cache.
-
-    Training has ``train_iters`` global batches, or ``train_samples`` if they are not all of one size; validation
-    ``eval_iters`` for each evaluation (every ``eval_interval`` iterations, and one at the end), the test
-    ``eval_iters``. A split whose count or weight is 0 is None. Any number of processes may call this at once. Raises
-    as ``find_sources``.
-    """
-    samples = split_samples(
-        global_batch_size=global_batch_size,
-        train_iters=train_iters,
-        eval_interval=eval_interval,
-        eval_iters=eval_iters,
-        train_samples=train_samples,
-    )
-    datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
-    if data.mock_data:
-        for name in SPLITS:
-            if samples[name] and has_split(data, name):
-                datasets[name] = mock_samples(data, name, samples[name], seed=seed, masked_lm=masked_lm)
-        return Datasets(**datasets)
-    return indexed_datasets(data, samples, vocab_size=vocab_size, seed=seed, masked_lm=masked_lm)
-
-
-def indexed_datasets(
     data: DataConfig, samples: Mapping[str, int], *, vocab_size: int, seed: int, masked_lm: bool = False
 ) -> Datasets:
-    """The same for the numbers of ``samples`` of each split, from files."""
+    """Open the data sets and build ``samples`` of each split, or read them from the cache.
+
+    A split without samples, or whose weight is 0, is None. Any number of processes may call this at once. Raises as
+    ``find_sources``.
+    """
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
+    if data.mock_data:
+        for name, count in samples.items():
+            if count and has_split(data, name):
+                datasets[name] = mock_samples(data, name, count, seed=seed, masked_lm=masked_lm)
+        return Datasets(**datasets)
     kind = _kind(data, masked_lm)
-    evaluates = max(samples["valid"], samples["test"])
-    sources = find_sources(data, check=kind.problem, train_iters=samples["train"], eval_iters=evaluates)
-    for name, parts in sources.items():
+    for name, parts in find_sources(data, samples, check=kind.problem).items():
         of_source = partial(kind, data, name, vocab_size=vocab_size, seed=seed)
         datasets[name] = _blended(data, parts, samples[name], of_source)
     return Datasets(**datasets)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.data.datasets import Samples, indexed_datasets
+from megatron.data.datasets import Samples, build_datasets
 
 
 class GPTDataset:
@@ -40,9 +40,8 @@ def build_train_valid_test_datasets(
     prefixes = [data_prefix] if isinstance(data_prefix, str) else data_prefix
     data = DataConfig(data_path=tuple(map(str, prefixes)), split=splits_string, seq_length=seq_length)
     counts = dict(zip(("train", "valid", "test"), train_valid_test_num_samples, strict=True))
-    opened = indexed_datasets(data, counts, vocab_size=sys.maxsize, seed=seed)
+    opened = build_datasets(data, counts, vocab_size=sys.maxsize, seed=seed)
     train, valid, test = (
-        GPTDataset(part) if part is not None and count else None
-        for part, count in zip((opened.train, opened.valid, opened.test), counts.values(), strict=True)
+        None if part is None else GPTDataset(part) for part in (opened.train, opened.valid, opened.test)
     )
     return train, valid, test

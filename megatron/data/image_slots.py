@@ -12,7 +12,7 @@ from megatron.common.errors import ConfigError, counted
 from megatron.config import RunConfig
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.data import SPLITS
-from megatron.data.datasets import ImageSamples, indexed_datasets, sample_at, sizes_of, split_samples
+from megatron.data.datasets import ImageSamples, build_datasets, sample_at, split_samples
 
 _TOGETHER = 1 << 16
 """Samples whose images are counted at once."""
@@ -56,12 +56,12 @@ def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig
 
     Raises:
         ConfigError: the flag gives fewer than some global batch needs.
-        DataError: as ``indexed_datasets``.
+        DataError: as ``build_datasets``.
     """
     if not run.data.image_format:
         return run
-    samples = split_samples(**sizes_of(run.train, skipped))
-    datasets = indexed_datasets(run.data, samples, vocab_size=0, seed=run.train.seed)
+    samples = split_samples(run.train, skipped)
+    datasets = build_datasets(run.data, samples, vocab_size=0, seed=run.train.seed)
     most = 1
     for name in SPLITS:
         dataset: ImageSamples | None = getattr(datasets, name)

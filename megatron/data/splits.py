@@ -146,13 +146,12 @@ def has_split(data: DataConfig, name: str) -> bool:
 
 def find_sources(
     data: DataConfig,
+    samples: Mapping[str, int],
     *,
     check: Callable[[DataConfig, str, Source], str | None],
-    train_iters: int,
-    eval_iters: int,
     skipped: list[str] | None = None,
 ) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split that is read.
+    """The sources of each split of which ``samples`` are read.
 
     ``check`` returns an error message for a source of a split that does not hold a single sample, else None. Such a
     test split of ``--split`` is left out; ``skipped``, if given, gets the message.
@@ -161,8 +160,7 @@ def find_sources(
         ConfigError: no data path, or a ``--split`` that cannot be read.
         DataError: with a line for each data set that is missing or damaged, and each split without a sample.
     """
-    is_read = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
-    sources = {name: parts for name, parts in all_sources(data).items() if is_read[name]}
+    sources = {name: parts for name, parts in all_sources(data).items() if samples.get(name)}
     problems = {
         name: [message for part in parts if (message := check(data, name, part))] for name, parts in sources.items()
     }

@@ -20,7 +20,6 @@ from megatron.data.datasets import (
     Samples,
     build_datasets,
     sample_at,
-    sizes_of,
     split_samples,
     with_skipped,
 )
@@ -103,7 +102,7 @@ class DataIterators:
         run, lines, images = self._run, list[str](), 0.0
         train, blend = self._datasets and self._datasets.train, run.data.blends["train"]
         parts = train.parts if isinstance(train, BlendedDataset) else [train]
-        samples = sizes_of(run.train, self.skipped_samples)["train_samples"]
+        samples = split_samples(run.train, self.skipped_samples)["train"]
         for part, (share, _) in zip(parts, blend, strict=False):
             if isinstance(part, SFTDataset):
                 epochs = float(share * samples / part.samples_per_epoch)
@@ -160,10 +159,10 @@ class DataIterators:
         run = self._run
         return build_datasets(
             run.data,
-            masked_lm=bool(architecture_of(run.model).masked_lm),
+            split_samples(run.train, self.skipped_samples),
             vocab_size=run.model.vocab_size,
-            **sizes_of(run.train, self.skipped_samples),
             seed=run.train.seed,
+            masked_lm=bool(architecture_of(run.model).masked_lm),
         )
 
     def _batches(
@@ -225,7 +224,7 @@ class ProvidedDataIterators(DataIterators):
 
     def _open(self) -> Datasets:
         provider = architecture_of(self._run.model).provider
-        samples = split_samples(**sizes_of(self._run.train, self.skipped_samples))
+        samples = split_samples(self._run.train, self.skipped_samples)
         return Datasets(*provider.open(self._run, list(samples.values())))
 
     def _batches(

@@ -21,7 +21,7 @@ from megatron.common.tokenizer_files import NULL_TOKENIZER, check_tokenizer_fold
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA
 from megatron.config.model import padded_vocabulary
-from megatron.data.datasets import check_data
+from megatron.data.datasets import check_data, split_samples
 from megatron.data.fingerprint import (
     blend_hash,
     common_chat_template,
@@ -85,8 +85,7 @@ def data_warnings(run: RunConfig) -> list[str]:
     masked_lm = architecture_of(run.model).masked_lm
     if architecture_of(run.model).provider is not None or masked_lm is None:  # None: the rows of a task, already read
         return []
-    train = run.train
-    lines = check_data(run.data, train_iters=train.train_iters, eval_iters=train.eval_iters, masked_lm=masked_lm)
+    lines = check_data(run.data, split_samples(run.train), masked_lm=masked_lm)
     unknown = without_tokenizer(run.data.prefixes)
     if unknown and run.data.tokenizer_type != NULL_TOKENIZER:
         names = ", ".join(unknown[:_SHOWN]) + (f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else "")

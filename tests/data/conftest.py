@@ -1,16 +1,31 @@
 """Data sets to test with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.config import DataConfig
+from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer.words import SPECIAL
 
 WORDS, PIECES = 60, 30
 TEXT_TOKENS = len(SPECIAL) + WORDS + PIECES
+SAMPLES = {"train": 100, "valid": 32, "test": 8}
+
+
+def built(
+    data: DataConfig,
+    samples: Mapping[str, int] = SAMPLES,
+    *,
+    vocab_size: int = 60_000,
+    seed: int = 5,
+    masked_lm: bool = False,
+) -> Datasets:
+    """``build_datasets`` where most of its arguments do not matter."""
+    return build_datasets(data, samples, vocab_size=vocab_size, seed=seed, masked_lm=masked_lm)
 
 
 @pytest.fixture(scope="session")

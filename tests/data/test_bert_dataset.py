@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data.conftest import TEXT_TOKENS
+from data.conftest import SAMPLES, TEXT_TOKENS, built
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.data.bert_dataset import BertDataset, mask_tokens
-from megatron.data.datasets import build_datasets, check_data
+from megatron.data.datasets import check_data
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sentence_dataset import SentenceStream
 from megatron.tokenizer.words import WordPieceTokenizer
@@ -37,8 +37,7 @@ def build(prefix: str, vocab_file: Path, tmp_path: Path):
         settings = {"data_path": (prefix,), "seq_length": 40, "split": "1,0,0", "data_cache_path": str(tmp_path)}
         kind = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(vocab_file)}
         data = DataConfig(**kind, **settings | changes)
-        sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
-        return build_datasets(data, vocab_size=TEXT_TOKENS, seed=seed, masked_lm=True, **sizes).train
+        return built(data, {"train": samples}, vocab_size=TEXT_TOKENS, seed=seed, masked_lm=True).train
 
     return datasets
 
@@ -142,7 +141,7 @@ def test_documents_of_one_sentence_make_no_pairs(write_dataset):
     prefix = write_dataset([[5, 6, 7]] * 20)
     data = DataConfig(data_path=(prefix,), seq_length=16, split="8,1,1")
     with pytest.raises(DataError) as caught:
-        check_data(data, train_iters=1, eval_iters=1, masked_lm=True)
+        check_data(data, SAMPLES, masked_lm=True)
     assert len(caught.value.messages) == 2, "of the splits for training and validation"
     assert "the training split of" in caught.value.messages[0] and "--split-sentences" in caught.value.messages[0]
 
@@ -154,7 +153,6 @@ def test_a_token_outside_the_vocabulary_is_named(prefix, vocab_file, tmp_path):
         data_path=(prefix,), vocab_file=str(short), tokenizer_type="BertWordPieceLowerCase", seq_length=40,
         split="1,0,0", data_cache_path=str(tmp_path),
     )  # fmt: skip
-    sizes = {"global_batch_size": 1, "train_iters": 9, "eval_interval": 10, "eval_iters": 0}
-    dataset = build_datasets(data, vocab_size=50, seed=1, masked_lm=True, **sizes).train
+    dataset = built(data, {"train": 9}, vocab_size=50, masked_lm=True).train
     with pytest.raises(DataError, match=r"holds token \d+ in sentences \d+ to \d+, but the vocabulary ends at 49"):
         [dataset[n] for n in range(9)]

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from data.conftest import SAMPLES, built
 
 from megatron.common.errors import DataError, ResourceError
 from megatron.config import DataConfig
 from megatron.data import fingerprint, index_file, indexed_dataset, map_cache, mapped_file, splits
 from megatron.data.blend_order import BlendOrder
-from megatron.data.datasets import BlendedDataset, build_datasets, check_data
+from megatron.data.datasets import BlendedDataset, check_data
 from megatron.data.indexed_dataset import IndexedDataset
-
-SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 
 
 def shares_of(*weights: int | str) -> tuple[Fraction, ...]:
@@ -66,10 +65,8 @@ def blend(prefixes: list[str], *weights: str) -> DataConfig:
 
 
 def test_a_blend_has_the_samples_of_its_parts_in_order(prefixes: list[str]) -> None:
-    datasets = build_datasets(blend(prefixes, "0.5", "0.3", "0.2"), **SIZES)
-    alone = [
-        build_datasets(DataConfig(data_path=(prefix,), seq_length=16, split="40,10,10"), **SIZES) for prefix in prefixes
-    ]
+    datasets = built(blend(prefixes, "0.5", "0.3", "0.2"))
+    alone = [built(DataConfig(data_path=(prefix,), seq_length=16, split="40,10,10")) for prefix in prefixes]
     for name, samples in (("train", 100), ("valid", 32), ("test", 8)):
         blended = getattr(datasets, name)
         assert isinstance(blended, BlendedDataset) and len(blended) == samples
@@ -85,7 +82,7 @@ def test_each_split_may_have_its_own(prefixes: list[str]) -> None:
     data = DataConfig(
         train_data_path=("1", prefixes[0], "1", prefixes[1]), valid_data_path=(prefixes[2],), seq_length=16
     )
-    datasets = build_datasets(data, **SIZES)
+    datasets = built(data)
     parts = [{int(token) // 10000 for n in range(20) for token in samples[n]} for samples in
              (datasets.train, datasets.valid)]  # fmt: skip
     assert parts == [{0, 1}, {2}] and datasets.test is None
@@ -94,20 +91,20 @@ def test_each_split_may_have_its_own(prefixes: list[str]) -> None:
 
 def test_everything_that_is_missing_or_too_small_is_named(prefixes: list[str], write_dataset: Callable) -> None:
     with pytest.raises(DataError) as caught:
-        check_data(blend(["nowhere", prefixes[0], "none"], "1", "1", "1"), train_iters=1, eval_iters=1)
+        check_data(blend(["nowhere", prefixes[0], "none"], "1", "1", "1"), SAMPLES)
     assert [message.split(":")[0] for message in caught.value.messages] == [
         "no data set at nowhere",
         "no data set at none",
     ]
     small = write_dataset([[1] * 40, [2], [3]], name="small")
     with pytest.raises(DataError) as caught:
-        check_data(blend([prefixes[0], small], "1", "1"), train_iters=1, eval_iters=1)
+        check_data(blend([prefixes[0], small], "1", "1"), SAMPLES)
     assert [message.split(" (")[0] for message in caught.value.messages] == [
         f'the validation split of {small} by --split "40,10,10"'
     ]
     own = DataConfig(train_data_path=(prefixes[0],), valid_data_path=(small,), seq_length=64)
     with pytest.raises(DataError, match=r"of 3: 42 tokens\) holds no sample of 64\+1 tokens: use a sm"):
-        check_data(own, train_iters=1, eval_iters=1)
+        check_data(own, SAMPLES)
 
 
 def test_processes_that_build_together_begin_at_different_data_sets(
@@ -128,10 +125,10 @@ def test_processes_that_build_together_begin_at_different_data_sets(
 
 def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "index-cache"
-    build_datasets(blend(prefixes, "1", "1", "1"), **SIZES)
+    built(blend(prefixes, "1", "1", "1"))
     before = {path.name for path in folder.glob("*.npy")}
     assert sum(name.startswith("blend_") for name in before) == 2
-    build_datasets(blend(prefixes, "2", "2", "2"), **SIZES)
+    built(blend(prefixes, "2", "2", "2"))
     assert {path.name for path in folder.glob("*.npy")} == before
 
 
@@ -147,7 +144,7 @@ def test_a_blend_of_more_data_sets_than_a_process_may_open_files(
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + count // 2, hard))
     try:
         for _ in range(2):  # builds, and reads what is built
-            samples = build_datasets(data, **{**SIZES, "eval_iters": 0}).train
+            samples = built(data, {"train": 100}).train
             assert samples is not None
             assert {samples.take([number])[0, 0].item() for number in range(count)} == set(range(count))
             assert psutil.Process().num_fds() <= before + 2
@@ -180,7 +177,7 @@ def test_a_blend_of_more_data_sets_than_a_process_may_map(monkeypatch: pytest.Mo
     prefixes = [write_dataset([[part] * (20 + n) for n in range(9)], name=f"of{part}") for part in range(count)]
     data = DataConfig(data_path=tuple(word for prefix in prefixes for word in ("1", prefix)), seq_length=16)
     for _ in range(2):
-        samples = build_datasets(data, **{**SIZES, "eval_iters": 0}).train
+        samples = built(data, {"train": 100}).train
         assert samples is not None
         for number in range(3 * count):
             assert samples[number].tolist() == [number % count] * 17
@@ -188,7 +185,7 @@ def test_a_blend_of_more_data_sets_than_a_process_may_map(monkeypatch: pytest.Mo
         gc.collect()
     most = 12
     with pytest.raises(ResourceError, match="too many"):
-        build_datasets(data, **{**SIZES, "eval_iters": 0}).train.take(range(count))
+        built(data, {"train": 100}).train.take(range(count))
 
 
 def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
@@ -209,7 +206,7 @@ def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
 
     def start() -> tuple[Any, str, list[str]]:
         read.clear()
-        samples = build_datasets(data, **SIZES).train
+        samples = built(data).train
         content = fingerprint.blend_hash(data.contents, lambda prefix: folder)
         return samples, content, sorted({name for name in read if not name.startswith("blend_")})
 

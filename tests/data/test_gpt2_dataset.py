@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.conftest import SAMPLES, built
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.datasets import build_datasets, check_data, indexed_datasets
+from megatron.data.datasets import check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.audit import samples as audit
 
 DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
 """Tokens that encode the document (hundreds) and the position in it."""
-
-SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 20, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def all_samples(dataset: GPT2Dataset) -> list[list[int]]:
 
 def test_samples_cover_the_shuffled_documents(data: DataConfig) -> None:
     """A split's first epoch, put in order again, is a sequence of whole documents of the split."""
-    dataset = build_datasets(data, **SIZES).train
+    dataset = built(data).train
     tokens = sum(len(document) for document in DOCUMENTS[:40])
     first_epoch = all_samples(dataset)[: -(-tokens // 16)]
     assert all(len(sample) == 17 for sample in first_epoch)
@@ -52,7 +51,7 @@ def test_samples_cover_the_shuffled_documents(data: DataConfig) -> None:
 
 
 def test_splits_have_their_own_documents(data: DataConfig) -> None:
-    datasets = build_datasets(data, **SIZES)
+    datasets = built(data)
     used = [
         {token // 100 for sample in all_samples(dataset) for token in sample}
         for dataset in (datasets.train, datasets.valid, datasets.test)
@@ -61,16 +60,16 @@ def test_splits_have_their_own_documents(data: DataConfig) -> None:
 
 
 def test_a_longer_run_sees_the_same_samples_first(data: DataConfig) -> None:
-    short = all_samples(build_datasets(data, **SIZES).train)
-    long = all_samples(build_datasets(data, **{**SIZES, "train_iters": 100, "global_batch_size": 8}).train)
+    short = all_samples(built(data).train)
+    long = all_samples(built(data, {"train": 800}).train)
     assert long[: len(short)] == short
 
 
 def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> None:
     folder = Path(data.data_path[0]).parent / "index-cache"
 
-    def names(config: DataConfig, **sizes: int) -> set[str]:
-        build_datasets(config, **{**SIZES, "eval_iters": 0, **sizes})
+    def names(config: DataConfig, samples: int = 80, **settings: int) -> set[str]:
+        built(config, {"train": samples}, **settings)
         return {path.name for path in folder.glob("*.npy")}
 
     for ending in ("bin", "idx"):
@@ -82,7 +81,7 @@ def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> Non
     assert names(data) == before
     before = names(data, seed=6)
     assert len(before) == 6
-    assert names(data, train_iters=100) == before, "a longer run has the same epochs"
+    assert names(data, 400) == before, "a longer run has the same epochs"
     for config in (replace(data, split="41,9,10"), replace(data, seq_length=15)):
         after = names(config)
         assert len(after) == len(before) + 3
@@ -96,16 +95,16 @@ def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
         for document in DOCUMENTS:
             builder.add_document(*(document[start : start + 5] for start in range(0, len(document), 5)))
     in_pieces = DataConfig(data_path=(str(tmp_path / "data"),), seq_length=16, split="40,10,10")
-    dataset = build_datasets(in_pieces, **SIZES).valid
+    dataset = built(in_pieces).valid
     assert {token // 100 for sample in all_samples(dataset) for token in sample} == set(range(40, 50))
 
 
 def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., str]) -> None:
     documents = [[1] * 10, [2] * 10, [3] * 4 + [99] + [3] * 5]
     data = DataConfig(data_path=(write_dataset(documents),), seq_length=29, split="1")
-    dataset = build_datasets(data, **{**SIZES, "vocab_size": 100}).train
+    dataset = built(data, vocab_size=100).train
     assert max(dataset[0]) == 99
-    dataset = build_datasets(data, **{**SIZES, "vocab_size": 99}).train
+    dataset = built(data, vocab_size=99).train
     with pytest.raises(DataError, match=r"data\.bin holds token 99 in document 2 at offset 4, .* ends at 98"):
         dataset[0]
     with pytest.raises(DataError, match=r"data\.bin holds token 99 in document 2 at offset 4, .* ends at 98"):
@@ -118,37 +117,37 @@ def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfi
     with pytest.raises(
         DataError, match=rf"\(documents 40 to 49 of 60: {tokens} tokens\) holds no sample of {tokens}\+1"
     ):
-        check_data(long, train_iters=1, eval_iters=1)
+        check_data(long, SAMPLES)
     with pytest.raises(DataError):
-        build_datasets(long, **SIZES)
+        built(long)
     assert not (Path(data.data_path[0]).parent / "index-cache").exists()
-    check_data(replace(data, seq_length=tokens - 1, split="40,10"), train_iters=1, eval_iters=1)
-    check_data(long, train_iters=1, eval_iters=0)
+    check_data(replace(data, seq_length=tokens - 1, split="40,10"), SAMPLES)
+    check_data(long, {"train": 1})
 
 
 @pytest.mark.parametrize(
-    ("documents", "eval_iters", "refused"), [(250, 1, None), (9, 0, None), (9, 1, "use --split 8,1,0,")]
+    ("documents", "evaluations", "refused"), [(250, 1, None), (9, 0, None), (9, 1, "use --split 8,1,0,")]
 )
 def test_the_default_split_of_a_small_corpus(
-    documents: int, eval_iters: int, refused: str | None, write_dataset: Callable[..., str]
+    documents: int, evaluations: int, refused: str | None, write_dataset: Callable[..., str]
 ) -> None:
     """An empty test split is a warning, an empty validation split an error that names the flag which helps first."""
     data = DataConfig(data_path=(write_dataset([[1, 2, 3, 4, 5, 6]] * documents),), seq_length=4)
+    samples = {"train": 1, "valid": evaluations, "test": evaluations}
     if refused:
         with pytest.raises(DataError, match=refused):
-            check_data(data, train_iters=1, eval_iters=eval_iters)
-        check_data(replace(data, split="8,1,0"), train_iters=1, eval_iters=eval_iters)
+            check_data(data, samples)
+        check_data(replace(data, split="8,1,0"), samples)
         return
-    warnings = check_data(data, train_iters=1, eval_iters=eval_iters)
-    assert len(warnings) == bool(eval_iters)
-    sizes = {**SIZES, "eval_iters": eval_iters, "vocab_size": 10}
-    built = build_datasets(data, **sizes)
-    assert built.train is not None and built.test is None and (built.valid is None) == (eval_iters == 0)
+    warnings = check_data(data, samples)
+    assert len(warnings) == bool(evaluations)
+    found = built(data, samples)
+    assert found.train is not None and found.test is None and (found.valid is None) == (evaluations == 0)
 
 
 def test_epochs_beyond_their_seeds_are_refused(data: DataConfig) -> None:
     with pytest.raises(DataError, match="epochs, and a run has 4,294,967,296 epochs at most"):
-        build_datasets(data, **{**SIZES, "train_iters": 2**40})
+        built(data, {"train": 2**42})
 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 57, 200])
@@ -157,7 +156,7 @@ def test_tokens_counted_at_once_are_those_of_the_samples(write_dataset: Callable
     chance = np.random.RandomState(4)
     prefix = write_dataset([[1] * length for length in chance.randint(0, 40, 30).tolist()])
     data = DataConfig(data_path=(prefix,), seq_length=16, split="20,5,5")
-    datasets = indexed_datasets(data, {"train": 200, "valid": 200, "test": 0}, vocab_size=9, seed=3)
+    datasets = built(data, {"train": 200, "valid": 200}, vocab_size=9, seed=3)
     skipped = [3, 4, 11] if count > 11 else []
     for part in (datasets.train, datasets.valid):
         assert isinstance(part, GPT2Dataset)

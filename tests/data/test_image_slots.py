@@ -10,7 +10,7 @@ from support.command_lines import parse
 
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
-from megatron.data.datasets import build_datasets, samples_per_epoch, sizes_of
+from megatron.data.datasets import build_datasets, samples_per_epoch, split_samples
 from megatron.data.image_dataset import ImageDataset, image_writer
 from megatron.data.image_slots import divided, with_image_slots
 from megatron.data.loader import MicroBatches, image_batch
@@ -52,7 +52,7 @@ def read(
     run: RunConfig, *, ranks: int = 1, finished: int = 0, skipped: Sequence[range] = ()
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """The micro-batches of each data-parallel rank after ``finished`` iterations."""
-    train = build_datasets(run.data, **sizes_of(run.train, skipped), vocab_size=64, seed=run.train.seed).train
+    train = build_datasets(run.data, split_samples(run.train, skipped), vocab_size=64, seed=run.train.seed).train
     assert train is not None
     settings = {"sizes": run.train.batches, "finished": finished, "micro_batch_size": run.train.micro_batch_size}
     settings |= {"skipped": skipped}
@@ -142,7 +142,7 @@ def test_a_long_document_ends_before_the_image_that_is_cut(write_dataset: Callab
     documents = [[*[IMAGE] * 36, 1, 2]] * 4 + [[3] * 4] * 4
     prefix = write_images(write_dataset, documents, [9] * 4 + [0] * 4)
     run = run_of(prefix, "--seq-length 35 --batch-size 8")
-    dataset = build_datasets(run.data, **sizes_of(run.train), vocab_size=64, seed=run.train.seed).train
+    dataset = build_datasets(run.data, split_samples(run.train), vocab_size=64, seed=run.train.seed).train
     assert isinstance(dataset, ImageDataset)
     assert dataset.samples_per_epoch == samples_per_epoch(run.data) == 4
     assert dataset.count_images(range(8)).tolist() == [8] * 8 and run.model.image_slots == 64

@@ -5,25 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.conftest import built
 from support.programs import TINY_MODEL, Programs, read_metrics
 
 from megatron.checkpoint.tracker import publish
 from megatron.config import DataConfig
-from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.datasets import Datasets
 from megatron.tokenizer import build_tokenizer
 
 
-def datasets(masked_lm: bool, *, iterations: int = 20, batch: int = 4, seed: int = 1234) -> Datasets:
-    return build_datasets(
-        DataConfig(mock_data=True, seq_length=24, tokenizer_type="NullTokenizer", vocab_size=50),
-        vocab_size=50,
-        global_batch_size=batch,
-        train_iters=iterations,
-        eval_interval=10,
-        eval_iters=2,
-        seed=seed,
-        masked_lm=masked_lm,
-    )
+def datasets(masked_lm: bool, *, samples: int = 80, seed: int = 1234) -> Datasets:
+    data = DataConfig(mock_data=True, seq_length=24, tokenizer_type="NullTokenizer", vocab_size=50)
+    return built(data, {"train": samples, "valid": 24, "test": 8}, seed=seed, masked_lm=masked_lm)
 
 
 @pytest.mark.parametrize("masked_lm", [False, True])
@@ -32,7 +25,7 @@ def test_a_sample_depends_on_seed_split_and_index_alone(masked_lm: bool) -> None
     assert (len(of_run.train), len(of_run.valid), len(of_run.test)) == (80, 24, 8)
     taken = of_run.train.take([7, 3, 79])
     assert taken.dtype == np.int64 and taken.shape == (3, 3, 24) if masked_lm else (3, 25)
-    longer = datasets(masked_lm, iterations=1000, batch=8)
+    longer = datasets(masked_lm, samples=8000)
     assert all((longer.train[index] == sample).all() for index, sample in zip((7, 3, 79), taken, strict=True))
     others = (of_run.train[4], of_run.valid[3], of_run.test[3], datasets(masked_lm, seed=1).train[3])
     assert not any((other == of_run.train[3]).all() for other in others)

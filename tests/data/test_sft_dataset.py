@@ -5,18 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from data.conftest import built
 
 from megatron.cli import parse_run
 from megatron.common.errors import DataError, UserError
 from megatron.config import DataConfig
 from megatron.config.data import loss_mask_prefix
-from megatron.data.datasets import build_datasets, check_data, samples_per_epoch
+from megatron.data.datasets import check_data, samples_per_epoch
 from megatron.data.sft_dataset import SFTDataset, pack
 
 LENGTHS = [1 + 7 * n % 23 for n in range(60)]
 DOCUMENTS = [[100 * n + k for k in range(length)] for n, length in enumerate(LENGTHS)]
 """Tokens that encode the document (hundreds) and the position in it; the loss mask is their last bit."""
-SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 20, "eval_interval": 20, "eval_iters": 0, "seed": 5}
+TRAIN = {"train": 80}
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def data(write_dataset: Callable[..., str]) -> DataConfig:
 
 
 def test_an_epoch_holds_every_document_once_and_whole(data: DataConfig) -> None:
-    samples = build_datasets(data, **SIZES).train
+    samples = built(data, TRAIN).train
     assert isinstance(samples, SFTDataset)
     epochs = [
         [samples[n] for n in range(first, first + samples.samples_per_epoch)]
@@ -78,16 +79,16 @@ def test_packing_is_best_fit_decreasing() -> None:
 def test_a_data_set_without_its_loss_mask_is_an_error(data: DataConfig, write_dataset: Callable[..., str]) -> None:
     other = replace(data, data_path=(write_dataset(DOCUMENTS, name="other"),))
     with pytest.raises(DataError, match=r"no data set at .*other_loss_mask.*--format messages"):
-        check_data(other, train_iters=1, eval_iters=0)
+        check_data(other, TRAIN)
     write_dataset(DOCUMENTS[1:], name="other_loss_mask")
     with pytest.raises(DataError, match="documents have other lengths"):
-        check_data(other, train_iters=1, eval_iters=0)
+        check_data(other, TRAIN)
     write_dataset([[2] * len(tokens) for tokens in DOCUMENTS], name="other_loss_mask")
     with pytest.raises(DataError, match="other_loss_mask.bin holds 2, and should hold 0 and 1"):
-        check_data(other, train_iters=1, eval_iters=0)
+        check_data(other, TRAIN)
     assert other.contents == ((other.data_path[0], loss_mask_prefix(other.data_path[0])),)
     with pytest.raises(DataError, match="holds token 2500 in some document, but the vocabulary ends at 5"):
-        build_datasets(data, **{**SIZES, "vocab_size": 6}).train[0]
+        built(data, TRAIN, vocab_size=6).train[0]
 
 
 def test_answers_after_the_cut_are_counted_or_an_error(data: DataConfig, write_dataset: Callable[..., str]) -> None:
@@ -97,10 +98,10 @@ def test_answers_after_the_cut_are_counted_or_an_error(data: DataConfig, write_d
     write_dataset(masks, "u1", "late_loss_mask")
     late = replace(data, data_path=(prefix,))
     with pytest.raises(DataError, match="no token that counts is among the first 17 of a document: raise --seq-length"):
-        check_data(late, train_iters=1, eval_iters=0)
-    check_data(replace(late, seq_length=17), train_iters=1, eval_iters=0)
-    samples = build_datasets(replace(late, seq_length=17), **SIZES).train
+        check_data(late, TRAIN)
+    check_data(replace(late, seq_length=17), TRAIN)
+    samples = built(replace(late, seq_length=17), TRAIN).train
     assert samples.describe().endswith("; 1 longer than a sample, cut at the end")
     write_dataset([[0] * 16 + [1], *masks[1:]], "u1", "late_loss_mask")
-    samples = build_datasets(late, **SIZES).train
+    samples = built(late, TRAIN).train
     assert samples.describe().endswith("; 2 of no effect, as their answers come after the cut")

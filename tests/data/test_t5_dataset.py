@@ -4,11 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data.conftest import TEXT_TOKENS, WORDS
+from data.conftest import TEXT_TOKENS, WORDS, built
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.t5_dataset import T5Dataset
 from megatron.tokenizer import span_vocabulary
@@ -28,9 +27,8 @@ def settings(sentences: Path, tmp_path: Path) -> dict:
 
 
 def build(settings: dict, samples: int = 60, seed: int = 7, **changes) -> T5Dataset:
-    sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
     data = DataConfig(**settings | changes)
-    return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, masked_lm=True, **sizes).train
+    return built(data, {"train": samples}, vocab_size=VOCAB_SIZE, seed=seed, masked_lm=True).train
 
 
 def parts(sample: np.ndarray) -> tuple[list[int], list[int], list[int]]:
@@ -83,10 +81,9 @@ def test_samples_with_their_spans_are_the_text(settings):
 )
 def test_what_does_not_fit_is_an_error_of_one_line(settings, changes, message):
     with pytest.raises(DataError, match=message) as caught:
-        sizes = {"global_batch_size": 1, "train_iters": 60, "eval_interval": 1000, "eval_iters": 0}
         data = DataConfig(**settings | changes)
         size = span_vocabulary(data).size
-        build_datasets(data, vocab_size=size, seed=7, masked_lm=True, **sizes).train.take(range(60))
+        built(data, {"train": 60}, vocab_size=size, masked_lm=True).train.take(range(60))
     assert len(caught.value.messages) == 1
 
 
@@ -95,8 +92,7 @@ def test_mock_samples_have_the_same_form(settings):
         mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200, vocab_extra_ids=20, seq_length=40,
         decoder_seq_length=20,
     )  # fmt: skip
-    sizes = {"global_batch_size": 1, "train_iters": 3, "eval_interval": 1000, "eval_iters": 0}
-    sample = build_datasets(data, vocab_size=200, seed=1, masked_lm=True, **sizes).train.take([0])[0]
+    sample = built(data, {"train": 3}, masked_lm=True).train.take([0])[0]
     encoder, decoder, labels = np.split(sample, [40, 60])
     assert sample.shape == (80,) and decoder[0] == 197 and (labels == 199).sum() == 1
     assert (encoder[encoder >= 0] < 196).all() and (encoder == 176).sum() == 1

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.conftest import built
 
 from megatron.common.errors import ResourceError
 from megatron.config import DataConfig
 from megatron.data import blend_order, map_cache
 from megatron.data.blend_order import BlendOrder, BlendWindow, taken_before
-from megatron.data.datasets import build_datasets
-
-SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 90, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 
 
 @pytest.fixture
@@ -28,12 +26,12 @@ def data(write_dataset: Callable[..., str]) -> DataConfig:
 def test_the_first_epoch_and_large_ones_are_stored(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    small = build_datasets(data, **SIZES).train
+    small = built(data, {"train": 360}).train
     rows = small.take(range(360))
     folder = Path(data.data_path[0]).parent / "index-cache"
     assert len(list(folder.glob("*_train_*.npy"))) == 3
     monkeypatch.setattr(map_cache, "LARGE", 1)
-    large = build_datasets(replace(data, data_cache_path=str(tmp_path / "large")), **SIZES).train
+    large = built(replace(data, data_cache_path=str(tmp_path / "large")), {"train": 360}).train
     assert np.array_equal(large.take(range(360)), rows)
     assert len(list((tmp_path / "large").glob("*_train_*.npy"))) > 9
 
@@ -42,14 +40,14 @@ def test_a_disk_that_is_too_small_is_refused_before_training(data: DataConfig, m
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(ResourceError) as caught:
-        build_datasets(data, **SIZES)
+        built(data, {"train": 360})
     (line,) = caught.value.messages
     assert caught.value.exit_code == 7 and "the index maps need " in line and "the disk has 100 free" in line
     folder = Path(data.data_path[0]).parent / "index-cache"
     assert not list(folder.glob("*.npy"))
     monkeypatch.setattr(map_cache, "LARGE", 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    started = build_datasets(data, **SIZES).train
+    started = built(data, {"train": 360}).train
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     assert started.take(range(100)).shape == (100, 17), "a disk that fills up during training does not end it"
 

@@ -60,9 +60,6 @@ def indexes(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
-SIZES = {"vocab_size": 40, "global_batch_size": 2, "train_iters": 9, "eval_interval": 3, "eval_iters": 1, "seed": 1}
-
-
 @given(indexes(), damaged(index()[1]) | st.just(index()[1]), st.integers(1, 40))
 def test_indexes_of_data_sets(idx: bytes, tokens: bytes, seq_length: int) -> None:
     with scratch() as folder:
@@ -74,7 +71,7 @@ def test_indexes_of_data_sets(idx: bytes, tokens: bytes, seq_length: int) -> Non
             return
         assert sum(len(dataset.get(number)) for number in range(len(dataset))) == dataset.num_tokens
         data = DataConfig(data_path=(str(folder / "data"),), seq_length=seq_length, split="1")
-        samples = outcome(lambda: build_datasets(data, **SIZES).train, 3)
+        samples = outcome(lambda: build_datasets(data, {"train": 18}, vocab_size=40, seed=1).train, 3)
         if samples is not None:
             rows = outcome(lambda: samples.take(range(18)), 3)
             assert rows is None or rows.shape == (18, seq_length + 1)

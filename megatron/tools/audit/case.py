@@ -92,11 +92,8 @@ class Case:
         check_contents(self.data, str(self.saved.path))
         datasets = build_datasets(
             self.data,
+            {"train": samples},
             vocab_size=model["vocab_size"],
-            global_batch_size=1,
-            train_iters=samples,
-            eval_interval=1,
-            eval_iters=0,
             seed=self.train.seed,
             masked_lm=bool(spec.masked_lm),
         )

@@ -27,7 +27,7 @@ from megatron.checkpoint.snapshots import requested_snapshots
 from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
 from megatron.config import RunConfig
-from megatron.data.datasets import Datasets, sizes_of
+from megatron.data.datasets import Datasets, split_samples
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine, eval_batch
 from megatron.parallel.layout import ParallelLayout
@@ -165,7 +165,7 @@ class RowIterators(DataIterators):
                 self._training,
                 range(len(self._training)),
                 per_epoch=self._task.iterations_per_epoch * size,
-                samples=sizes_of(train)["train_samples"] + size,
+                samples=split_samples(train)["train"] + size,
                 seed=train.seed,
             )
         if self._validation is not None:
