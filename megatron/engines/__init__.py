@@ -152,7 +152,8 @@ def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., No
                 write(*args, **settings)
         except OSError as error:
             works, sys.stdout = False, screen
-            print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", flush=True)
+            # Not to stdout, which is silenced while an engine is built.
+            print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", file=sys.stderr)
 
     return guarded
 

@@ -9,7 +9,13 @@ import torch
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
-from megatron.engines import TESTED_VERSION, continue_without_reports, discover_mpi_ranks, reports_optional
+from megatron.engines import (
+    TESTED_VERSION,
+    continue_without_reports,
+    deepspeed_silenced,
+    discover_mpi_ranks,
+    reports_optional,
+)
 from megatron.tools.reporting.tracing import collectives_timed
 
 
@@ -34,22 +40,22 @@ def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixt
         profiler.print_model_profile(output_file="/dev/full")
         profiler.end_profile()
         engine.monitor.write_events([])
-    assert capsys.readouterr().out.splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         f"  warning: {what} cannot be written (No space left on device); continuing without"
         for what in ("the profile of flops_profiler", "the files of DeepSpeed's monitors")
     ]
 
 
-def test_a_board_that_cannot_be_opened_is_a_warning(monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    """DeepSpeed opens it while it builds an engine."""
+def test_a_board_that_cannot_be_opened_is_a_warning(monkeypatch, capfd: pytest.CaptureFixture) -> None:
+    """DeepSpeed opens it while it builds an engine, when nothing reaches stdout."""
 
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorBoardMonitor, "get_summary_writer", no_space)
-    with reports_optional():
+    with deepspeed_silenced(verbose=False), reports_optional():
         TensorBoardMonitor.get_summary_writer(None)
-    assert capsys.readouterr().out.startswith("  warning: the files of DeepSpeed's monitors cannot be written")
+    assert capfd.readouterr().err.startswith("  warning: the files of DeepSpeed's monitors cannot be written")
     assert TensorBoardMonitor.get_summary_writer is no_space
 
 
