@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.schema import check_numbers
+from megatron.checkpoint.schema import check_numbers, form_errors
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2
@@ -61,12 +61,21 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
         raise CheckpointError(f"{shards.folder} was trained with {flag}, and such a model is not supported")
     args = {name: value for name, value in saved.items() if isinstance(value, int | float)}
     first, size = shards.states[0], len(shards.states)
-    hidden = tensor_of(shards, "word_embeddings.weight", dims=2).size(1)
-    heads, vocab_size = _heads_and_vocabulary(shards, args, given)
+    hidden = tensor_of(shards, "word_embeddings.weight").size(1)
+    columns = tensor_of(shards, "layers.0.attention.dense.weight").size(1) * size
+    heads, vocab_size = _heads_and_vocabulary(shards, args, given, columns)
+    rows = len(tensor_of(shards, "layers.0.attention.query_key_value.weight")) * size
+    groups = (rows - columns) // (2 * columns // heads)  # rows are (n + 2 g) d, columns n d
+    f = tensor_of(shards, "layers.0.mlp.dense_4h_to_h.weight").size(1)
     layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
-    if layers != args.get("num_layers", layers):
-        raise CheckpointError(f"{shards.folder} holds {layers} of {args['num_layers']} layers; some files are missing")
-    columns = tensor_of(shards, "layers.0.attention.dense.weight", dims=2).size(1) * size
+    swiglu = len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight")) == 2 * f
+    found = {"num_layers": layers, "ffn_hidden_size": f * size, "swiglu": swiglu}
+    if args.get("group_query_attention"):
+        found["num_query_groups"] = groups
+    for name in found.keys() & args.keys():
+        if args[name] != found[name]:
+            flag = f"--{name.replace('_', '-')} {args[name]}"
+            raise CheckpointError(f"{shards.folder} holds weights of {flag.split()[0]} {found[name]}, not of {flag}")
     has_bias = "layers.0.attention.dense.bias" in first
     fields = {name: args[name] for name in _SAME if name in args} | _positions(shards, args, given)
     return ModelConfig(
@@ -74,8 +83,9 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
         hidden_size=hidden,
         num_attention_heads=heads,
         kv_channels=0 if columns == hidden else columns // heads,
-        num_query_groups=_query_groups(shards, args, heads, columns),
-        **_mlp(shards, args, size),
+        num_query_groups=0 if groups == heads else groups,
+        ffn_hidden_size=f * size,
+        swiglu=swiglu,
         normalization="LayerNorm" if "final_layernorm.bias" in first else "RMSNorm",
         disable_bias_linear=not has_bias,
         add_qkv_bias=not has_bias and "layers.0.attention.query_key_value.bias" in first,
@@ -91,13 +101,12 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
     )
 
 
-def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> tuple[int, int]:
+def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenModel, columns: int) -> tuple[int, int]:
     sizes = {name: value for name, value in args.items() if type(value) is int and value > 0}
     heads = given.heads or sizes.get("num_attention_heads")
     vocab_size = given.vocab_size or sizes.get("vocab_size")
     size = len(shards.states)
-    rows = len(tensor_of(shards, "word_embeddings.weight", dims=2)) * size
-    columns = tensor_of(shards, "layers.0.attention.dense.weight", dims=2).size(1) * size
+    rows = len(tensor_of(shards, "word_embeddings.weight")) * size
     problems = []
     if not heads:
         problems.append(f"{shards.folder} does not contain the number of heads: give --num-attention-heads")
@@ -117,29 +126,6 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     return heads, vocab_size
 
 
-def _query_groups(shards: Shards, args: Mapping[str, Any], heads: int, columns: int) -> int:
-    """g of query_key_value [(n + 2 g) d, h], and 0 if it is n."""
-    rows, d = len(tensor_of(shards, "layers.0.attention.query_key_value.weight", dims=2)), columns // heads
-    groups, rest = divmod(rows * len(shards.states) - columns, 2 * max(d, 1))
-    saved = args.get("num_query_groups") if args.get("group_query_attention") else groups
-    if rest or groups < 1 or heads % groups or saved != groups:
-        raise CheckpointError(
-            f"{shards.folder}: query_key_value has {rows} rows, which do not fit {heads} heads of {d}"
-        )
-    return 0 if groups == heads else groups
-
-
-def _mlp(shards: Shards, args: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """f, and whether dense_h_to_4h has the rows of gate and up."""
-    f = tensor_of(shards, "layers.0.mlp.dense_4h_to_h.weight", dims=2).size(1)
-    swiglu = len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight", dims=2)) == 2 * f
-    if swiglu != args.get("swiglu", swiglu):
-        raise CheckpointError(f"{shards.folder}: the MLP {'is' if swiglu else 'is not'} gated, unlike its --swiglu")
-    if args.get("ffn_hidden_size", f * size) != f * size:
-        raise CheckpointError(f"{shards.folder}: {f * size} rows, not --ffn-hidden-size {args['ffn_hidden_size']}")
-    return {"ffn_hidden_size": f * size, "swiglu": swiglu}
-
-
 def _is_untied(shards: Shards, args: Mapping[str, Any]) -> bool:
     """Whether the output projection is another matrix than the table; if the arguments lack it, by comparison."""
     if HEAD not in shards.states[0]:
@@ -155,7 +141,7 @@ def _positions(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> di
     if "position_embeddings.weight" in shards.states[0]:
         if rotary or saved not in (None, "learned_absolute"):
             raise CheckpointError(f"{folder} has a table of positions besides other positions, which is not supported")
-        rows = len(tensor_of(shards, "position_embeddings.weight", dims=2))
+        rows = len(tensor_of(shards, "position_embeddings.weight"))
         return {"position_embedding_type": "learned_absolute", "max_position_embeddings": rows}
     kind = given.position_embedding_type or ("rope" if rotary else saved)
     length = given.max_position_embeddings or args.get("max_position_embeddings") or args.get("seq_length")
@@ -178,22 +164,25 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     Raises ConfigError if a property is neither in the files nor given, CheckpointError if weights are missing, have
     other shapes, or belong to another model.
     """
-    config = config_of(shards, given)
-    if not config.max_position_embeddings:
-        raise CheckpointError(f"{shards.folder}: position_embeddings.weight has no rows")
-    names, specs = _our_names(config), GPT2.named_parameters(config)
-    words = names[HEAD_COPY] = names["word_embeddings.weight"]
-    names.setdefault(HEAD, words)
-    version = shards.version if given.version is None else given.version
-    if version not in (0.0, 1.0, 2.0, 3.0):
-        raise CheckpointError(f"{shards.folder} has checkpoint version {version:g}: give --checkpoint-version")
-    weights: State = {}
-    for name in sorted(shards.states[0], key=(HEAD, HEAD_COPY).__contains__):
-        ours = names.get(name, name)
-        weight = _merged(shards, name, specs.get(ours), config, version)
-        if ours in weights and not weight.equal(weights[ours]):
-            raise CheckpointError(f"{shards.folder}: the output projection is not the embedding table, as it is here")
-        weights[ours] = weight
+    with form_errors(shards.folder):
+        config = config_of(shards, given)
+        if not config.max_position_embeddings:
+            raise CheckpointError(f"{shards.folder}: position_embeddings.weight has no rows")
+        names, specs = _our_names(config), GPT2.named_parameters(config)
+        words = names[HEAD_COPY] = names["word_embeddings.weight"]
+        names.setdefault(HEAD, words)
+        version = shards.version if given.version is None else given.version
+        if version not in (0.0, 1.0, 2.0, 3.0):
+            raise CheckpointError(f"{shards.folder} has checkpoint version {version:g}: give --checkpoint-version")
+        weights: State = {}
+        for name in sorted(shards.states[0], key=(HEAD, HEAD_COPY).__contains__):
+            ours = names.get(name, name)
+            weight = _merged(shards, name, specs.get(ours), config, version)
+            if ours in weights and not weight.equal(weights[ours]):
+                raise CheckpointError(
+                    f"{shards.folder}: the output projection is not the embedding table, as it is here"
+                )
+            weights[ours] = weight
     for name, spec in specs.items():
         if spec.is_vocabulary and name in weights:
             weights[name] = weights[name][: config.vocab_size]
@@ -217,15 +206,11 @@ def _our_names(config: ModelConfig) -> dict[str, str]:
 def _merged(shards: Shards, name: str, spec: ParameterSpec | None, config: ModelConfig, version: float) -> Tensor:
     """The full weight ``name`` in fp32, from the shards of all ranks."""
     dim = None if spec is None else spec.shard_dim
-    try:
-        parts = [
-            _rows(name, tensor_of(shards, name, rank=rank), config, version, len(shards.states))
-            for rank in range(len(shards.states))
-        ]
-        weight = (parts[0] if dim is None else torch.cat(parts, dim)).float()
-    except (RuntimeError, IndexError):
-        message = f"{shards.folder}: {name}: the shapes of the ranks' shards do not match"
-        raise CheckpointError(message) from None
+    parts = [
+        _rows(name, tensor_of(shards, name, rank=rank), config, version, len(shards.states))
+        for rank in range(len(shards.states))
+    ]
+    weight = (parts[0] if dim is None else torch.cat(parts, dim)).float()
     check_numbers(shards.folder, name, weight)
     return weight
 

@@ -245,13 +245,10 @@ def _named(tree: Mapping[str, Any], prefix: str = "") -> State:
     return state
 
 
-def tensor_of(shards: Shards, name: str, *, rank: int = 0, dims: int | None = None) -> Tensor:
-    """The tensor ``name`` of a rank. Raises CheckpointError if it is missing, or has not ``dims`` dimensions."""
+def tensor_of(shards: Shards, name: str, *, rank: int = 0) -> Tensor:
+    """The tensor ``name`` of a rank. Raises CheckpointError if it is missing, or holds no floats."""
     if name not in shards.states[rank]:
         raise CheckpointError(f"{shards.folder} holds no {name}")
-    tensor = shards.states[rank][name]
     if problems := no_floats(shards.states[rank], [name], str(shards.folder)):
         raise CheckpointError(problems)
-    if dims not in (None, tensor.dim()):
-        raise CheckpointError(f"{shards.folder}: {name} is {list(tensor.shape)}, and should have {dims} dimensions")
-    return tensor
+    return shards.states[rank][name]
