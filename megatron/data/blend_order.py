@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -30,16 +30,23 @@ class BlendWindow:
     length: int
     count: Callable[[], tuple[int, ...]]
 
+    @cached_property
+    def _taken(self) -> tuple[int, ...]:
+        return self.count()
+
     def build(self) -> dict[str, np.ndarray]:
         """``sources`` and ``places``, [length]: the data set of each sample, and how many before it are of the same
         one."""
-        taken = self.count()
-        sources = np.fromiter(_draw(self.shares, taken, self.length), np.uint16, self.length)
+        sources = np.fromiter(_draw(self.shares, self._taken, self.length), np.uint16, self.length)
+        return {"sources": sources, "places": self.places(sources)}
+
+    def places(self, sources: np.ndarray) -> np.ndarray:
+        """How many samples before each are of the same data set, from the data set of each."""
         places = np.empty(self.length, np.uint32 if self.first + self.length < 1 << 32 else np.int64)
         counts = np.bincount(sources, minlength=len(self.shares))
-        first = np.cumsum(counts) - counts - np.array(taken)  # one pass for all data sets, of which many are few
+        first = np.cumsum(counts) - counts - np.array(self._taken)  # one pass for all data sets, of which many are few
         places[np.argsort(sources, kind="stable")] = np.arange(self.length) - np.repeat(first, counts)
-        return {"sources": sources, "places": places}
+        return places
 
 
 class BlendOrder:

@@ -173,10 +173,14 @@ def _blended(
     def load(window: BlendWindow) -> Mapping[str, np.ndarray]:
         end = window.first + window.length
         forms = {
-            "sources": Form(np.uint16, (window.length,)),
-            "places": Form(np.uint32 if end < 1 << 32 else np.int64, (window.length,)),
+            "sources": Form(np.uint16, (window.length,), len(sources)),
+            "places": Form(np.uint32 if end < 1 << 32 else np.int64, (window.length,), end),
         }
-        recipe = Recipe(forms, 6 * window.length, lambda _: window.build())
+
+        def fits(arrays: Mapping[str, np.ndarray]) -> bool:
+            return np.array_equal(arrays["places"], window.places(arrays["sources"]))
+
+        recipe = Recipe(forms, 6 * window.length, lambda _: window.build(), fits)
         return cached(folder, f"blend_{window.length}ns_{digest((window.shares, window.first))}", recipe)
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)

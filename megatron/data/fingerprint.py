@@ -17,7 +17,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.data import chat_template_file
-from megatron.data.map_cache import SMALL, Form, Recipe, cached, from_anywhere
+from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached, from_anywhere
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
 
@@ -37,11 +37,11 @@ def data_hash(prefix: str, cache: Path | None = None) -> str:
     kept in the folder ``cache``, for files of these sizes and times.
     """
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    if cache is None or index.stat().st_size < SMALL:
+    if cache is None or index.stat().st_size < CHECKED_ONCE:
         return _data_hash(tokens, index)
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in (tokens.stat(), index.stat())]
     recipe = Recipe(
-        {"hash": Form(np.uint8, (32,))},
+        {"hash": Form(np.uint8, (32,), 256)},
         32,
         lambda _: {"hash": np.frombuffer(bytes.fromhex(_data_hash(tokens, index)), np.uint8)},
     )
@@ -71,7 +71,7 @@ def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path
         return data_hash(prefixes[0], cache)
     stats = [Path(f"{prefix}.{ending}").stat() for prefix in prefixes for ending in ("bin", "idx")]
     file = None
-    if cache is not None and min(index.st_size for index in stats[1::2]) >= SMALL:
+    if cache is not None and min(index.st_size for index in stats[1::2]) >= CHECKED_ONCE:
         file = cache / f"blend_{hash_of((contents, [(stat.st_size, stat.st_mtime_ns) for stat in stats]))}_hash"
         with contextlib.suppress(OSError, ValueError):
             return bytes.fromhex(file.read_text()).hex()

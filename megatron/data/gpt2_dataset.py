@@ -18,7 +18,6 @@ In the maps of an epoch, samples and positions count from its beginning.
 import mmap
 import os
 import time
-from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -31,7 +30,7 @@ from megatron.common.processes import at_once
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token
-from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest, is_stored
+from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest, is_recorded
 from megatron.data.mapped_file import may_close
 from megatron.data.splits import Source, SourceSamples, advice, words_of
 
@@ -43,10 +42,6 @@ class IndexMaps:
     documents: np.ndarray
     samples: np.ndarray
     shuffle: np.ndarray
-
-
-# Names of files have its repr.
-_Identity = namedtuple("Form", "dtype shape ends covers")  # type: ignore[name-match]
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,16 @@ class SampleStream:
         positions = (self.epoch_of(end) - epoch) * documents + self._tail
         widest = _fitting(max(positions, longest), np.int32)
         forms = {
-            "documents": Form(_fitting(documents, np.int32), (positions,)),
-            "samples": Form(widest, (samples + 1, 2)),
-            "shuffle": Form(_fitting(samples, np.uint32), (samples,)),
+            "documents": Form(_fitting(documents, np.int32), (positions,), documents, covers=True),
+            "samples": Form(widest, (samples + 1, 2), (positions, longest)),
+            "shuffle": Form(_fitting(samples, np.uint32), (samples,), samples, covers=True),
         }
-        return Recipe(forms, 4 * documents + 12 * samples, partial(self.build, epoch))
+        return Recipe(forms, 4 * documents + 12 * samples, partial(self.build, epoch), partial(self._fits, epoch))
 
-    @property
-    def identity(self) -> dict[str, tuple]:
-        """Form and limits of the maps of epoch 0, of which the names of their files have a hash."""
-        forms, tokens = self.recipe(0).forms, int(self.lengths.max())
-        positions, samples = forms["documents"].shape[0], forms["shuffle"].shape[0]
-        limits = {"documents": len(self.lengths), "samples": (positions, tokens), "shuffle": samples}
-        return {key: _Identity(*form, limits[key], key != "samples") for key, form in forms.items()}
+    def _fits(self, epoch: int, arrays: Arrays) -> bool:
+        """Whether each sample starts ``seq_length`` tokens after the one before, within its document."""
+        samples, starts = arrays["samples"], self._sample_starts(epoch, arrays["documents"])
+        return all(np.array_equal(samples[first : first + len(rows)], rows) for first, rows in starts)
 
     def build(self, epoch: int, make: Make | None = None) -> Arrays:
         """Compute the maps of ``epoch``, in which a sample starts, in arrays by ``make`` or in memory.
@@ -208,7 +200,7 @@ class GPT2Dataset(SourceSamples):
         epochs = stream.epoch_of(samples - 1) + 1
         super().__init__(source, stream.first_sample(epochs), epochs)
         self._vocab_size = vocab_size
-        origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length, stream.identity))
+        origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length, stream.recipe(0).forms))
         self._folder = folder = cache_folder(data, indexed.prefix)
         cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch"
 
@@ -218,7 +210,7 @@ class GPT2Dataset(SourceSamples):
 
         self.maps = maps
         self.stored_as = f"{cache_name}0"
-        self._is_stored = partial(is_stored, folder, self.stored_as, stream.recipe(0))
+        self._is_stored = partial(is_recorded, folder, self.stored_as, stream.recipe(0))
         may_close(self)
 
     def close(self) -> None:

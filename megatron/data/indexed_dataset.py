@@ -19,7 +19,7 @@ from megatron.common.errors import DataError
 from megatron.common.reading import check_regular
 from megatron.data.index_file import Index, Totals, check, read_index, starts_of
 from megatron.data.indexed_dataset_builder import SequenceBuilder
-from megatron.data.map_cache import SMALL, Form, Recipe, cached, digest
+from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached, digest
 from megatron.data.mapped_file import content_of, read_whole
 
 
@@ -94,7 +94,7 @@ class IndexedDataset:
 
     @property
     def _is_large(self) -> bool:
-        return self._sizes_and_times[2] >= SMALL
+        return self._sizes_and_times[2] >= CHECKED_ONCE
 
     def _check(self, cache: Path | None) -> Known:
         """What is known of a data set whose index is right, or was when that was put in ``cache``."""
@@ -107,7 +107,7 @@ class IndexedDataset:
             found = totals()["index"].tolist()
         else:
             name = f"{Path(self.prefix).name}_{digest(self._hash(index.header))}"
-            recipe = Recipe({"index": Form(np.int64, (len(Totals._fields),))}, 32, totals)
+            recipe = Recipe({"index": Form(np.int64, (len(Totals._fields),), 1 << 62)}, 32, totals)
             found = cached(cache, name, recipe)["index"].tolist()
         check_regular(self.bin_path)  # and that it may be read
         size, itemsize = self._sizes_and_times[0], index.dtype.itemsize

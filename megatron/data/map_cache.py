@@ -1,12 +1,9 @@
-"""A cache of arrays on disk, for index maps and blends: one process builds them, all processes map them into memory.
-
-A file gets its name when it is complete, and the name has a hash of everything that its content depends on. So what is
-stored is trusted: only that it is an array of the right type and shape is checked, which costs no reading.
-"""
+"""A cache of arrays on disk, for index maps and blends: one process builds them, all processes map them into memory."""
 
 import contextlib
 import glob
 import hashlib
+import json
 import math
 import mmap
 import os
@@ -23,6 +20,7 @@ from filelock import FileLock
 
 from megatron.common.errors import ResourceError
 from megatron.common.files import UNFINISHED, replace_file, sync
+from megatron.common.reading import read_json
 from megatron.config import DataConfig
 from megatron.data.mapped_file import array_in, content_of
 
@@ -32,19 +30,22 @@ Arrays = Mapping[str, np.ndarray]
 
 LARGE = 1 << 24
 """Bytes of the arrays of an epoch, from which on they are stored. It takes less than a second to build smaller ones."""
-SMALL = 1 << 16
-"""Bytes of arrays, or of an index, below which they are not flushed to the disk, or what is found of them not stored:
-a system that crashes may lose it, and it takes no time to make it again."""
+CHECKED_ONCE = 1 << 16
+"""Bytes of arrays, or of an index, from which on it is recorded that they were checked; others always are."""
 Make = Callable[[str], np.ndarray]
 """Returns a new array of the ``Form`` of this name, whose content is arbitrary."""
 
 
 class Form(NamedTuple):
-    """What a stored array must be."""
+    """What a stored array must be. None of its numbers is negative."""
 
     dtype: type[np.integer]
     shape: tuple[int, ...]
     """-1 for a length that only the content decides."""
+    ends: int | tuple[int, ...]
+    """What the numbers are below, or those of each column."""
+    covers: bool = False
+    """Whether every number below ``ends`` is there."""
 
 
 class Recipe(NamedTuple):
@@ -56,6 +57,8 @@ class Recipe(NamedTuple):
     """Their size, at least."""
     build: Callable[[Make], Arrays]
     """Returns the arrays, some of which it may have from ``Make``, which are in files then, not in memory."""
+    fits: Callable[[Arrays], bool] = lambda arrays: True
+    """Whether stored arrays of these forms fit together."""
 
 
 def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
@@ -90,12 +93,9 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
 def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, Callable[[Arrays], None]]]:
     """What makes arrays in unfinished files, and what stores them. Without a folder to write they are in memory."""
     unfinished: dict[str, Path] = {}
-    is_small = recipe.nbytes < SMALL
 
     def make(key: str) -> np.ndarray:
         form, path = recipe.forms[key], folder / f".{name}_{key}.{os.urandom(4).hex()}{UNFINISHED}"
-        if is_small:
-            return in_memory(recipe, key)
         with contextlib.suppress(OSError):
             array = np.lib.format.open_memmap(path, "w+", form.dtype, form.shape)
             unfinished[key] = path
@@ -105,14 +105,18 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
         return in_memory(recipe, key)
 
     def store(arrays: Arrays) -> None:
+        # Of those that are always checked the system may lose some, and a blend has thousands.
+        durable = 2 * sum(array.nbytes for array in arrays.values()) >= CHECKED_ONCE  # files have headers
         for key, array in arrays.items():
-            path = _path(folder, name, key)
+            path = folder / f"{name}_{key}.npy"
             if key in unfinished:
-                sync(unfinished[key])
+                if durable:
+                    sync(unfinished[key])
                 os.replace(unfinished[key], path)
             else:
-                with replace_file(path, durable=not is_small) as file:
+                with replace_file(path, durable=durable) as file:
                     np.save(file, array, allow_pickle=False)
+        _record(folder, name, recipe)
 
     try:
         yield make, store
@@ -132,13 +136,26 @@ def _remove_unfinished(folder: Path, name: str) -> None:
                 path.unlink()
 
 
-def is_stored(folder: Path, name: str, recipe: Recipe) -> bool:
-    """Whether the arrays are stored."""
-    return all(_path(folder, name, key).is_file() for key in recipe.forms)
+def _identities(folder: Path, name: str, recipe: Recipe) -> dict[str, list[int]]:
+    """Sizes and times of the files of arrays. Raises OSError if one is absent."""
+    stats = {key: (folder / f"{name}_{key}.npy").stat() for key in recipe.forms}
+    return {key: [stat.st_size, stat.st_mtime_ns] for key, stat in stats.items()}
 
 
-def _path(folder: Path, name: str, key: str) -> Path:
-    return folder / f"{name}_{key}.npy"
+def _record(folder: Path, name: str, recipe: Recipe) -> None:
+    """Record that the stored arrays are right, so that not every process has to check them."""
+    identities = _identities(folder, name, recipe)
+    file = folder / f"{name}_checked.json"
+    if sum(size for size, _ in identities.values()) >= CHECKED_ONCE:
+        with contextlib.suppress(OSError), replace_file(file, text=True, durable=False) as record:
+            json.dump(identities, record)
+
+
+def is_recorded(folder: Path, name: str, recipe: Recipe) -> bool:
+    """Whether the arrays are stored, and were right when they were."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(folder / f"{name}_checked.json") == _identities(folder, name, recipe)
+    return False
 
 
 def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
@@ -191,17 +208,46 @@ def _check_disk(folder: Path, size: int) -> None:
 
 
 def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
-    """Map the stored arrays into memory. Raises OSError if one is absent, ValueError unless it is of its form."""
-    arrays = {key: array_in(content_of(_path(folder, name, key))) for key in recipe.forms}
+    """Map the stored arrays into memory. Raises OSError if one is absent, ValueError unless it fits ``recipe``."""
+    arrays, is_checked = {}, is_recorded(folder, name, recipe)
     for key, form in recipe.forms.items():
-        sizes = [found if size == -1 else size for size, found in zip(form.shape, arrays[key].shape, strict=True)]
-        if (arrays[key].dtype, arrays[key].shape) != (form.dtype, tuple(sizes)):
-            raise ValueError(f"{_path(folder, name, key)} is not of {form}")
+        path = folder / f"{name}_{key}.npy"
+        arrays[key] = array = array_in(content_of(path))
+        if array.dtype != form.dtype:
+            raise ValueError(f"{path} is an array of {array.dtype}")
+        if len(array.shape) != len(form.shape):
+            raise ValueError(f"{path} is not of {form}")
+        if any(size != found for size, found in zip(form.shape, array.shape, strict=True) if size != -1):
+            raise ValueError(f"{path} is not of {form}")
+        if is_checked:
+            continue
+        if array.size and (array.min() < 0 or (array.max(axis=0) >= form.ends).any()):
+            raise ValueError(f"{path} has numbers beyond those of {form}")
+        if form.covers and not _covers(array, int(np.max(form.ends))):
+            raise ValueError(f"{path} lacks numbers of {form}")
+    if not is_checked:
+        if not recipe.fits(arrays):
+            raise ValueError(f"{folder / name}: the arrays do not fit together")
+        _record(folder, name, recipe)
     return arrays
 
 
 ROWS = 1 << 20
 """Rows of an array that are built or checked at a time: they stay in a cache of the processor."""
+_SEEN = 1 << 28
+"""Numbers that are looked for in one pass over an array."""
+
+
+def _covers(array: np.ndarray, end: int) -> bool:
+    """Whether all numbers below ``end`` are in ``array``, [n]."""
+    for first in range(0, end, _SEEN):
+        seen = np.zeros(min(_SEEN, end - first), np.bool_)
+        for begin in range(0, len(array), ROWS):
+            found = array[begin : begin + ROWS]
+            seen[found[(found >= first) & (found < first + _SEEN)] - first] = True
+        if not seen.all():
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ order  [n]     the run that is the i-th of an epoch to be trained on; each epoch
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,6 +61,18 @@ class SentenceStream:
         pairs = np.concatenate(spans)
         return pairs[pairs[:, 0].argsort()]
 
+    def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Whether the stored runs are in order, and each within a document and of ``fewest`` sentences or more."""
+        begin, end, _ = arrays["runs"].T
+        document = np.searchsorted(self.bounds, begin, "right")
+        if len(begin) == 0:
+            return False
+        return bool(
+            (begin[1:] >= end[:-1]).all()
+            and (end - begin >= self.fewest).all()
+            and (end <= self.bounds[document]).all()
+        )
+
     def _random(self, purpose: int, epoch: int) -> np.random.RandomState:
         """A generator of its own for every purpose; ``RandomState``, since NumPy has frozen its stream."""
         return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, self.salt, purpose, epoch])
@@ -101,13 +113,14 @@ class SentenceDataset(SourceSamples):
         cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{digest(origin)}"
         folder = cache_folder(data, indexed.prefix)
         least = 24 * int(np.count_nonzero(np.diff(bounds) >= fewest))  # a run for each document that has one
-        recipe = Recipe({"runs": Form(np.int64, (-1, 3))}, least, lambda _: {"runs": stream.runs()})
+        form = Form(np.int64, (-1, 3), (len(sizes), len(sizes) + 1, max_tokens + 1))
+        recipe = Recipe({"runs": form}, least, lambda _: {"runs": stream.runs()}, stream.fits)
         self.runs = runs = cached(folder, cache_name, recipe)["runs"]
         super().__init__(source, -(-samples // len(runs)) * len(runs))
 
         @lru_cache(maxsize=2)
         def order(epoch: int) -> np.ndarray:
-            form = Form(np.int64, (len(runs),))
+            form = Form(np.int64, (len(runs),), len(runs), covers=True)
             recipe = Recipe({"order": form}, 8 * len(runs), lambda _: {"order": stream.order(len(runs), epoch)})
             return cached_epoch(folder, f"{cache_name}_epoch{epoch}", recipe, epoch)["order"]
 

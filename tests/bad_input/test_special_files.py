@@ -83,7 +83,7 @@ def test_what_is_no_file_is_not_replaced_copied_or_mapped(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="a FIFO, not a file"):
         content_hash([fifo])
     with pytest.raises((UserError, OSError)):
-        _load(tmp_path, "map", Recipe({"rows": Form(np.int64, (-1,))}, 8, dict))
+        _load(tmp_path, "map", Recipe({"rows": Form(np.int64, (-1,), 1)}, 8, dict))
 
 
 def test_thousands_of_messages_are_a_hundred() -> None:

@@ -193,7 +193,7 @@ def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
 ) -> None:
     """Thousands of ranks that each open all files of a blend would take minutes on a shared file system."""
     for module in (fingerprint, indexed_dataset, map_cache):
-        monkeypatch.setattr(module, "SMALL", 1)
+        monkeypatch.setattr(module, "CHECKED_ONCE", 1)
     read, folder = list[str](), Path(prefixes[0]).parent / "index-cache"
 
     def counted(path: Path) -> np.ndarray:

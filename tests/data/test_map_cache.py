@@ -1,9 +1,9 @@
 """The maps on disk: complete or absent, rebuilt if damaged, equal for all processes."""
 
-import io
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -51,41 +51,72 @@ class Trap:
         return open, (str(self.path), "w")
 
 
-def saved(array: np.ndarray, **settings: bool) -> bytes:
-    np.save(file := io.BytesIO(), array, **settings)
-    return file.getvalue()
+@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("damage", ["empty", "torn", "header", "unparsed", "garbage", "pickle", "gone"])
+def test_a_broken_file_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
+    IndexMaps(**cached(tmp_path, "x", RECIPE))
+    path = tmp_path / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "pickle":
+        np.save(path, np.array([Trap(tmp_path / "sprung")], object), allow_pickle=True)
+    elif damage != "gone":
+        damaged = {"empty": b"", "torn": content[:-9], "header": content[:20], "garbage": b"\xff" * 400}
+        damaged["unparsed"] = content.replace(b"(", b"[").replace(b"{", b"((")
+        path.write_bytes(damaged[damage])
+    assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+    assert path.read_bytes() == content
+    assert not (tmp_path / "sprung").exists()
 
 
-def damaged(content: bytes, trap: Trap) -> dict[str, bytes]:
-    """What may be in place of a file of an array that is no array of its type and shape."""
-    array = np.load(io.BytesIO(content))
-    return {
-        "empty": b"",
-        "torn": content[:-9],
-        "header": content[:20],
-        "unparsed": content.replace(b"(", b"[").replace(b"{", b"(("),
-        "garbage": b"\xff" * 400,
-        "pickle": saved(np.array([trap], object), allow_pickle=True),
-        "floats": saved(array.astype(np.float32)),
-        "of the other byte order": saved(array.astype(array.dtype.newbyteorder())),
-        "too short": saved(array[:-1]),
-        "of another rank": saved(array.reshape(1, *array.shape)),
-        "no numbers": saved(array[:0]),
-    }
+WRONG: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "out of range": lambda array: array + array.max().astype(array.dtype),
+    "negative": lambda array: array.astype(np.int64) - 1,
+    "negative in the same type": lambda array: np.where(array == 3, -1, array.astype(np.int64)).astype(array.dtype),
+    "a number twice": lambda array: np.where(array == 3, 2, array).astype(array.dtype),
+    "floats": lambda array: array.astype(np.float32),
+    "booleans": lambda array: array.astype(np.bool_),
+    "of the other byte order": lambda array: array.astype(array.dtype.newbyteorder()),
+    "too short": lambda array: array[:-1],
+    "flat": lambda array: array.reshape(-1, 1),
+    "empty": lambda array: array[:0],
+}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_what_is_no_array_of_its_form_is_rebuilt(tmp_path: Path, name: str) -> None:
-    cached(tmp_path, "x", RECIPE)
-    path = tmp_path / name
-    content = path.read_bytes()
-    for damage in damaged(content, Trap(tmp_path / "sprung")).values():
-        path.write_bytes(damage)
+def test_numbers_that_do_not_fit_are_rebuilt(tmp_path: Path, name: str) -> None:
+    IndexMaps(**cached(tmp_path, "x", RECIPE))
+    path, right = tmp_path / name, np.load(tmp_path / name)
+    changes = WRONG | ({"in reverse": lambda array: array[::-1]} if name != "x_shuffle.npy" else {})
+    for change in changes.values():
+        np.save(path, change(right))
         assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
-        assert path.read_bytes() == content
-    path.unlink()
-    assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
-    assert path.read_bytes() == content and not (tmp_path / "sprung").exists()
+        np.testing.assert_array_equal(np.load(path), right)
+
+
+def test_large_arrays_are_checked_once(tmp_path: Path, monkeypatch) -> None:
+    """By the process that builds or first finds them; files of another time are checked again."""
+    monkeypatch.setattr(map_cache, "CHECKED_ONCE", 1)
+    checked = []
+    monkeypatch.setattr(map_cache, "_covers", lambda *_: checked.append(1) or True)
+    cached(tmp_path, "x", RECIPE)
+    assert not checked, "what was built is right"
+    (tmp_path / "x_checked.json").unlink()
+    for _ in range(2):
+        assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+        assert len(checked) == 2
+    os.utime(tmp_path / "x_samples.npy", ns=(1, 1))
+    cached(tmp_path, "x", RECIPE)
+    assert len(checked) == 4
+
+
+@pytest.mark.parametrize("unit", [7, 1 << 28])
+def test_missing_numbers_are_found_part_by_part(monkeypatch, unit: int) -> None:
+    monkeypatch.setattr(map_cache, "_SEEN", unit)
+    array = np.random.RandomState(1).permutation(20)
+    assert map_cache._covers(array, 20)
+    for number in range(20):
+        assert not map_cache._covers(np.where(array == number, (number + 1) % 20, array), 20)
 
 
 def test_a_large_index_is_checked_and_hashed_once(tmp_path: Path, monkeypatch, write_dataset) -> None:
@@ -94,7 +125,7 @@ def test_a_large_index_is_checked_and_hashed_once(tmp_path: Path, monkeypatch, w
     monkeypatch.setattr(indexed_dataset, "check", lambda *a: checks.append("index") or check(*a))
     monkeypatch.setattr(fingerprint, "_data_hash", lambda *a: checks.append("hash") or hash_of(*a))
     for module in (indexed_dataset, fingerprint):
-        monkeypatch.setattr(module, "SMALL", 1)
+        monkeypatch.setattr(module, "CHECKED_ONCE", 1)
     for _ in range(2):
         indexed = IndexedDataset(prefix, cache=tmp_path)
         assert (indexed.num_tokens, indexed.totals.longest) == (6, 3)
@@ -151,8 +182,7 @@ def test_concurrent_processes_have_the_same_maps(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_leaves_is_no_obstacle_and_is_removed(tmp_path: Path, monkeypatch) -> None:
-    for name in ("SMALL", "LARGE"):
-        monkeypatch.setattr(map_cache, name, 1)
+    monkeypatch.setattr(map_cache, "LARGE", 1)
     other = tmp_path / ".xy_samples.0badc0de.partial"
     other.write_text("of other maps")
 
@@ -175,12 +205,13 @@ def test_what_a_killed_process_leaves_is_no_obstacle_and_is_removed(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock", other.name, fresh.name}
 
 
-@pytest.mark.parametrize(("small", "flushed"), [(1, 3), (1 << 20, 0)])
-def test_large_arrays_are_on_the_disk_before_they_have_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, flushed: int
+@pytest.mark.parametrize(("checked_once", "flushed"), [(1, 3), (1 << 20, 0)])
+def test_arrays_that_are_not_checked_again_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_once: int, flushed: int
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(map_cache, "SMALL", small)
+    monkeypatch.setattr(map_cache, "CHECKED_ONCE", checked_once)
     monkeypatch.setattr(os, "fsync", calls.append)
     assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
     assert len(calls) == flushed
+    assert (tmp_path / "x_checked.json").exists() == bool(flushed)
