@@ -1,9 +1,11 @@
 """Processes that end with the one that started them, and exit signals: no rank trains on without a launcher."""
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -18,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.common.errors import LaunchError, ResourceError
+from megatron.common.errors import LaunchError, ResourceError, first_line
 
 if TYPE_CHECKING:
     import psutil
@@ -168,6 +170,56 @@ def exit_with_parent(parent: int | None = None) -> None:
     die_with_parent()
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def failure_in_child(call: Callable[[], object], *, seconds: float, most_bytes: int) -> str | None:
+    """How ``call`` failed in a process of its own, which is silent and may die; None if it returned.
+
+    The process gets ``seconds`` and, where the system tells the size of this one, ``most_bytes`` more than that.
+    """
+    os.environ["RUST_BACKTRACE"] = "0"  # of a panic there or, later, in this process: it takes seconds
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which the child does not have
+        child = os.fork()
+    if child == 0:
+        _run_in_child(call, writer, seconds, most_bytes)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        message = pipe.read(_LONGEST_FAILURE).decode(errors="replace")
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == 0:
+        return None
+    if code == -signal.SIGALRM:
+        return f"takes more than {seconds:g} s"
+    aborted = f"ends the process with {signal.Signals(-code).name}" if code < 0 else "fails"
+    return message or f"{aborted}, in {most_bytes >> 20:,} MiB of memory"
+
+
+_LONGEST_FAILURE = 1000
+
+
+def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_bytes: int) -> NoReturn:
+    code = 1
+    try:
+        faulthandler.disable()  # it would write to a file that is open elsewhere
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError, ValueError):
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + most_bytes
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            most = size if hard == resource.RLIM_INFINITY else min(size, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        call()
+        code = 0
+    except BaseException as error:  # such as the panics of libraries in Rust
+        os.write(writer, first_line(error).encode(errors="replace")[:_LONGEST_FAILURE])
+    finally:
+        os._exit(code)
 
 
 def at_once(steps: Sequence[Callable[[], object]], what: str) -> None:

@@ -4,7 +4,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import IO, Any, TextIO
 
 from megatron.common.errors import escaped
 
@@ -80,31 +82,62 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
-_screens: list[int] = []
-"""Where stderr goes while it is held back."""
+class _HeldStderr:
+    """Where stderr goes meanwhile, and for how many threads."""
+
+    def __init__(self) -> None:
+        self._turn, self._threads, self._has_failed = Lock(), 0, False
+        self._screen = -1
+        self._held: IO[bytes] | None = None
+
+    def enter(self) -> None:
+        with self._turn:
+            if not self._threads:  # with a file of its own: a process that is forked must not share its position
+                in_memory = hasattr(os, "memfd_create")
+                file = open(os.memfd_create("stderr"), "w+b", 0) if in_memory else TemporaryFile(buffering=0)
+                self._has_failed, self._screen, self._held = False, os.dup(2), file
+                os.dup2(file.fileno(), 2)
+            self._threads += 1
+
+    def leave(self, *, failed: bool) -> None:
+        with self._turn:
+            self._threads -= 1
+            self._has_failed |= failed
+            if self._threads or self._held is None:
+                return
+            os.dup2(self._screen, 2)
+            os.close(self._screen)
+            with self._held as held:
+                if held.tell() and not self._has_failed:
+                    held.seek(0)
+                    with suppress(OSError), open(2, "wb", closefd=False) as screen:
+                        screen.write(held.read())
+
+    def release(self) -> None:
+        # Without a turn: a signal may have come in the middle of one.
+        if self._threads:
+            with suppress(OSError):
+                os.dup2(self._screen, 2)
+
+
+_stderr = _HeldStderr()
+
+
+def release_stderr() -> None:
+    """Nothing is held back any more: for the last words of a process, from any thread or a handler of a signal."""
+    _stderr.release()
 
 
 @contextmanager
 def held_stderr() -> Iterator[None]:
     """Hold back what libraries write to stderr inside of the block: it is dropped if the block raises an exception.
 
-    For one thread at a time.
+    Libraries in Rust write pages about an error before they raise it. Several threads may be inside at once.
     """
-    with open(os.memfd_create("stderr"), "w+b", 0) as held:
-        _screens.append(os.dup(2))
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(_screens[0], 2)
-            os.close(_screens.pop())
-        held.seek(0)
-        with suppress(OSError), open(2, "wb", closefd=False) as screen:
-            screen.write(held.read())
-
-
-def release_stderr() -> None:
-    """Nothing is held back any more: for the last words of a process, from any thread or a handler of a signal."""
-    for screen in _screens:
-        with suppress(OSError):
-            os.dup2(screen, 2)
+    _stderr.enter()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        _stderr.leave(failed=failed)

@@ -13,6 +13,7 @@ import tokenizers
 
 from megatron.common.errors import DataError, first_line
 from megatron.common.reading import LARGEST_JSON, parse_json, read_bytes
+from megatron.common.screen import held_stderr
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""
@@ -76,18 +77,17 @@ class Tokenizer(ABC):
 
 
 @contextmanager
-def library_errors(what: str, advice: str = "use the files of another one") -> Iterator[None]:
-    """Convert what the library raises, its panics included, to DataError. They write a line to stderr, too."""
+def library_errors(task: str = "encode this text") -> Iterator[None]:
+    """Convert what the library raises where it cannot do its ``task``, its panics included, to DataError."""
     os.environ["RUST_BACKTRACE"] = "0"  # of a panic: it takes seconds
     try:
-        yield
+        with held_stderr():
+            yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what} ({type(error).__name__}: {first_line(error)}); {advice}") from None
-
-
-_NOT_ENCODED = "the tokenizer cannot encode this text"
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"the tokenizer cannot {task} ({problem}); use the files of another one") from None
 
 
 class RustTokenizer(Tokenizer):
@@ -103,7 +103,7 @@ class RustTokenizer(Tokenizer):
         self._given, self.vocab_size = encoder, vocab_size
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        with library_errors(_NOT_ENCODED):
+        with library_errors():
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -112,13 +112,13 @@ class RustTokenizer(Tokenizer):
         check_texts(texts)
         self._encoder.encode_special_tokens = False
         try:
-            with library_errors(_NOT_ENCODED):
+            with library_errors():
                 return self._encoder.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._encoder.encode_special_tokens = True
 
     def _decode(self, ids: list[int]) -> str:
-        with library_errors("the tokenizer cannot decode these tokens"):
+        with library_errors("decode these tokens"):
             return self._encoder.decode(ids, skip_special_tokens=False)
 
     @property

@@ -6,13 +6,15 @@ A tokenizer.json is run by the library ``tokenizers``. Its ids are equal to thos
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tokenizers
 
 from megatron.common.errors import ConfigError, DataError
+from megatron.common.processes import failure_in_child
 from megatron.common.reading import LARGEST_JSON, read_bytes
-from megatron.tokenizer.base import RustTokenizer, Tokenizer, library_errors, read_object, read_text, require_files
+from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_object, read_text, require_files
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 """Files beside a tokenizer.json that name its special tokens, the most specific first."""
@@ -120,10 +122,17 @@ def _read_configs(folder: str) -> dict[str, dict[str, Any]]:
 def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizer.json, with the tokens that its tokenizer_config.json adds. Raises DataError."""
     text = read_text(path)
-    with library_errors(f"{path}: not a tokenizer.json", "is the file whole?"):
+
+    def make() -> tokenizers.Tokenizer:
         encoder = tokenizers.Tokenizer.from_str(text)
-    encoder.no_padding()
-    encoder.no_truncation()
+        encoder.no_padding()
+        encoder.no_truncation()
+        return encoder
+
+    # The library panics at, or is aborted by, what such a file may ask for: first where that does no harm.
+    if failure := failure_in_child(lambda: _try(make()), seconds=_SECONDS, most_bytes=_MEMORY):
+        raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file whole?")
+    encoder = make()
     added = config.get("added_tokens_decoder") or {}
     try:
         missing = [
@@ -139,6 +148,16 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
         raise DataError(f"{beside}: its added_tokens_decoder does not fit {path} ({error})") from None
     return encoder
+
+
+_SECONDS, _MEMORY = 60.0, 4 << 30
+_SAMPLE = ["a", "Hello, w\u00f6rld of 12 tokens\t\n", "\u4e16\u754c \U0001f44d"]
+
+
+def _try(encoder: tokenizers.Tokenizer) -> None:
+    """Tokenize some texts. That one has no tokens is no error, but of that text."""
+    with suppress(Exception):
+        encoder.encode_batch_fast(_SAMPLE, add_special_tokens=False)
 
 
 _MOST_TOKENS = 1 << 24

@@ -1,8 +1,9 @@
-"""A tokenizer.json or a text at which the library panics is refused, with code 3; what is shown on a terminal."""
+"""A tokenizer.json at which the library panics, or which expands without end, is refused in a line, with code 3."""
 
 import io
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 
 from megatron.common.errors import ConfigError, DataError, one_line
+from megatron.common.processes import failure_in_child
 from megatron.common.screen import LossyStream, held_stderr, release_stderr
+from megatron.tokenizer import published
 from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
 
 END = {"content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"}
+GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 
 
 def written(folder: Path, changes: dict[str, Any], config: dict[str, Any] | None = None) -> str:
@@ -28,14 +32,16 @@ def written(folder: Path, changes: dict[str, Any], config: dict[str, Any] | None
 
 BROKEN: dict[str, dict[str, Any]] = {
     "a panic": {"model": {**WORDS, "type": "BPE", "merges": ["a b"], "continuing_subword_prefix": "####"}},
-    "another panic": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}},
+    "an abort": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}},
     "an id of 32 bits": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 2**32 - 1}}},
     "an id of 33 bits": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 2**33}}},
+    "a text that grows": {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 4}},
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_the_library_cannot_bear_is_refused(tmp_path: Path, case: str) -> None:
+def test_what_the_library_cannot_bear_is_refused(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "_MEMORY", 1 << 27)
     with pytest.raises(DataError, match="tokenizer.json"):
         HuggingFaceTokenizer(written(tmp_path, BROKEN[case]))
 
@@ -51,7 +57,19 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated
 TOO_SLOW = "x" * 200
 
 
-def test_preprocessing_names_the_line_that_cannot_be_encoded(tmp_path: Path) -> None:
+def test_nothing_of_a_panic_is_on_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The expression gives up at a text that the check does not have."""
+    tokenizer = HuggingFaceTokenizer(written(tmp_path, {"pre_tokenizer": SLOW}))
+    for encode in (tokenizer.tokenize_batch, tokenizer.encode_marked):
+        with pytest.raises(DataError, match="cannot encode this text .PanicException"):
+            encode([TOO_SLOW])
+    assert tokenizer.encode_marked(["</s>"])[0].ids == [2]
+    with held_stderr():
+        os.write(2, b"of another library")
+    assert capfd.readouterr().err == "of another library"
+
+
+def test_preprocessing_names_the_line_that_cannot_be_encoded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = written(tmp_path, {"pre_tokenizer": SLOW})
     (text := tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("a", TOO_SLOW, "b")))
     job = Job(
@@ -66,10 +84,20 @@ def test_preprocessing_names_the_line_that_cannot_be_encoded(tmp_path: Path) -> 
     skipped: list[str] = []
     summary = preprocess(replace(job, skip_errors=True), lambda _: None, skipped.append)
     assert (summary.documents, summary.bad_lines, len(skipped)) == (2, 1, 1)
-    tokenizer = HuggingFaceTokenizer(model)
-    with pytest.raises(DataError, match="cannot encode this text .PanicException"):
-        tokenizer.encode_marked([TOO_SLOW])
-    assert tokenizer.encode_marked(["</s>"])[0].ids == [2]
+    assert capfd.readouterr().err == ""
+
+
+def test_thousands_of_added_tokens_take_no_minute(tmp_path: Path) -> None:
+    added = {str(number): {**END, "content": f"<{number}>"} for number in range(3, 20_000)}
+    signal.alarm(20)
+    assert HuggingFaceTokenizer(written(tmp_path, {}, {"added_tokens_decoder": added})).vocab_size == 20_000
+    signal.alarm(0)
+
+
+def test_a_child_that_never_ends_is_ended() -> None:
+    assert failure_in_child(signal.pause, seconds=0.05, most_bytes=1 << 30) == "takes more than 0.05 s"
+    assert failure_in_child(lambda: bytearray(1 << 31), seconds=10, most_bytes=1 << 28) == "MemoryError"
+    assert failure_in_child(lambda: None, seconds=10, most_bytes=1 << 28) is None
 
 
 class Terminal(io.StringIO):
@@ -85,13 +113,7 @@ def test_control_characters_never_reach_a_terminal() -> None:
     assert len(str(ConfigError("x" * 10**6))) < 5000 and one_line("\x1b") == "\\x1b"
 
 
-def test_what_is_held_back_and_last_words(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), held_stderr():
-        os.write(2, b"about an error")
-        raise KeyError
-    with held_stderr():
-        os.write(2, b"of a library")
-    assert capfd.readouterr().err == "of a library"
+def test_last_words_are_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:
     with held_stderr():
         os.write(2, b"of a library\n")
         release_stderr()
