@@ -201,7 +201,7 @@ class GPT2Dataset(SourceSamples):
         super().__init__(source, stream.first_sample(epochs), epochs)
         self._vocab_size = vocab_size
         origin = digest((indexed.content_hash(), documents, name, seed, data.seq_length, stream.recipe(0).forms))
-        self._folder = folder = cache_folder(data, indexed.prefix)
+        folder = cache_folder(data, indexed.prefix)
         cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{origin}_epoch"
 
         @lru_cache(maxsize=1)  # samples are read in order; each map is one of few that a process may have
@@ -247,10 +247,7 @@ class GPT2Dataset(SourceSamples):
             for index in indices
             for document, start, stop in self._parts(index)
         ]
-        rows = np.concatenate(parts, dtype=np.int64)
-        if len(rows) != len(indices) * (self.stream.seq_length + 1):
-            raise DataError(f"the index maps {self._folder}/{self.stored_as}* do not fit together: remove them")
-        rows = rows.reshape(len(indices), -1)
+        rows = np.concatenate(parts, dtype=np.int64).reshape(len(indices), -1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
             raise self._unknown_token([span for index in indices for span in self.spans(index)])
         return rows

@@ -11,7 +11,6 @@ from data.conftest import SAMPLES, built
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.config.data import SPLITS
 from megatron.data.datasets import check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
@@ -85,17 +84,6 @@ def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> Non
         before = after
     os.utime(f"{data.data_path[0]}.bin", ns=(0, 0))
     assert len(names(data)) == len(before) + 3
-
-
-def test_maps_that_do_not_fit_together_are_refused(data: DataConfig) -> None:
-    built(data)
-    folder = Path(data.data_path[0]).parent / "index-cache"
-    valid, test = (next(folder.glob(f"*_{name}_*_documents.npy")) for name in SPLITS[1:])
-    size = valid.stat().st_size
-    valid.write_bytes(test.read_bytes())
-    assert valid.stat().st_size == size
-    with pytest.raises(DataError, match=f"{folder}/.* do not fit together: remove them"):
-        all_samples(built(data).valid)
 
 
 def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
