@@ -11,7 +11,7 @@ from _atomic_file import atomic_file
 
 from megatron.common.errors import DataError, counted
 from megatron.common.tokenizer_files import GPT2_BPE
-from megatron.tokenizer.base import EOD
+from megatron.tokenizer.base import EOD, check_texts
 from megatron.tokenizer.words import SEP
 from megatron.tools.command_line import ToolParser, check_values, output_folder, progress_bar, run_tool
 from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
@@ -82,6 +82,7 @@ class Corpus:
                 for chunk in read_chunks(path, kind, keys, size=CHUNK_BYTES):
                     for number, line in enumerate(chunk.lines, start=chunk.first_line):
                         texts = [text for text in line_texts(path, self.kind, number, line, keys) if text]
+                        check_texts(texts, f"{path}:{number}: ")
                         self.documents += len(texts)
                         yield from texts
                     self.bytes += chunk.size

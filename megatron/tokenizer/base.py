@@ -131,28 +131,26 @@ LONGEST_WORD = 1 << 20
 """Characters of a word, or of the space between two. A tokenizer needs a hundred times as much memory for one."""
 
 
-def check_words(text: str) -> None:
-    """Raises DataError if a word of ``text``, or the space between two, is longer than any of a language."""
-    if len(text) <= LONGEST_WORD:
-        return
-    for what, runs in (("a word", text.split()), ("space", re.findall(r"\s{2,}", text))):
-        longest = max(runs, key=len, default="")
-        if len(longest) > LONGEST_WORD:
-            raise DataError(
-                f"{what} of {len(longest):,} characters begins at character {text.index(longest):,}, more than the "
-                f"{LONGEST_WORD:,} that can be tokenized: remove or divide it"
-            )
+def check_texts(texts: Iterable[str], where: str = "") -> None:
+    """Raises DataError, beginning with ``where``, for a text that no tokenizer can encode.
 
-
-def check_texts(texts: Iterable[str]) -> None:
-    """Raises DataError as ``check_words``, and for half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    One has half of a surrogate pair, which JSON can write and UTF-8 cannot, another a word that is longer than any of a
+    language.
+    """
     for text in texts:
-        check_words(text)
+        runs = (("a word", text.split()), ("space", re.findall(r"\s{2,}", text))) if len(text) > LONGEST_WORD else ()
+        for what, found in runs:
+            longest = max(found, key=len, default="")
+            if len(longest) > LONGEST_WORD:
+                raise DataError(
+                    f"{where}{what} of {len(longest):,} characters begins at character {text.index(longest):,}, more "
+                    f"than the {LONGEST_WORD:,} that can be tokenized: remove or divide it"
+                )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             what = f"U+{ord(text[error.start]):04X}, half of a surrogate pair"
-            raise DataError(f"character {error.start} of the text is {what}; remove or replace it") from error
+            raise DataError(f"{where}character {error.start} of the text is {what}; remove or replace it") from error
 
 
 _TRAINED = " (tools/train_tokenizer.py makes one)"

@@ -131,7 +131,7 @@ BAD_LINES = [
     (b'{"text": 3}', '"text" is a number, where a string is needed'),
     (b'{"text": null}', '"text" is a null, where a string is needed'),
     (b'{"text": "a\xff"}', "byte 12 of the line is not UTF-8"),
-    (b'{"text": "\\ud800"}', '"text" holds half of a surrogate pair'),
+    (b'{"text": "\\ud800"}', "character 0 of the text is U+D800, half of a surrogate pair"),
     (b'{"text": ""}', 'no text under "text"'),
     (b"  ", 'no text under "text"'),
 ]

@@ -19,7 +19,7 @@ import zstandard
 
 from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tokenizer.base import check_words
+from megatron.tokenizer.base import check_texts
 from megatron.tools.preprocess.inputs import expand_inputs
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
@@ -223,7 +223,7 @@ def test_a_word_of_megabytes_is_an_error_of_its_line(tmp_path: Path, convert: Ca
     assert caught.value.exit_code == 3 and len(caught.value.messages[0]) < 300
     summary = convert(tmp_path / "in.jsonl", skip_errors=True)
     assert (summary.documents, summary.bad_lines) == (2, 1) and len(convert.messages) == 1
-    assert "space of 2,000,000 characters" in str(pytest.raises(DataError, check_words, "a" + " " * 2_000_000).value)
+    assert "space of 2,000,000 characters" in str(pytest.raises(DataError, check_texts, ["a" + " " * 2_000_000]).value)
 
 
 def test_a_file_may_be_one_document(tmp_path: Path, convert) -> None:

@@ -67,10 +67,13 @@ def test_two_trainings_make_the_same_wordpieces(train: Callable, corpus: Path, t
     assert tokenizer.detokenize(tokenizer.tokenize(LINES[0])) == LINES[0]
 
 
-def test_bad_text_is_one_line_and_leaves_no_files(train: Callable, tmp_path: Path):
-    (corpus := tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n{"text": \n')
+@pytest.mark.parametrize(
+    ("line", "message"), [('{"text": ', "not JSON"), ('{"text": "\\ud800"}', "character 0 of the text is U+D800, half")]
+)
+def test_bad_text_is_one_line_and_leaves_no_files(train: Callable, tmp_path: Path, line: str, message: str):
+    (corpus := tmp_path / "corpus.jsonl").write_text(f'{{"text": "a"}}\n{line}\n')
     result = train("--input", corpus, "--vocab-size", 300, "--output-dir", tmp_path / "out")
-    assert result.returncode == 3 and "corpus.jsonl:2: not JSON" in result.stderr.splitlines()[-1]
+    assert result.returncode == 3 and f"corpus.jsonl:2: {message}" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

@@ -7,6 +7,7 @@ import codecs
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,29 +29,44 @@ def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         DataError: a column is missing, or holds no strings.
         OSError, ValueError: the file cannot be read, or is damaged.
     """
+    with open_parquet(path) as file:
+        _check_columns(path, file.schema_arrow, columns)
+        for batch in parquet_batches(file, columns, LARGEST_LINE):
+            for row in _cells(batch, columns):
+                if sum(len(cell or b"") for cell in row) > LARGEST_LINE:
+                    raise ValueError(f"a row of more than {LARGEST_LINE:,} bytes")
+                yield row
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A Parquet file to read. Raises ConfigError without pyarrow, OSError or ValueError if it cannot be read."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
     check_regular(path)
     # Pages are read as they are needed, not row groups, which may be of any size.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-        _check_columns(path, file.schema_arrow, columns)
-        rows = max(1, min(_ROWS, LARGEST_LINE // largest_part(file.metadata)))
-        for batch in file.iter_batches(rows, columns=list(columns), use_threads=False):
-            # As bytes: UTF-8 is decoded later, when the number of the row is known for messages.
-            cells = (batch.column(name).cast(pyarrow.large_binary()).to_pylist() for name in columns)
-            for row in zip(*cells, strict=True):
-                if sum(len(cell or b"") for cell in row) > LARGEST_LINE:
-                    raise ValueError(f"a row of more than {LARGEST_LINE:,} bytes")
-                yield row
+        yield file
+
+
+def parquet_batches(file: Any, columns: Sequence[str], most: int) -> Iterator[Any]:
+    """The rows of ``columns`` a few at a time, so few that they are hardly larger than ``most`` bytes."""
+    rows = max(1, min(_ROWS, most // _largest_part(file.metadata)))
+    return file.iter_batches(rows, columns=list(columns), use_threads=False)
+
+
+def _cells(batch: Any, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a batch, as bytes: UTF-8 is decoded later, when the number of the row is known for messages."""
+    import pyarrow
+
+    return zip(*(batch.column(name).cast(pyarrow.large_binary()).to_pylist() for name in columns), strict=True)
 
 
 def arrow_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of ``columns`` of a file of Arrow's stream or file format, as ``parquet_rows``."""
     try:
-        import pyarrow
         import pyarrow.ipc
     except ImportError:
         raise ConfigError(f"{path} is an Arrow file: pip install pyarrow to read it") from None
@@ -64,12 +80,10 @@ def arrow_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             for batch in batches:
                 batch.validate(full=True)
                 for start in range(0, batch.num_rows, _ROWS):
-                    part = batch.select(list(columns)).slice(start, _ROWS)
-                    cells = (column.cast(pyarrow.large_binary()).to_pylist() for column in part.columns)
-                    yield from zip(*cells, strict=True)
+                    yield from _cells(batch.slice(start, _ROWS), columns)
 
 
-def largest_part(metadata: Any) -> int:
+def _largest_part(metadata: Any) -> int:
     """Bytes that a column of a row group has: a dictionary's value may be as long, and be repeated in all rows.
 
     Raises ValueError for one that expands more than any text.
@@ -161,11 +175,6 @@ def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
             raise DataError(f'{where}: no key "{key}" (choose keys with --json-keys)')
         if not isinstance(document[key], str):
             raise DataError(f'{where}: "{key}" is a {_kind(document[key])}, where a string is needed')
-        try:
-            document[key].encode("utf-8")
-        except UnicodeEncodeError as error:
-            # JSON can spell what is no Unicode text.
-            raise DataError(f'{where}: "{key}" holds half of a surrogate pair (\\ud800 to \\udfff)') from error
     return [document[key] for key in keys]
 
 

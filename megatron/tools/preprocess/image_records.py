@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError, one_line
-from megatron.common.reading import LARGEST, check_regular, parse_json, read_bytes, regular
+from megatron.common.errors import DataError, one_line
+from megatron.common.reading import LARGEST, parse_json, read_bytes, regular
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tools.preprocess.corpus import largest_part
+from megatron.tools.preprocess.corpus import open_parquet, parquet_batches
 from megatron.tools.preprocess.file_lines import file_lines
 
 _LARGEST_SAMPLE = 1 << 26
 """Bytes of the files of a sample in a tar file, some of which may be sparse."""
 _CONVERSATIONS = ("conversations", "messages")
 _IMAGES = ("image", "images")
-_ROWS = 16
-"""Rows of Parquet decoded at a time: each may hold several images."""
 
 
 class Record(NamedTuple):
@@ -111,20 +109,13 @@ def _sample(path: Path, key: str, files: dict[str, bytes]) -> Record:
 
 
 def _of_parquet(path: Path) -> Iterator[Record]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
-    check_regular(path)
-    with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+    with open_parquet(path) as file:
         columns = [name for name in (*_CONVERSATIONS, *_IMAGES) if name in file.schema_arrow.names]
         if not {*columns} & {*_CONVERSATIONS}:
             raise ValueError(f"it has no column {' or '.join(_CONVERSATIONS)}")
-        number, rows = 0, max(1, min(_ROWS, LARGEST // largest_part(file.metadata)))
-        for batch in file.iter_batches(rows, columns=columns, use_threads=False):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(f"{path}: row {number}", row)
+        rows = (row for batch in parquet_batches(file, columns, LARGEST) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield Record(f"{path}: row {number}", row)
 
 
 def _of_index(path: Path) -> Iterator[Record]:

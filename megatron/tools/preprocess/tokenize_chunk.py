@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.base import check_words
 from megatron.tools.chat.files import chat_template
 from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts
@@ -97,12 +96,9 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
         try:
             if job.conversations is None:
                 content: Any = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
-                texts = content
             else:
                 assert isinstance(line, bytes), "a rule rejects Parquet"
                 content = line_documents(where, line, job.conversations, template)
-                texts = [part.text for part in content]
-            _check_words(where, texts)
         except DataError as error:
             errors.add(LineError(number, str(error), is_empty=False))
             if not job.skip_errors:  # the others would not be written, and a template may take long for each
@@ -111,15 +107,6 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
         numbers.append(number)
         contents.append(content)
     return numbers, contents, errors
-
-
-def _check_words(where: str, texts: Sequence[str]) -> None:
-    """Raises DataError beginning with ``where`` for a word that is too long."""
-    try:
-        for text in texts:
-            check_words(text)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
 
 
 def _documents_of(job: Job, tokenizer: Tokenizer, contents: Sequence[Any]) -> Documents:
@@ -252,17 +239,11 @@ def line_documents(where: str, line: bytes, kind: str, template: ChatTemplate | 
         if key not in document:
             raise DataError(f'{where}: no key "{key}", which --format {kind} reads')
     if template is not None:
-        texts = [_conversation(where, document, template)]
-    elif all(isinstance(document[key], str) for key in KEYS[kind]):
-        prompt, completion = (document[key] for key in KEYS[kind])
-        texts = [Text(prompt), Text(completion, [(0, len(completion))])]
-    else:
+        return [_conversation(where, document, template)]
+    if not all(isinstance(document[key], str) for key in KEYS[kind]):
         raise DataError(f"{where}: {' and '.join(KEYS[kind])} must be strings")
-    try:
-        "".join(part.text for part in texts).encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell what is no Unicode text
-        raise DataError(f"{where}: the text holds half of a surrogate pair (\\ud800 to \\udfff)") from error
-    return texts
+    prompt, completion = (document[key] for key in KEYS[kind])
+    return [Text(prompt), Text(completion, [(0, len(completion))])]
 
 
 def _conversation(where: str, document: Mapping[str, Any], template: ChatTemplate) -> Text:
