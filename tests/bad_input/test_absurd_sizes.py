@@ -42,7 +42,7 @@ def test_what_the_memory_cannot_hold_is_refused(words: str, what: str) -> None:
     with pytest.raises(ResourceError) as caught:
         _check_sizes(sized(words))
     assert caught.value.exit_code == 7 and caught.value.messages[0].startswith(what)
-    # Index maps are built an epoch at a time: see tests/data/test_windows.py.
+    # Index maps are built an epoch at a time: see tests/data/test_gpt2_dataset.py.
     for long in ("--train-iters 1e10 --batch-size 1000", "--eval-iters 1e7 --eval-interval 1 --train-iters 1e7"):
         _check_sizes(sized(long))
 

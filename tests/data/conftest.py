@@ -14,6 +14,8 @@ from megatron.tokenizer.words import SPECIAL
 WORDS, PIECES = 60, 30
 TEXT_TOKENS = len(SPECIAL) + WORDS + PIECES
 SAMPLES = {"train": 100, "valid": 32, "test": 8}
+DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
+"""Tokens that encode the document (hundreds) and the position in it."""
 
 
 def built(
@@ -52,3 +54,9 @@ def write_dataset(tmp_path: Path) -> Callable[..., str]:
         return prefix
 
     return write
+
+
+@pytest.fixture
+def data(write_dataset: Callable[..., str]) -> DataConfig:
+    """A data set of ``DOCUMENTS``, split in three."""
+    return DataConfig(data_path=(write_dataset(DOCUMENTS),), seq_length=16, split="40,10,10")

@@ -18,8 +18,8 @@ from data.conftest import SAMPLES, built
 
 from megatron.common.errors import DataError, ResourceError
 from megatron.config import DataConfig
-from megatron.data import fingerprint, index_file, indexed_dataset, map_cache, mapped_file, splits
-from megatron.data.blend_order import BlendOrder
+from megatron.data import blend_order, fingerprint, index_file, indexed_dataset, map_cache, mapped_file, splits
+from megatron.data.blend_order import BlendOrder, BlendWindow, taken_before
 from megatron.data.datasets import BlendedDataset, check_data
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -132,14 +132,19 @@ def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: P
     assert {path.name for path in folder.glob("*.npy")} == before
 
 
+def equal_blend(write_dataset: Callable[..., str], count: int) -> DataConfig:
+    """``count`` data sets of equal weight, whose tokens are their numbers."""
+    prefixes = [write_dataset([[part] * (20 + n) for n in range(9)], name=f"of{part}") for part in range(count)]
+    return DataConfig(data_path=tuple(word for prefix in prefixes for word in ("1", prefix)), seq_length=16)
+
+
 def test_a_blend_of_more_data_sets_than_a_process_may_open_files(
     monkeypatch: pytest.MonkeyPatch, write_dataset
 ) -> None:
     """Each file is mapped when it is read first, and none stays open."""
     monkeypatch.setattr(mapped_file, "READ_AT_ONCE", 0)
     count, before = 40, psutil.Process().num_fds()
-    prefixes = [write_dataset([[part] * (20 + n) for n in range(9)], name=f"of{part}") for part in range(count)]
-    data = DataConfig(data_path=tuple(word for prefix in prefixes for word in ("1", prefix)), seq_length=16)
+    data = equal_blend(write_dataset, count)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + count // 2, hard))
     try:
@@ -151,10 +156,10 @@ def test_a_blend_of_more_data_sets_than_a_process_may_open_files(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     maps = Path("/proc/self/maps").read_text
-    assert prefixes[0] in maps()
+    assert data.prefixes[0] in maps()
     del samples
     gc.collect()
-    assert prefixes[0] not in maps(), "the mappings end with the data sets"
+    assert data.prefixes[0] not in maps(), "the mappings end with the data sets"
 
 
 def test_a_blend_of_more_data_sets_than_a_process_may_map(monkeypatch: pytest.MonkeyPatch, write_dataset) -> None:
@@ -174,8 +179,7 @@ def test_a_blend_of_more_data_sets_than_a_process_may_map(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(mapped_file, "READ_AT_ONCE", 0)
     monkeypatch.setattr(mapped_file, "_Mapping", Limited)
-    prefixes = [write_dataset([[part] * (20 + n) for n in range(9)], name=f"of{part}") for part in range(count)]
-    data = DataConfig(data_path=tuple(word for prefix in prefixes for word in ("1", prefix)), seq_length=16)
+    data = equal_blend(write_dataset, count)
     for _ in range(2):
         samples = built(data, {"train": 100}).train
         assert samples is not None
@@ -232,3 +236,41 @@ def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
     os.utime(f"{prefixes[2]}.idx", ns=(1, 1))
     with pytest.raises(DataError, match="part2.* was replaced after"):
         unread.take(range(100))
+
+
+@pytest.mark.parametrize("weights", [(3, 5, 17), (1, 1), (90, 1, 1, 1, 1, 1), (7, 123, 1000, 13)])
+def test_a_blend_has_the_same_order_in_windows(weights: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = tuple(Fraction(weight, sum(weights)) for weight in weights)
+    order = BlendOrder(shares, 400)
+    whole = [order[sample] for sample in range(400)]
+    monkeypatch.setattr(blend_order, "BLEND_WINDOW", 7)
+    windowed = BlendOrder(shares, 400)
+    assert [windowed[sample] for sample in range(400)] == whole
+    for requested, sample in ((400, 399), (400, 5), (300, 7), (15, 14)):
+        assert BlendOrder(shares, requested)[sample] == whole[sample]
+
+
+def test_what_precedes_a_window_is_known_without_the_windows_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on after billions of samples computes neither their order nor reads it."""
+    chance = random.Random(3)
+    lists = [[chance.randint(1, 99) for _ in range(chance.randint(1, 30))] for _ in range(40)]
+    for weights in [*lists, [1, 1], [1], [90, 1, 1, 1, 1, 1], [5000, 1, 3, 2], [1, 2, 4, 8, 16, 32, 64, 128]]:
+        shares = tuple(Fraction(weight, sum(weights)) for weight in weights)
+        order, taken = BlendOrder(shares, 1500), [0] * len(shares)
+        for position in range(min(1500, sum(weights))):
+            assert position % 7 or taken_before(shares, position) == tuple(taken), (weights, position)
+            taken[order[position][0]] += 1
+    monkeypatch.setattr(blend_order, "BLEND_WINDOW", 50)
+    shares = tuple(Fraction(weight, 100003) for weight in (33331, 33331, 33341))
+    firsts: list[int] = []
+
+    def load(window: BlendWindow) -> dict[str, np.ndarray]:
+        firsts.append(window.first)
+        return window.build()
+
+    late = [BlendOrder(shares, 100003, load)[sample] for sample in (77777, 77778)]
+    assert firsts == [0, 77750, 0, 77750]
+    firsts.clear()
+    order = BlendOrder(shares, 100003, load)
+    assert [order[sample] for sample in range(77779)][77777:] == late
+    assert firsts == list(range(0, 77779, 50))

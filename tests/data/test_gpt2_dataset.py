@@ -1,38 +1,37 @@
 """Samples compared with the token stream they are cut from; errors of a data set that is too small."""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data.conftest import SAMPLES, built
+from data.conftest import DOCUMENTS, SAMPLES, built
 
-from megatron.common.errors import DataError
+from megatron.common.errors import DataError, ResourceError
 from megatron.config import DataConfig
+from megatron.data import map_cache
 from megatron.data.datasets import check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.audit import samples as audit
-
-DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
-"""Tokens that encode the document (hundreds) and the position in it."""
-
-
-@pytest.fixture
-def data(write_dataset: Callable[..., str]) -> DataConfig:
-    """A data set of 60 short documents, split in three."""
-    return DataConfig(data_path=(write_dataset(DOCUMENTS),), seq_length=16, split="40,10,10")
 
 
 def all_samples(dataset: GPT2Dataset) -> list[list[int]]:
     return [dataset[n].tolist() for n in range(len(dataset))]
 
 
-def test_samples_cover_the_shuffled_documents(data: DataConfig) -> None:
-    """A split's first epoch, put in order again, is a sequence of whole documents of the split."""
+def test_samples_cover_the_shuffled_documents(data: DataConfig, tmp_path: Path) -> None:
+    """A split's first epoch, put in order again, is a sequence of whole documents of the split, whatever sequences they
+    have."""
     dataset = built(data).train
+    with IndexedDatasetBuilder(tmp_path / "pieces", "u2") as builder:
+        for document in DOCUMENTS:
+            builder.add_document(*(document[start : start + 5] for start in range(0, len(document), 5)))
+    pieces = built(replace(data, data_path=(str(tmp_path / "pieces"),))).train
+    assert all_samples(pieces) == all_samples(dataset)
     tokens = sum(len(document) for document in DOCUMENTS[:40])
     first_epoch = all_samples(dataset)[: -(-tokens // 16)]
     assert all(len(sample) == 17 for sample in first_epoch)
@@ -84,15 +83,6 @@ def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> Non
         before = after
     os.utime(f"{data.data_path[0]}.bin", ns=(0, 0))
     assert len(names(data)) == len(before) + 3
-
-
-def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
-        for document in DOCUMENTS:
-            builder.add_document(*(document[start : start + 5] for start in range(0, len(document), 5)))
-    in_pieces = DataConfig(data_path=(str(tmp_path / "data"),), seq_length=16, split="40,10,10")
-    dataset = built(in_pieces).valid
-    assert {token // 100 for sample in all_samples(dataset) for token in sample} == set(range(40, 50))
 
 
 def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., str]) -> None:
@@ -163,3 +153,32 @@ def test_tokens_counted_at_once_are_those_of_the_samples(write_dataset: Callable
             for span in (*others, last._replace(stop=last.stop - 1)):
                 expected[span.document - part.documents.start] += span.stop - span.start
         assert audit._tokens_of_text(part, lengths, count, skipped).tolist() == expected.tolist()
+
+
+def test_the_first_epoch_and_large_ones_are_stored(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = built(data, {"train": 360}).train
+    rows = small.take(range(360))
+    folder = Path(data.data_path[0]).parent / "index-cache"
+    assert len(list(folder.glob("*_train_*.npy"))) == 3
+    monkeypatch.setattr(map_cache, "LARGE", 1)
+    large = built(replace(data, data_cache_path=str(tmp_path / "large")), {"train": 360}).train
+    assert np.array_equal(large.take(range(360)), rows)
+    assert len(list((tmp_path / "large").glob("*_train_*.npy"))) > 9
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(ResourceError) as caught:
+        built(data, {"train": 360})
+    (line,) = caught.value.messages
+    assert caught.value.exit_code == 7 and "the index maps need " in line and "the disk has 100 free" in line
+    folder = Path(data.data_path[0]).parent / "index-cache"
+    assert not list(folder.glob("*.npy"))
+    monkeypatch.setattr(map_cache, "LARGE", 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    started = built(data, {"train": 360}).train
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    assert started.take(range(100)).shape == (100, 17), "a disk that fills up during training does not end it"

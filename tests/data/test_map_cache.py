@@ -141,17 +141,16 @@ def test_a_large_index_is_checked_and_hashed_once(tmp_path: Path, monkeypatch, w
     assert checks == ["index", "hash", "index"]
 
 
-def test_without_a_folder_to_write_maps_stay_in_memory(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_maps_stay_in_memory(tmp_path: Path) -> None:
+    """Where a folder would be there is a file, or the other way round."""
     (tmp_path / "file").write_text("not a folder")
     maps = IndexMaps(**cached(tmp_path / "file" / "index-cache", "x", RECIPE))
     assert_right(maps)
     assert maps.samples.flags.writeable
-
-
-def test_a_file_that_cannot_be_replaced_keeps_maps_in_memory(tmp_path: Path) -> None:
-    (tmp_path / "x_shuffle.npy").mkdir()
-    assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
-    assert {path.name for path in tmp_path.iterdir()} <= FILES | {"x.lock"}
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "x_shuffle.npy").mkdir()
+    assert_right(IndexMaps(**cached(folder, "x", RECIPE)))
+    assert {path.name for path in folder.iterdir()} <= FILES | {"x.lock"}
 
 
 def build_at_once(pipe: Connection, folder: Path) -> None:
