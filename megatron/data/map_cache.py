@@ -213,11 +213,8 @@ def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
     for key, form in recipe.forms.items():
         path = folder / f"{name}_{key}.npy"
         arrays[key] = array = array_in(content_of(path))
-        if array.dtype != form.dtype:
-            raise ValueError(f"{path} is an array of {array.dtype}")
-        if len(array.shape) != len(form.shape):
-            raise ValueError(f"{path} is not of {form}")
-        if any(size != found for size, found in zip(form.shape, array.shape, strict=True) if size != -1):
+        shape = tuple(found if size == -1 else size for size, found in zip(form.shape, array.shape, strict=True))
+        if (array.dtype, array.shape) != (form.dtype, shape):
             raise ValueError(f"{path} is not of {form}")
         if is_checked:
             continue

@@ -172,12 +172,18 @@ def require_files(kind: str, files: Mapping[str, str | None], origin: str = _TRA
     return [path for path in files.values() if path is not None]
 
 
+def read_file(path: str) -> bytes:
+    """The content of a file. Raises DataError if it cannot be read."""
+    try:
+        return read_bytes(path, largest=LARGEST_JSON)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
 def read_text(path: str) -> str:
     """The text of a UTF-8 file. Raises DataError if it cannot be read."""
     try:
-        return read_bytes(path, largest=LARGEST_JSON).decode("utf-8").replace("\r\n", "\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        return read_file(path).decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; is this the right file?") from error
 

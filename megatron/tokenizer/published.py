@@ -13,8 +13,7 @@ import tokenizers
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.processes import failure_in_child
-from megatron.common.reading import LARGEST_JSON, read_bytes
-from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_object, read_text, require_files
+from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_file, read_object, read_text, require_files
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 """Files beside a tokenizer.json that name its special tokens, the most specific first."""
@@ -221,10 +220,7 @@ def _read_model(path: str) -> Any:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
         raise ConfigError(f"{path} is read by the package sentencepiece: pip install sentencepiece") from None
-    try:
-        content = read_bytes(path, largest=LARGEST_JSON)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    content = read_file(path)
     try:
         if not content:
             raise RuntimeError("empty")

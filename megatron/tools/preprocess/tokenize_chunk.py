@@ -142,11 +142,24 @@ def _sequences(job: Job, text: str) -> list[str]:
 
 
 def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Text]]) -> Documents:
-    """A document with a loss mask for each line; without tokens if none of them counts."""
+    """A document with a loss mask for each line; without tokens if none of them counts. The first token never does.
+
+    The text of a special token becomes that token. The end of a document counts if what is before it does.
+    """
     documents: Documents = {TOKENS: [], LOSS_MASK: []}
-    for ids, mask in tokenize_documents(tokenizer, lines, append_eod=job.append_eod):
-        documents[TOKENS].append([np.array(ids)] if any(mask) else [])
-        documents[LOSS_MASK].append([np.array(mask)] if any(mask) else [])
+    tokenized = iter(tokenize_texts(tokenizer, list(chain.from_iterable(lines))))
+    for line in lines:
+        ids: list[int] = []
+        mask: list[int] = []
+        for new, counts in islice(tokenized, len(line)):
+            ids += new
+            mask += counts
+        if job.append_eod:
+            ids.append(tokenizer.eod)
+            mask += mask[-1:] or [0]
+        counts_any = any(mask[1:])
+        documents[TOKENS].append([np.array(ids)] if counts_any else [])
+        documents[LOSS_MASK].append([np.array([0, *mask[1:]])] if counts_any else [])
     return documents
 
 
@@ -259,24 +272,3 @@ def _conversation(where: str, document: Mapping[str, Any], template: ChatTemplat
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: no message of the assistant: nothing to train on")
     return text
-
-
-def tokenize_documents(
-    tokenizer: Tokenizer, documents: Sequence[Sequence[Text]], *, append_eod: bool
-) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of each document, and the loss mask: a 0 or 1 for each. The first token never counts.
-
-    The text of a special token becomes that token. With ``append_eod`` the end of a document follows it, and counts
-    if what is before it does.
-    """
-    tokenized = iter(tokenize_texts(tokenizer, [text for document in documents for text in document]))
-    for document in documents:
-        ids: list[int] = []
-        mask: list[int] = []
-        for new, counts in (next(tokenized) for _ in document):
-            ids += new
-            mask += counts
-        if append_eod:
-            ids.append(tokenizer.eod)
-            mask.append(mask[-1] if mask else 0)
-        yield ids, [0, *mask[1:]] if mask else []
