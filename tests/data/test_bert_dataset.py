@@ -52,31 +52,26 @@ def original(sample: np.ndarray) -> tuple[list[int], list[int]]:
     return (b, a) if labels[0] else (a, b)
 
 
-def test_samples_are_framed_padded_and_full_of_sentences(build, prefix):
+@pytest.mark.parametrize(("seq_length", "short_seq_prob"), [(40, 0.1), (1000, 0.0)])
+def test_samples_are_framed_padded_and_full_of_sentences(build, prefix: str, seq_length: int, short_seq_prob: float):
+    """A pair that fits is one piece of the text."""
     indexed = IndexedDataset(prefix)
     text = ",".join(map(str, indexed.span(0, indexed.num_tokens)))
-    dataset = build(mask_prob=0.2)
+    dataset = build(mask_prob=0.2, seq_length=seq_length, short_seq_prob=short_seq_prob)
     for n in range(len(dataset)):
         sample = dataset[n]
         tokens, segments, labels = sample
-        assert sample.shape == (3, 40) and sample.dtype == np.int64
+        assert sample.shape == (3, seq_length) and sample.dtype == np.int64
         end = int((segments >= 0).sum())
         assert segments[:end].tolist() == sorted(segments[:end]) and set(segments[:end]) == {0, 1}
         assert (tokens[end:] == PAD).all() and (labels[end:] == -1).all() and (segments[end:] == -1).all()
         assert labels[0] in (0, 1) and labels[end - 1] == -1 and tokens[end - 1] == SEP
         spans = [span.tokens().tolist() for span in dataset.spans(n)]
         assert original(sample) == tuple(reversed(spans) if labels[0] else spans)
-        for run in original(sample):
-            assert run and ",".join(map(str, run)) in text
-
-
-def test_a_pair_that_fits_is_one_piece_of_the_text(build, prefix):
-    indexed = IndexedDataset(prefix)
-    text = ",".join(map(str, indexed.span(0, indexed.num_tokens)))
-    dataset = build(seq_length=1000, short_seq_prob=0.0)
-    for n in range(len(dataset)):
-        first, second = original(dataset[n])
-        assert ",".join(map(str, first + second)) in text
+        first, second = original(sample)
+        assert first and second
+        for run in (first, second) if seq_length == 40 else (first + second,):
+            assert ",".join(map(str, run)) in text
 
 
 def test_a_sample_depends_on_seed_and_number_alone(build):

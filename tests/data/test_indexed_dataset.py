@@ -33,19 +33,23 @@ def test_writes_the_golden_bytes(write_dataset: Callable[..., str]) -> None:
     assert Path(f"{prefix}.bin").read_bytes() == GOLDEN_BIN
 
 
-def test_whole_documents_are_the_same_bytes(tmp_path: Path) -> None:
-    """Some at once, then none, then others one by one."""
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    """Some written at once, then none, then others one by one: the same bytes."""
     for name in ("at once", "one by one"):
         with IndexedDatasetBuilder(tmp_path / name, "u2") as builder:
             if name == "at once":
                 builder.add_documents(np.arange(6), [[3, 0], [], [1, 2]])
                 builder.add_documents(np.empty(0, "u2"), [])
             else:
-                for document in ([[0, 1, 2], []], [], [[3], [4, 5]]):
+                for document in ([[0, 1, 2], []], [], [[3], np.array([9, 4, 9, 5])[1::2]]):
                     builder.add_document(*document)
             builder.add_document([7])
     for ending in ("bin", "idx"):
         assert (tmp_path / f"at once.{ending}").read_bytes() == (tmp_path / f"one by one.{ending}").read_bytes()
+    dataset = IndexedDataset(tmp_path / "at once")
+    assert dataset.doc_idx.tolist() == [0, 2, 2, 4, 5]
+    assert dataset.document_starts.tolist() == [0, 3, 3, 6, 7]
+    assert dataset.span(1, 3).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("index", [GOLDEN_IDX, LEGACY_IDX], ids=["mmap", "lazy"])
@@ -69,17 +73,6 @@ def test_every_integer_type_is_written_and_read(write_dataset: Callable[..., str
     dataset = IndexedDataset(write_dataset(documents, dtype))
     assert dataset.dtype == np.dtype(dtype)
     assert [dataset.get(n).tolist() for n in range(3)] == documents
-
-
-def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", "i4") as builder:
-        builder.add_document([1, 2], np.array([9, 3, 9])[1:2])
-        builder.add_document()
-        builder.add_document([4])
-    dataset = IndexedDataset(tmp_path / "data")
-    assert dataset.doc_idx.tolist() == [0, 2, 2, 3]
-    assert dataset.document_starts.tolist() == [0, 3, 3, 4]
-    assert dataset.span(1, 3).tolist() == [2, 3, 4]
 
 
 def replaced(offset: int, layout: str, *values: int) -> bytes:
