@@ -211,23 +211,21 @@ def write_manifest(tag_folder: Path, records: Manifest) -> None:
 def read_manifest(tag_folder: Path) -> Manifest:
     """The files of a tag. Raises CheckpointError if its manifest is missing or damaged."""
     file = tag_folder / MANIFEST
+    if not file.exists():
+        if not tag_folder.exists():
+            raise gone(tag_folder)
+        raise CheckpointError(
+            f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
+            "wrote the files"
+        )
+    text = read_text(file)
     try:
-        text = read_bytes(file, largest=LARGEST_JSON).decode("utf-8")
         content = json.loads(text)
         form = content["format"]
         records = {
             name: Record(entry["size"], entry.get("sha256"), entry.get("xxh128"))
             for name, entry in content["files"].items()
         }
-    except FileNotFoundError:
-        if not tag_folder.exists():
-            raise gone(tag_folder) from None
-        raise CheckpointError(
-            f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
-            "wrote the files"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged") from None
     if type(form) is int and form > FORMAT:
@@ -237,6 +235,16 @@ def read_manifest(tag_folder: Path) -> Manifest:
     if text != _render(records):
         raise CheckpointError(f"{file} is damaged")
     return records
+
+
+def read_text(file: Path, *, largest: int = LARGEST_JSON) -> str:
+    """The content of a text of a checkpoint. Raises CheckpointError if it cannot be read, or is larger."""
+    try:
+        return read_bytes(file, largest=largest).decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(_unreadable(file, error)) from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{file} is not UTF-8 text") from None
 
 
 def gone(place: Path) -> CheckpointError:

@@ -5,7 +5,7 @@ file of the checkpoint contains. No torch here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,9 @@ class SavedLayout:
         return cls(**values, unknown=tuple(sorted(saved.keys() - set(layout_keys().values()))))
 
     def to_json(self) -> dict[str, Any]:
-        """The layout for ``run.json``."""
-        absent = [] if self.pipe_parallel_size else ["pipeline_schedule", "partition"]
-        absent += [] if self.context_parallel_size else ["context_parallel_size"]
-        absent += [] if self.gradient_bucket else ["gradient_bucket"]
-        absent += [] if self.expert_parallel_size > 1 else ["expert_parallel_size"]
-        return {key: getattr(self, name) for name, key in layout_keys().items() if name not in absent}
+        """The layout for ``run.json``, without what has its default."""
+        values = {entry.metadata["key"]: (getattr(self, entry.name), entry.default) for entry in _saved_fields()}
+        return {key: value for key, (value, default) in values.items() if value != default}
 
     def __str__(self) -> str:
         stages = self.pipe_parallel_size or 1
@@ -142,7 +139,11 @@ class SavedLayout:
 
 def layout_keys() -> dict[str, str]:
     """The key in ``run.json`` of each field of SavedLayout."""
-    return {entry.name: entry.metadata["key"] for entry in fields(SavedLayout) if entry.metadata}
+    return {entry.name: entry.metadata["key"] for entry in _saved_fields()}
+
+
+def _saved_fields() -> list[Field]:
+    return [entry for entry in fields(SavedLayout) if entry.metadata]
 
 
 _KINDS = {

@@ -30,20 +30,23 @@ class Entry(NamedTuple):
 def read_entries(path: Path) -> dict[str, Entry]:
     """The tensors by name in a file, in the files that an index names, or in those of a folder.
 
-    Raises CheckpointError if a file is missing or damaged, or lacks a tensor that the index promises.
+    Raises CheckpointError if a file is missing or damaged.
+    """
+    return {name: entry for file in files_with(path, SAFETENSORS) for name, entry in _entries_of(file).items()}
+
+
+def files_with(path: Path, *names: str) -> list[Path]:
+    """The files with the tensors of ``path``: a file, an index of files, or a folder with either, called as ``names``.
+
+    Raises CheckpointError if there is no such file.
     """
     if path.is_dir():
-        path = path / SAFETENSORS if (path / SAFETENSORS).exists() else path / (SAFETENSORS + INDEX_SUFFIX)
-        if not path.exists():
-            raise CheckpointError(f"{path.parent} holds no {SAFETENSORS}, whole or with an index: convert its weights")
-    if not path.name.endswith(INDEX_SUFFIX):
-        return _entries_of(path)
-    entries: dict[str, Entry] = {}
-    for shard in shards_of(path):
-        entries |= _entries_of(shard)
-    if missing := sorted(read_json(path)["weight_map"].keys() - entries.keys()):
-        raise CheckpointError(f"{path} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
-    return entries
+        known = [path / (name + ending) for name in names for ending in ("", INDEX_SUFFIX)]
+        file = next((file for file in known if file.exists()), None)
+        if file is None:
+            raise CheckpointError(f"{path} holds no {' or '.join(names)}, whole or with an index: convert its weights")
+        path = file
+    return shards_of(path) if path.name.endswith(INDEX_SUFFIX) else [path]
 
 
 def _entries_of(file: Path) -> dict[str, Entry]:

@@ -30,6 +30,7 @@ from megatron.checkpoint.files import (
     check_sizes,
     make_folder,
     read_manifest,
+    read_text,
     replace_text,
     write_manifest,
     write_text,
@@ -38,7 +39,7 @@ from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.sample_history import check_history
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder
-from megatron.common.reading import LARGEST_SETTINGS, read_bytes, read_json
+from megatron.common.reading import LARGEST_SETTINGS, parse_json
 from megatron.config import CheckpointConfig, RunConfig
 
 LATEST = "latest"
@@ -142,14 +143,7 @@ _LARGEST_POINTER = 1 << 12
 
 def _latest_tag(folder: Path) -> str:
     pointer = folder / LATEST
-    try:
-        tag = read_bytes(pointer, largest=_LARGEST_POINTER).decode("utf-8").strip()
-    except FileNotFoundError:
-        raise CheckpointError(f"{pointer} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{pointer} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{pointer} is not UTF-8 text") from None
+    tag = read_text(pointer, largest=_LARGEST_POINTER).strip()
     if not _TAG.fullmatch(tag):
         raise CheckpointError(f"{pointer} contains {tag[:40]!r}, which is not the name of a checkpoint")
     if not (folder / tag).is_dir():
@@ -168,8 +162,8 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
         raise CheckpointError(f"{path} has no {RUN_FILE}: it is not a checkpoint of a training run")
     check_content(path / RUN_FILE, manifest[RUN_FILE])
     try:
-        description = read_json(path / RUN_FILE, largest=LARGEST_SETTINGS)
-    except (OSError, ValueError):
+        description = parse_json(read_text(path / RUN_FILE, largest=LARGEST_SETTINGS))
+    except ValueError:
         description = None
     description = checked_description(description, str(path / RUN_FILE))
     if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:

@@ -11,7 +11,7 @@ import safetensors
 
 from megatron.checkpoint.files import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
-from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, files_with
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.common.errors import CheckpointError, counted
 from megatron.common.reading import check_regular, parse_json
@@ -161,12 +161,10 @@ def read_description(found: Found) -> Mapping[str, Any] | None:
 
 def _header(path: Path) -> dict[str, str]:
     """The metadata in the header of a safetensors file, or of the first of several."""
-    if path.is_dir():
-        file = path / SAFETENSORS
-        path = file if file.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
+    file = files_with(path, SAFETENSORS)[0]
     try:
-        check_regular(path)
-        with safetensors.safe_open(path, framework="np") as file:
-            return file.metadata() or {}
+        check_regular(file)
+        with safetensors.safe_open(file, framework="np") as opened:
+            return opened.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
-        raise broken(path, error) from None
+        raise broken(file, error) from None

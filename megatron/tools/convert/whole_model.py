@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import check_disk_space
-from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, no_floats, shards_of
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, files_with, no_floats
 from megatron.checkpoint.schema import check_numbers
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import read_json
 from megatron.tools.command_line import progress_bar
 
 
@@ -100,28 +99,17 @@ _SHOWN = 4
 
 
 PICKLED = "pytorch_model.bin"
-_FILES = [name + ending for name in (SAFETENSORS, PICKLED) for ending in ("", INDEX_SUFFIX)]
 
 
 def read_tensors(path: Path) -> Mapping[str, Tensor]:
     """The tensors in a file, or in the files of a folder, each read when it is asked for.
 
-    Raises CheckpointError if a file or a tensor is missing, or a file is damaged.
+    Raises CheckpointError if a file is missing or damaged.
     """
-    if not path.is_file():
-        file = next((path / name for name in _FILES if (path / name).exists()), None)
-        if file is None:
-            raise CheckpointError(f"{path}: neither {SAFETENSORS} nor {PICKLED} there, whole or with an index")
-        path = file
-    has_index = path.name.endswith(INDEX_SUFFIX)
-    if path.name.removesuffix(INDEX_SUFFIX).endswith(".safetensors"):
+    files = files_with(path, SAFETENSORS, PICKLED)
+    if files[0].name.endswith(".safetensors"):
         return SafetensorsFiles(path)
-    tensors: dict[str, Tensor] = {}
-    for file in shards_of(path) if has_index else [path]:
-        tensors |= _read_pickled(file)
-    if has_index and (missing := sorted(read_json(path)["weight_map"].keys() - tensors.keys())):
-        raise CheckpointError(f"{path} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
-    return tensors
+    return {name: tensor for file in files for name, tensor in _read_pickled(file).items()}
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
