@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -49,8 +49,7 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import take_gradient_sums
 
 expect(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "(self)")
-for _module in (stage_1_and_2, stage3):
-    expect(_module, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
+expect(stage3, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
 
 
 class LossScaleOfStep:
@@ -216,8 +215,8 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         parts = in_type(self.gradients.parts, self.master_weights_and_grads_dtype)
         norm = self._norm(parts)
         self._global_grad_norm = norm / self.loss_scale
+        divisor = clip_divisor(self._global_grad_norm, self.clip_grad or math.inf) * self.loss_scale
         if takes_scale(self.optimizer):
-            divisor = clip_divisor(self._global_grad_norm, self.clip_grad or math.inf) * self.loss_scale
             self.skipped = scale_and_skip(self.optimizer, norm, divisor)
             if self.dynamic_loss_scale:
                 applied, skipped = (_scale_after(self.loss_scaler, overflows) for overflows in (False, True))
@@ -228,7 +227,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             if self.skipped:
                 self._update_scale(True)
                 return
-            self.unscale_and_clip_grads(parts, norm)
+            torch._foreach_mul_(parts, divisor.reciprocal())
         for master, part in zip(self.single_partition_of_fp32_groups, parts, strict=True):
             master.grad = part
         self.optimizer.step()
@@ -315,29 +314,6 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             pieces[numbers[id(weight.tensor)]].append(_Piece(weight.start, weight.length, is_counted, is_summed))
         return pieces
 
-    @overrides(DeepSpeedZeroOptimizer, "(self, gradients, params, norm_type=2)")
-    def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
-        """2-norm [] of a parameter group's gradient over all ranks; -1 if it is not finite."""
-        unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        return super().get_grad_norm_direct([block_norms(gradient) for gradient in unpadded], params, norm_type)
-
-    @overrides(DeepSpeedZeroOptimizer, "(self, partition_gradients=True)")
-    def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Leave it to the norm, which is not finite if an element is not."""
-        if self.cpu_offload or not self.compute_grad_norm:
-            super().check_overflow(partition_gradients)
-
-    @overrides(DeepSpeedZeroOptimizer, "(self, grad_groups_flat, total_norm)")
-    def unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
-        """Let torch's fused Adam divide the gradient by the loss scale and clip it as it reads it."""
-        if not (self.compute_grad_norm and takes_scale(self.optimizer)):
-            super().unscale_and_clip_grads(grad_groups_flat, total_norm)
-            return
-        norm = total_norm.masked_fill(total_norm < 0, torch.inf)  # DeepSpeed's mark of a norm that is not finite
-        limit = self.clip_grad
-        scale = clip_divisor(norm / self.loss_scale, limit) if limit else torch.ones((), device=norm.device)
-        self.optimizer.grad_scale = scale * self.loss_scale
-
 
 def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
     """The loss scale after a step, of which ``scaler`` does not know yet. At the smallest scale it stays there."""
@@ -383,7 +359,6 @@ def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> 
 @contextmanager
 def corrected_optimizers(**options: Any) -> Iterator[None]:
     """While inside, DeepSpeed's engines make the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
-    stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
     stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
     ours = partial(ZeroOptimizer, **options)
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ b batch, s sequence, i image slots of a micro-batch, p tokens of an image, h hid
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.model.architectures import architecture_of
 from megatron.model.embedding import WordEmbedding
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.model.weights import column_parallel, hidden_norm, row_parallel, weight
+from megatron.ops.packed_attention import as_int32
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_shard
 from megatron.parallel.tensor.linear import linear
@@ -57,15 +59,22 @@ class PatchEmbedding(nn.Module):
         if self.kind == "clip":
             hidden = torch.cat([self.class_embedding.expand(hidden.size(0), 1, -1), hidden], dim=1)
         hidden = hidden + self.position_embedding.weight
-        return self.pre_layrnorm(hidden) if self.kind == "clip" else hidden, tokens.int()
+        return self.pre_layrnorm(hidden) if self.kind == "clip" else hidden, as_int32(tokens)
 
     def patches(self, images: Tensor) -> Tensor:
         """uint8 [i, height, width, 3] -> normalized pixels of the patches, fp32 [i, patches, 3 x patch x patch]."""
-        mean, deviation = (torch.tensor(three, device=images.device) for three in PIXELS[self.kind])
+        mean, deviation = _mean_and_deviation(self.kind, images.device)
         height, width = (size // self.patch * self.patch for size in images.shape[1:3])
         pixels = (images[:, :height, :width] / 255 - mean) / deviation
         grid = pixels.unflatten(2, (-1, self.patch)).unflatten(1, (-1, self.patch))  # [i, rows, patch, columns, ..]
         return grid.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2)
+
+
+@cache
+def _mean_and_deviation(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``PIXELS`` of ``kind``, [3] each: copied to the device once, for which the host waits."""
+    mean, deviation = (torch.tensor(three, device=device) for three in PIXELS[kind])
+    return mean, deviation
 
 
 class _Convolution(nn.Module):

@@ -92,23 +92,26 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         ctx.save_for_backward(cosines, sines)
-        return _rotated(x, cosines, sines)
+        return _rotated(x, cosines, sines, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosines, sines = ctx.saved_tensors
-        return _rotated(grad, cosines, -sines), None, None
+        return _rotated(grad, cosines, sines, -1), None, None
 
 
-def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, direction: int) -> Tensor:
+    """Rotated by the angles for ``direction`` 1, and back for -1."""
     half = cosines.size(-1)
     sizes = [half, half, x.size(-1) - 2 * half]
     first, second, rest = x.split(sizes, dim=-1)
     if torch.compiler.is_compiling():
+        sines = sines * direction
         return torch.cat([first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1)
     rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
     to_first, to_second, to_rest = rotated.split(sizes, dim=-1)
-    torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-1)
-    torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
-    to_rest.copy_(rest)
+    torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-direction)
+    torch.mul(second, cosines, out=to_second).addcmul_(first, sines, value=direction)
+    if rest.size(-1):
+        to_rest.copy_(rest)
     return rotated

@@ -159,6 +159,12 @@ def keep_on_host(tensor: Tensor, host: Tensor) -> Tensor:
     return tensor
 
 
+def as_int32(tokens: Tensor) -> Tensor:
+    """``tokens`` in the type in which they travel between stages; if they are on the host, too, so is the result."""
+    host = known_of(tokens, "on host", lambda: None)
+    return tokens.int() if host is None else keep_on_host(tokens.int(), host.int())
+
+
 def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
     """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on.
 

@@ -253,10 +253,10 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
     def copied(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
+    def kept(tensor: Tensor) -> Tensor:
+        return keep_on_host(copied(tensor), tensor)
+
     return (
-        Batch(
-            keep_on_host(copied(tokens), tokens) if isinstance(tokens, Tensor) else tuple(map(copied, tokens)),
-            tuple(map(copied, targets)),
-        )
+        Batch(kept(tokens) if isinstance(tokens, Tensor) else tuple(map(kept, tokens)), tuple(map(copied, targets)))
         for tokens, targets in micro_batches
     )

@@ -1,12 +1,14 @@
 """The central test for LLaVA: every layout gives the same losses, gradient norms and weights, whatever images its ranks
 and stages have."""
 
+import json
 import pickle
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.emulated_cuda import EmulatedCuda
 from support.layouts import LayoutRuns, check_resumed, compare_metrics, compare_runs, differing_weights, layout
 from support.programs import read_metrics
 from support.ranks import fork_server
@@ -86,6 +88,18 @@ def test_a_part_is_trained_alike(runs: LayoutRuns, part: str, name: str) -> None
     expected, found = runs.on_one_process(part), runs(*layout(f"{name} {part}"))
     compare_metrics(read_metrics(expected / "metrics"), read_metrics(found / "metrics"))
     assert not differing_weights(expected / "checkpoint", found / "checkpoint")
+
+
+def test_the_host_waits_for_no_image(emulated_cuda: EmulatedCuda, data: list[str], tmp_path: Path) -> None:
+    """Neither for the constants of pixels, nor for where the conversations of a sequence begin."""
+    program = ("tests/support/emulated_cuda/waits.py", tmp_path / "found", "2", "1", "pretrain_vlm.py")
+    flags = (
+        "--sft --bf16 --zero-stage 1 --seq-length 64 --train-iters 3 --log-interval 3 --eval-interval 9 --num-workers 0"
+    )
+    sizes = "--hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --lr 1e-3"
+    emulated_cuda.run(1, *program, *SETTINGS, *f"{flags} {sizes}".split(), *data).ok()
+    _, _, unlogged, _ = json.loads((tmp_path / "found").read_text())
+    assert not unlogged
 
 
 def test_the_position_in_the_data_is_kept_on_another_layout(runs: LayoutRuns) -> None:

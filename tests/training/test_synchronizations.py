@@ -82,7 +82,13 @@ RANKS = {
 def test_the_host_waits_where_the_list_says(emulated_cuda: EmulatedCuda, tmp_path: Path, layout: str) -> None:
     flags, world_size, rank, allowed = RANKS[layout]
     dtype = [] if "--fp16" in flags else ["--bf16"]
-    program = ("tests/support/emulated_cuda/waits.py", tmp_path / "found", str(world_size), str(rank))
+    program = (
+        "tests/support/emulated_cuda/waits.py",
+        tmp_path / "found",
+        str(world_size),
+        str(rank),
+        "pretrain_gpt2.py",
+    )
     emulated_cuda.run(1, *program, *MODEL, *flags.split(), *dtype).ok()
     found: list[dict[str, int]] = json.loads((tmp_path / "found").read_text())
     assert any("planted: loss.item()" in place for place in not_allowed(found[1], allowed)), "it was not found"

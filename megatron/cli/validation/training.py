@@ -27,6 +27,21 @@ def zero_with_pipeline(run: RunConfig) -> Messages:
         )
 
 
+@rule(only_warns=True)
+def overlaps(run: RunConfig) -> Messages:
+    """Ranks communicate gradients and weights beside passes only where these allow it.
+
+    With --tiled-mlp a weight gets several gradients in a backward pass, with zbh1 and zbv it gets them after that. An
+    optimizer on the CPU has the weights there.
+    """
+    zero, schedule = run.zero, run.parallel.pipeline_schedule
+    if zero.zero_overlap_comm and zero.zero_stage < 3 and not run.overlaps_grad_reduce:
+        other = "--tiled-mlp" if run.model.tiled_mlp else f"--pipeline-schedule {schedule}"
+        yield f"--overlap-grad-reduce has no effect with {other}: gradients are reduced after the backward pass"
+    if zero.overlap_param_gather and zero.offloads_optimizer:
+        yield "--overlap-param-gather has no effect with --offload-optimizer: weights are gathered after the step"
+
+
 @rule()
 def loss_scales(run: RunConfig) -> Messages:
     """Initial loss scales are powers of two, minimum scales integers. DeepSpeed stores an exponent and an integer."""

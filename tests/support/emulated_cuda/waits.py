@@ -1,8 +1,8 @@
 """One rank of a larger run on a GPU that computes nothing, and where its host would wait for it.
 
-    python waits.py REPORT WORLD_SIZE RANK FLAGS...
+    python waits.py REPORT WORLD_SIZE RANK PROGRAM FLAGS...
 
-trains as ``pretrain_gpt2.py FLAGS`` does, as a fake rehearsed rank on the emulated device: shapes, types and devices of
+trains as ``python PROGRAM FLAGS`` does, as a fake rehearsed rank on the emulated device: shapes, types and devices of
 every operation are checked. Raises RuntimeError for a host tensor in a collective or in a fused operation. ``REPORT``
 becomes a JSON list with the waits of each iteration, those of the start first: ``{"FILE:LINE FUNCTION: SOURCE":
 times}``. The first iteration has one more, which is planted here.
@@ -95,7 +95,7 @@ def _place() -> str:
     return "?"
 
 
-def main(report: str, world_size: str, rank: str, *words: str) -> int:
+def main(report: str, world_size: str, rank: str, program: str, *words: str) -> int:
     """Train one rank, and write the waits of each iteration."""
     found, recorded = Waits(), Event.record
 
@@ -121,7 +121,7 @@ def main(report: str, world_size: str, rank: str, *words: str) -> int:
         stack.enter_context(one_rank(int(world_size), int(rank)))
         stack.enter_context(fake_device())
         stack.enter_context(found)
-        code = run_program(ROOT / "pretrain_gpt2.py", words)
+        code = run_program(ROOT / program, words)
     Path(report).write_text(json.dumps(found.iterations))
     return code
 
