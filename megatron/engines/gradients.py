@@ -238,12 +238,25 @@ def sum_together(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
     """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
-    device = parameters[0].device
-    norms: list[list[Tensor]] = [[torch.zeros(1, device=device)], [torch.zeros(1, device=device)]]
-    for parameter in counted_once(parameters, layout):
-        if parameter.grad is not None:
-            norms[is_moe_param(parameter)].append(block_norms(parameter.grad))
-    return sum_over_model(torch.stack([torch.cat(some).square().sum() for some in norms]), layout).sqrt()
+    counted = counted_once(parameters, layout)
+    gradients = ((is_moe_param(one), one.grad) for one in counted if one.grad is not None)
+    return sum_over_model(sums_of_squares(gradients, parameters[0].device), layout).sqrt()
+
+
+def sums_of_squares(gradients: Iterable[tuple[bool, Tensor]], device: torch.device) -> Tensor:
+    """The sums [2] of the squares of all elements, in fp32: of those that are not of experts, and of those that are."""
+    parts: list[list[Tensor]] = [[], []]
+    for is_of_experts, gradient in gradients:
+        parts[is_of_experts].append(gradient)
+    return torch.stack([_sum_of_squares(some) if some else torch.zeros((), device=device) for some in parts])
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].device.type == "cpu":
+        norms = torch.cat([block_norms(tensor) for tensor in tensors])
+    else:
+        norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))  # one kernel
+    return norms.square().sum()
 
 
 def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:

@@ -41,6 +41,7 @@ from megatron.engines.gradients import (
     in_type,
     sum_over_model,
     sum_together,
+    sums_of_squares,
 )
 from megatron.engines.overrides import expect, overrides, replaced
 from megatron.engines.state import zero_master_weights
@@ -284,17 +285,16 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         """2-norm [] of the gradient of the model, each weight counted once; ``parts`` are this rank's."""
-        norms: list[list[Tensor]] = [[parts[0].new_zeros(1)], [parts[0].new_zeros(1)]]
-        for number, part in enumerate(parts):
-            norms[self._is_of_experts(number)] += map(block_norms, self._counted(number, part))
-        sums = torch.stack([torch.cat(some).square().sum() for some in norms])
+        counted = (
+            (is_moe_param(self.bit16_groups[number][0]), piece)
+            for number, part in enumerate(parts)
+            for piece in self._counted(number, part)
+        )
+        sums = sums_of_squares(counted, parts[0].device)
         dist.all_reduce(sums[:1], group=self.dp_process_group)
         if self._layout.expert_data_group is not None:
             dist.all_reduce(sums[1:], group=self._layout.expert_data_group)
         return sum_over_model(sums, self._layout).sqrt()
-
-    def _is_of_experts(self, number: int) -> bool:
-        return is_moe_param(self.bit16_groups[number][0])
 
     def _counted(self, number: int, part: Tensor) -> list[Tensor]:
         """The pieces of a group's ``part`` that count: all of it, or those of parameters that this rank contributes."""

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from support.programs import read_metrics
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.engines.gradients import block_norms
+from megatron.engines.gradients import block_norms, sums_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,3 +46,30 @@ def test_sums_in_fp32_lose_nothing(train_in_ranks, tmp_path, shared: str, proces
         train_in_ranks(ranks, *words.split())
         found.append([line["grad_norm"] for line in read_metrics(tmp_path / name)])
     assert len(found[0]) == 2 and found[1] == pytest.approx(found[0], rel=bound)
+
+
+class Launched(TorchDispatchMode):
+    """While inside, notes the operations that are launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_launches_one_kernel_for_the_norms_of_many_gradients() -> None:
+    """Such as the biases of all layers, which a tensor-parallel rank counts one by one, without the norms' weights."""
+    gradients = [(number % 5 == 0, torch.ones(number, device="meta")) for number in range(1, 50)]
+    with Launched() as launched:
+        sums_of_squares(gradients, torch.device("meta"))
+    assert launched.names.count("aten::_foreach_norm") == 2, "of those of experts, and of the others"
+    assert len(launched.names) < 15
+
+
+def test_sums_of_squares_are_of_experts_and_of_the_others() -> None:
+    gradients = [(False, torch.tensor([1.0, 2.0])), (True, torch.tensor([3.0])), (False, torch.tensor([4.0]))]
+    assert sums_of_squares(gradients, torch.device("cpu")).tolist() == pytest.approx([21, 9])
+    assert sums_of_squares([], torch.device("cpu")).tolist() == [0, 0]
