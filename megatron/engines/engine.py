@@ -79,6 +79,12 @@ class Engine(DeepSpeedEngine):
             stack.enter_context(hook(instruction))
         return stack
 
+    def moved(self, batch: Batch) -> Batch:
+        """``batch`` on the device of this rank; what is there already is not copied."""
+        tokens, targets = batch
+        inputs = tokens.to(self.device) if isinstance(tokens, Tensor) else tuple(one.to(self.device) for one in tokens)
+        return Batch(inputs, tuple(target.to(self.device) for target in targets))
+
     @overrides(DeepSpeedEngine, "(self, model)")
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Recognize the layers of experts, whose marked parameters are reduced over the ranks with the same experts.
@@ -302,10 +308,7 @@ class SequentialEngine(Engine):
             self.step()
 
     def _loss(self, batch: Batch) -> Tensor:
-        targets = tuple(target.to(self.device) for target in batch.targets)
-        tokens = batch.tokens
-        inputs = tokens.to(self.device) if isinstance(tokens, Tensor) else tuple(one.to(self.device) for one in tokens)
-        return self(inputs, targets)
+        return self(*self.moved(batch))
 
     def _mean_over_ranks(self, losses: list[Tensor]) -> Tensor:
         """The mean over micro-batches and ranks of each of their values, [n], in one all-reduce."""

@@ -203,13 +203,16 @@ class PipelinedEngine(Engine, PipelineEngine):
             self._chunk = None
 
     def _load(self, chunk: int, micro_batch: int) -> None:
-        """Read the inputs and labels of a micro-batch; the labels belong to the last chunk."""
-        buffer, labels = self._buffer(chunk, micro_batch), self.pipe_buffers["labels"]
+        """Read a micro-batch: the first chunk gets the inputs, the last one the labels.
+
+        DeepSpeed copies the inputs, twice, so that the host no longer knows them.
+        """
         with self.inside_hooks(Instruction("LoadMicroBatch", micro_batch + 1)):
-            self._exec_load_micro_batch(buffer)
+            batch = self.moved(next(self.data_iterator))
+        if chunk == 0:
+            self.pipe_buffers["inputs"][self._buffer(0, micro_batch)] = _inputs(batch.tokens)
         if self.is_last_stage():
-            loaded, labels[buffer] = labels[buffer], None
-            labels[self._buffer(self._last_chunk, micro_batch)] = loaded
+            self.pipe_buffers["labels"][self._buffer(self._last_chunk, micro_batch)] = batch.targets
 
     def _forward(self, action: Action) -> None:
         chunk, _, number = action
@@ -316,7 +319,7 @@ class _Input:
 
 
 def _inputs(outputs: Any) -> Any:
-    """Outputs of a chunk as inputs of the next one."""
+    """Outputs of a chunk, or what was read, as inputs of the next one."""
     return _Input(outputs) if isinstance(outputs, Tensor) else tuple(map(_Input, outputs))
 
 

@@ -164,4 +164,8 @@ WARNED = _rows("""
     --checkpoint-activations --partition-activations
 --accumulate-allreduce-grads-in-fp32
     --bf16
+--zero-stage 1 --tiled-mlp --overlap-grad-reduce
+    --zero-stage 3
+--zero-stage 1 --offload-optimizer cpu --overlap-param-gather
+    --offload-optimizer none
 """)

@@ -93,8 +93,6 @@ def test_other_names_mean_the_same(words: str, same: str) -> None:
         ("--use-te-activation-func", "--use-te-activation-func has no effect: kernels are chosen by --fused-kernels"),
         ("--zero-reduce-bucket-size 5e6 --zero-contigious-gradients",
          "--zero-reduce-bucket-size has no effect without --zero-stage 1, 2 or 3: add it, or remove --zero-reduce-"),
-        ("--overlap-grad-reduce --zero-stage 2 --tiled-mlp", "--overlap-grad-reduce has no effect with --tiled-mlp: "),
-        ("--overlap-param-gather --zero-stage 1 --cpu-optimizer", "--overlap-param-gather has no effect with --offload"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:

@@ -30,8 +30,7 @@ SENT_TO_EXPERTS = "megatron/parallel/expert.py rows_of_ranks"
 """How many tokens go to which rank of expert parallelism: once in a layer and pass."""
 
 DOCUMENTS = "megatron/ops/packed_attention.py compute"
-"""Where the documents of a micro-batch begin: DeepSpeed's pipeline copies the tokens that it reads, and sends on only
-segment ids."""
+"""Where the documents of a micro-batch begin: stages after the first get segment ids."""
 
 LONG = "--seq-length 256 --max-position-embeddings 256"
 VARLEN = f"--zero-stage 1 --reset-attention-mask --attention-dropout 0 {LONG}"
@@ -71,9 +70,9 @@ RANKS = {
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
-    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {DOCUMENTS: 2}),
-    "PP 2, TP 2, last stage, sums in fp32": Rank(
-        f"--grad-accum-dtype fp32 {PP} --model-parallel-size 2 --sequence-parallel", 4, 3, {}
+    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {}),
+    "PP 2, TP 2, last stage, documents by varlen, sums in fp32": Rank(
+        f"{VARLEN} {PP} --grad-accum-dtype fp32 --model-parallel-size 2 --sequence-parallel", 4, 3, {DOCUMENTS: 2}
     ),
 }
 
