@@ -17,7 +17,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.data import chat_template_file
-from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached, from_anywhere
+from megatron.data.map_cache import CHECKED_ONCE, found_once, from_anywhere
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
 
@@ -40,12 +40,8 @@ def data_hash(prefix: str, cache: Path | None = None) -> str:
     if cache is None or index.stat().st_size < CHECKED_ONCE:
         return _data_hash(tokens, index)
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in (tokens.stat(), index.stat())]
-    recipe = Recipe(
-        {"hash": Form(np.uint8, (32,), 256)},
-        32,
-        lambda _: {"hash": np.frombuffer(bytes.fromhex(_data_hash(tokens, index)), np.uint8)},
-    )
-    return cached(cache, f"{index.stem}_{hash_of(stats)}", recipe)["hash"].tobytes().hex()
+    name, find = f"{index.stem}_{hash_of(stats)}", lambda: [*bytes.fromhex(_data_hash(tokens, index))]
+    return found_once(cache, name, "hash", np.uint8, 32, find).tobytes().hex()
 
 
 def _data_hash(tokens: Path, index: Path) -> str:

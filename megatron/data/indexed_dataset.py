@@ -19,7 +19,7 @@ from megatron.common.errors import DataError
 from megatron.common.reading import check_regular
 from megatron.data.index_file import Index, Totals, check, read_index, starts_of
 from megatron.data.indexed_dataset_builder import SequenceBuilder
-from megatron.data.map_cache import CHECKED_ONCE, Form, Recipe, cached, digest
+from megatron.data.map_cache import CHECKED_ONCE, digest, found_once
 from megatron.data.mapped_file import content_of, read_whole
 
 
@@ -99,26 +99,22 @@ class IndexedDataset:
     def _check(self, cache: Path | None) -> Known:
         """What is known of a data set whose index is right, or was when that was put in ``cache``."""
         index = self._index
-
-        def totals(_: object = None) -> dict[str, np.ndarray]:
-            return {"index": np.array(check(self.idx_path, index), np.int64)}
-
         if cache is None or not self._is_large:
-            found = totals()["index"].tolist()
+            totals = check(self.idx_path, index)
         else:
             name = f"{Path(self.prefix).name}_{digest(self._hash(index.header))}"
-            recipe = Recipe({"index": Form(np.int64, (len(Totals._fields),), 1 << 62)}, 32, totals)
-            found = cached(cache, name, recipe)["index"].tolist()
+            count, find = len(Totals._fields), lambda: check(self.idx_path, index)
+            totals = Totals(*found_once(cache, name, "index", np.int64, count, find).tolist())
         check_regular(self.bin_path)  # and that it may be read
         size, itemsize = self._sizes_and_times[0], index.dtype.itemsize
-        if size != found[0] * itemsize:
-            problem = "is truncated" if size < found[0] * itemsize else "does not belong to its index"
+        if size != totals.tokens * itemsize:
+            problem = "is truncated" if size < totals.tokens * itemsize else "does not belong to its index"
             raise DataError(
-                f"{self.bin_path} {problem}: it has {size} bytes, its index says {found[0]} tokens of {itemsize} "
-                f"bytes, {found[0] * itemsize} in all"
+                f"{self.bin_path} {problem}: it has {size} bytes, its index says {totals.tokens} tokens of {itemsize} "
+                f"bytes, {totals.tokens * itemsize} in all"
             )
         counts = [len(index.sizes), len(index.doc_idx) - 1]
-        return Known(self._sizes_and_times, index.header.hex(), index.dtype.str, counts, found, [])
+        return Known(self._sizes_and_times, index.header.hex(), index.dtype.str, counts, [*totals], [])
 
     @cached_property
     def _index(self) -> Index:

@@ -172,6 +172,15 @@ def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
     return recipe.build(partial(in_memory, recipe))
 
 
+def found_once(
+    folder: Path, name: str, key: str, dtype: type[np.integer], count: int, find: Callable[[], Sequence[int]]
+) -> np.ndarray:
+    """The ``count`` numbers that ``find`` returns, as an array that is ``cached``."""
+    form = Form(dtype, (count,), int(np.iinfo(dtype).max) + 1)
+    recipe = Recipe({key: form}, count * np.dtype(dtype).itemsize, lambda _: {key: np.array(find(), dtype)})
+    return cached(folder, name, recipe)[key]
+
+
 def in_memory(recipe: Recipe, key: str) -> np.ndarray:
     """A new array of the ``Form`` of this name, which processes that are forked from this one can write."""
     form = recipe.forms[key]
