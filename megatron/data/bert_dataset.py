@@ -14,7 +14,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import Source, advice, words_of
+from megatron.data.splits import Source, advice, seed_words, words_of
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
 
@@ -39,7 +39,7 @@ class BertDataset(SentenceDataset):
         longest = data.seq_length - SPECIAL_TOKENS
         super().__init__(data, name, source, samples, max_tokens=longest, fewest=2, seed=seed)
         self._tokenizer, self._seq_length, self._mask_prob = tokenizer, data.seq_length, data.mask_prob
-        self._seed_words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
+        self._seed_words = [*seed_words(seed), SPLITS.index(name)]
 
     @staticmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
@@ -69,7 +69,7 @@ class BertDataset(SentenceDataset):
 
     def _pair(self, run: Run, index: int) -> tuple[range, range, bool, np.random.RandomState]:
         """The tokens of both spans, counted from the first of ``run``; whether they are swapped; what draws next."""
-        random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
+        random = np.random.RandomState([*self._seed_words, *seed_words(index)])
         sizes = self.indexed.sizes[run.first : run.end]
         cut = int(sizes[: random.randint(1, len(sizes))].sum())
         a, b = range(cut), range(cut, int(sizes.sum()))

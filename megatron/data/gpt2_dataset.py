@@ -32,7 +32,7 @@ from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token
 from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest, is_recorded
 from megatron.data.mapped_file import may_close
-from megatron.data.splits import Source, SourceSamples, advice, words_of
+from megatron.data.splits import Source, SourceSamples, advice, seed_words, words_of
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,8 @@ class SampleStream:
         return arrays
 
     def _shuffle(self, epoch: int, purpose: int, count: int, order: np.ndarray) -> None:
-        """Fill ``order`` with the first numbers below ``count``, shuffled by a generator for the epoch and purpose.
-
-        ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must continue in
-        the same order, which the newer ``Generator`` does not promise.
-        """
-        seed_words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF]
-        random = np.random.RandomState([*seed_words, self.salt, epoch, purpose])
+        """Fill ``order`` with the first numbers below ``count``, shuffled by a generator for the epoch and purpose."""
+        random = np.random.RandomState([*seed_words(self.seed), self.salt, epoch, purpose])
         numbers = np.arange(count, dtype=order.dtype)
         random.shuffle(numbers)  # as its permutation(count)
         # Pages of a file that are written in random order reach the disk again and again.

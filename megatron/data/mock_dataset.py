@@ -11,20 +11,20 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
-from megatron.data.splits import OrderedSamples
+from megatron.data.splits import OrderedSamples, seed_words
 from megatron.data.t5_dataset import FRAME, corrupted
 from megatron.tokenizer import Tokenizer, span_vocabulary, tokenizer_of
 
 
 class MockDataset(OrderedSamples):
-    """``samples`` samples, each of which depends on nothing but ``seed_words`` and its index; see the subclasses."""
+    """``samples`` samples, each of which depends on nothing but ``seeds`` and its index; see the subclasses."""
 
-    def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seed_words: Sequence[int]) -> None:
+    def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seeds: Sequence[int]) -> None:
         super().__init__(samples)
-        self._ordinary, self._seq_length, self._seed_words = ordinary, seq_length, seed_words
+        self._ordinary, self._seq_length, self._seed_words = ordinary, seq_length, seeds
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
-        generators = (np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32]) for index in indices)
+        generators = (np.random.RandomState([*self._seed_words, *seed_words(index)]) for index in indices)
         return np.stack([self._draw(random) for random in generators])
 
     @abstractmethod
@@ -40,9 +40,9 @@ class MockDataset(OrderedSamples):
 class MockGPT2Dataset(MockDataset):
     """Samples for GPT-2, int64 [seq_length + 1]: documents of random lengths, the last one cut off."""
 
-    def __init__(self, samples: int, data: DataConfig, tokenizer: Tokenizer, seed_words: Sequence[int]) -> None:
+    def __init__(self, samples: int, data: DataConfig, tokenizer: Tokenizer, seeds: Sequence[int]) -> None:
         ordinary = np.delete(np.arange(tokenizer.vocab_size), tokenizer.eod)
-        super().__init__(samples, ordinary, data.seq_length, seed_words)
+        super().__init__(samples, ordinary, data.seq_length, seeds)
         self._eod = tokenizer.eod
 
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
@@ -58,9 +58,9 @@ class MockGPT2Dataset(MockDataset):
 class MockBertDataset(MockDataset):
     """Samples for BERT as those of ``BertDataset``, int64 [3, s]; the second span continues the first."""
 
-    def __init__(self, samples: int, data: DataConfig, tokenizer: PairVocabulary, seed_words: Sequence[int]) -> None:
+    def __init__(self, samples: int, data: DataConfig, tokenizer: PairVocabulary, seeds: Sequence[int]) -> None:
         special = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
-        super().__init__(samples, np.delete(np.arange(tokenizer.vocab_size), special), data.seq_length, seed_words)
+        super().__init__(samples, np.delete(np.arange(tokenizer.vocab_size), special), data.seq_length, seeds)
         self._tokenizer, self._mask_prob, self._short_seq_prob = tokenizer, data.mask_prob, data.short_seq_prob
 
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
@@ -77,9 +77,9 @@ class MockBertDataset(MockDataset):
 class MockT5Dataset(MockDataset):
     """Samples for T5 as those of ``T5Dataset``: texts that count."""
 
-    def __init__(self, samples: int, data: DataConfig, seed_words: Sequence[int]) -> None:
+    def __init__(self, samples: int, data: DataConfig, seeds: Sequence[int]) -> None:
         self._data, self._vocabulary = data, span_vocabulary(data)
-        super().__init__(samples, np.arange(self._vocabulary.text_tokens), data.seq_length, seed_words)
+        super().__init__(samples, np.arange(self._vocabulary.text_tokens), data.seq_length, seeds)
 
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
         longest = self._seq_length - FRAME
@@ -88,11 +88,11 @@ class MockT5Dataset(MockDataset):
 
 def mock_samples(data: DataConfig, name: str, samples: int, *, seed: int, masked_lm: bool) -> MockDataset:
     """``samples`` mock samples of the split ``name``. Raises DataError if the tokenizer's files are broken."""
-    seed_words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
+    seeds = [*seed_words(seed), SPLITS.index(name)]
     if data.decoder_seq_length:
-        return MockT5Dataset(samples, data, seed_words)
+        return MockT5Dataset(samples, data, seeds)
     tokenizer = tokenizer_of(data)
     if not masked_lm:
-        return MockGPT2Dataset(samples, data, tokenizer, seed_words)
+        return MockGPT2Dataset(samples, data, tokenizer, seeds)
     assert isinstance(tokenizer, PairVocabulary), "a rule refuses the others"
-    return MockBertDataset(samples, data, tokenizer, seed_words)
+    return MockBertDataset(samples, data, tokenizer, seeds)

@@ -17,7 +17,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import Span, check_tokens
 from megatron.data.map_cache import Form, Recipe, cache_folder, cached, cached_epoch, digest
-from megatron.data.splits import Source, SourceSamples
+from megatron.data.splits import Source, SourceSamples, seed_words
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class SentenceStream:
         )
 
     def _random(self, purpose: int, epoch: int) -> np.random.RandomState:
-        """A generator of its own for every purpose; ``RandomState``, since NumPy has frozen its stream."""
-        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, self.salt, purpose, epoch])
+        """A generator of its own for every purpose."""
+        return np.random.RandomState([*seed_words(self.seed), self.salt, purpose, epoch])
 
 
 class Run(NamedTuple):

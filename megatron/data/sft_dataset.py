@@ -15,7 +15,7 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.splits import Source, SourceSamples, advice, words_of
+from megatron.data.splits import Source, SourceSamples, advice, seed_words, words_of
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 """Rows of a sample."""
@@ -81,7 +81,7 @@ class SFTDataset(SourceSamples):
         super().__init__(source, epochs * self.samples_per_epoch, epochs)
         self._loss_mask = _loss_mask_of(indexed)
         self._seq_length, self._vocab_size = data.seq_length, vocab_size
-        self._seed_words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, SPLITS.index(name)]
+        self._seed_words = [*seed_words(seed), SPLITS.index(name)]
         self._epoch = lru_cache(maxsize=2)(self._order_of)
 
     @staticmethod

@@ -62,6 +62,15 @@ class Source(NamedTuple):
     documents: range
 
 
+def seed_words(*numbers: int) -> list[int]:
+    """The halves of numbers of 64 bits, of which a seed of ``RandomState`` is made.
+
+    ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must continue in the same order,
+    which the newer ``Generator`` does not promise.
+    """
+    return [half for number in numbers for half in (number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF)]
+
+
 class OrderedSamples(ABC):
     """``samples`` samples in the order of training."""
 

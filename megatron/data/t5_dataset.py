@@ -19,7 +19,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, words_of
+from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, seed_words, words_of
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
 FRAME = 2
@@ -175,7 +175,7 @@ class PairDataset(SourceSamples):
         self._targets = IndexedDataset(target_prefix(source.indexed.prefix))
         self._data, self._vocabulary = data, span_vocabulary(data)
         assert self._vocabulary.size == vocab_size
-        words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
+        words = [*seed_words(seed), SPLITS.index(name)]
         count = len(source.documents)
         self._order = lru_cache(maxsize=2)(lambda epoch: np.random.RandomState([*words, epoch]).permutation(count))
 

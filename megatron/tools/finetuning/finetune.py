@@ -29,6 +29,7 @@ from megatron.common.errors import CheckpointError, counted
 from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, split_samples
 from megatron.data.loader import Batch
+from megatron.data.splits import seed_words
 from megatron.engines.engine import Engine, eval_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer import build_tokenizer
@@ -118,7 +119,7 @@ class RowStream:
         rows = np.arange(self._within.start, self._within.stop)
         if self._seed is None:
             return rows
-        return np.random.RandomState([self._seed & 0xFFFFFFFF, self._seed >> 32, epoch]).permutation(rows)
+        return np.random.RandomState([*seed_words(self._seed), epoch]).permutation(rows)
 
 
 class RowIterators(DataIterators):
