@@ -38,6 +38,15 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call
     return run
 
 
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> Path:
+    """A ``vocab.json`` of four words: a, b, c and d are 0 to 3, an unknown one is 4, a document ends with 5."""
+    (path := tmp_path / "vocab.json").write_text(
+        json.dumps({word: number for number, word in enumerate(["a", "b", "c", "d", "<unk>", "<|endoftext|>"])})
+    )
+    return path
+
+
 @pytest.fixture(scope="session")
 def trained(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints, from a few iterations at tensor parallel 2 x pipeline 2, ZeRO 1. Not to be changed."""

@@ -157,12 +157,12 @@ message.role == 'assistant' %}{{ eos_token }} {% endif %}{% endfor %}{% if add_g
 %}"""
 
 
-def written(folder: Path, line: dict, kind: str, **settings) -> list[tuple[list[int], list[int]]]:
-    """Tokens and loss mask of each document of the data set of this line, and a blank one."""
+def job_of(folder: Path, line: dict, kind: str, template: str = WORD_TEMPLATE, **settings) -> Job:
+    """A job for this line, twice."""
     (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": WORD_TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     (folder / "lines.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line) + "\n")
-    job = Job(
+    return Job(
         inputs=(folder / "lines.jsonl",),
         output_prefix=str(folder / "out"),
         tokenizer_type="WhitespaceTokenizer",
@@ -171,6 +171,10 @@ def written(folder: Path, line: dict, kind: str, **settings) -> list[tuple[list[
         chat_template=find_chat_template(None, folder) if kind == "messages" else None,
         **settings,
     )
+
+
+def written(job: Job) -> list[tuple[list[int], list[int]]]:
+    """Tokens and loss mask of each document of the data set."""
     summary = preprocess(job, lambda summary: None, lambda error: None)
     tokens, mask = (IndexedDataset(prefix) for prefix in job.prefixes.values())
     assert mask.prefix == loss_mask_prefix(tokens.prefix) and mask.dtype.name == "uint8"
@@ -183,13 +187,13 @@ def test_messages_end_by_the_special_token_of_the_template(tmp_path: Path) -> No
     turns = [("user", "a <|endofte"), ("assistant", "be kind"), ("user", "b"), ("assistant", "c")]
     line = {"messages": [{"role": role, "content": content} for role, content in turns]}
     document = ([5, 2, UNK, 6, 0, 1, EOD, 5, 3, 6, 4, EOD], [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1])
-    assert written(tmp_path, line, "messages") == [document, document]
+    assert written(job_of(tmp_path, line, "messages")) == [document, document]
 
 
 def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
     line = {"prompt": "user: a ", "completion": "b c"}
     document = ([5, 2, 3, 4, EOD], [0, 0, 1, 1, 1])
-    assert written(tmp_path, line, "prompt-completion", append_eod=True, workers=2) == [document] * 2
+    assert written(job_of(tmp_path, line, "prompt-completion", append_eod=True, workers=2)) == [document] * 2
 
 
 @pytest.mark.parametrize(
@@ -204,17 +208,13 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
 )
 def test_a_line_without_anything_to_learn_is_an_error(tmp_path: Path, line: dict, kind: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        written(tmp_path, line, kind)
+        written(job_of(tmp_path, line, kind))
 
 
 def test_the_lines_after_a_wrong_one_are_not_rendered(tmp_path: Path) -> None:
     """A template that takes long for each would be waited for as often as a chunk has lines."""
-    line = json.dumps({"messages": said("a")}) + "\n"
-    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
-    (tmp_path / "template").write_text("{{ raise_exception('no') }}")
-    files = {"vocab_file": str(tmp_path / "vocab.json"), "chat_template": str(tmp_path / "template")}
-    job = Job(inputs=(), output_prefix="out", tokenizer_type="WhitespaceTokenizer", conversations="messages", **files)
-    chunk = Chunk(tmp_path / "lines.jsonl", 1, [line.encode()] * 3, 0)
+    job = job_of(tmp_path, line := {"messages": said("a")}, "messages", "{{ raise_exception('no') }}")
+    chunk = Chunk(job.inputs[0], 1, [json.dumps(line).encode()] * 3, 0)
     assert [error.line for error in tokenize_chunk(job, chunk).errors] == [1]
     assert [error.line for error in tokenize_chunk(replace(job, skip_errors=True), chunk).errors] == [1, 2, 3]
 

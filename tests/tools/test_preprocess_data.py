@@ -14,18 +14,16 @@ from support.command_lines import latest
 from megatron.data.indexed_dataset import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ["a", "b", "c", "d", "<unk>", "<|endoftext|>"]
 EOD = 5
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., list[str]]:
-    """``command(inputs, *flags)``: the words after the tool, with a vocabulary of five words, writing to ``out``."""
-    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
+def command(tmp_path: Path, vocabulary: Path) -> Callable[..., list[str]]:
+    """``command(inputs, *flags)``: the words after the tool, writing to ``out``."""
 
     def build(inputs: Sequence[Path], *flags: str) -> list[str]:
         words = ["preprocess_data.py", "--input", *map(str, inputs), "--output-prefix", str(tmp_path / "out")]
-        words += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(tmp_path / "vocab.json")]
+        words += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(vocabulary)]
         return latest([*words, *flags])[1:]
 
     return build

@@ -25,15 +25,7 @@ from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ["a", "b", "c", "d", "<unk>", "<|endoftext|>"]
 TEXTS = ["a b c", "d\nd", "b " * 5000, "ä", "c"] * 40
-
-
-@pytest.fixture
-def vocabulary(tmp_path: Path) -> Path:
-    path = tmp_path / "vocab.json"
-    path.write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
-    return path
 
 
 @pytest.fixture
