@@ -20,8 +20,10 @@ from megatron.training.model_provider import ModelProvider, provided_architectur
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import Loaded
+    from megatron.checkpoint.run_file import SavedRun
     from megatron.engines.engine import Engine
     from megatron.parallel.layout import ParallelLayout
+    from megatron.training.trainer import Trainer
 
 ARCHITECTURE = GPT2
 
@@ -65,51 +67,76 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     return train(run, default_callbacks())
 
 
-def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
+class Program:
+    """What a program trains, and what it starts from: pretraining, where a subclass says nothing else."""
+
+    length_flag, evaluation_flag = "", "--skip-train"
+    """The flags that lengthen a finished run, and that evaluate it again."""
+
+    def begin(self, run: RunConfig, saved: "SavedRun | None") -> None:
+        """Before the engine is built. ``saved`` is the checkpoint that the run resumes from."""
+
+    def only_evaluates(self, run: RunConfig) -> bool:
+        """Whether nothing is trained."""
+        return run.train.skip_train
+
+    def describe(self, run: RunConfig) -> str:
+        """Lines beside the configuration."""
+        return ""
+
+    def load_weights(self, engine: "Engine", run: RunConfig, layout: "ParallelLayout") -> "Loaded":
+        """Weights of a run that resumes from no checkpoint."""
+        from megatron.checkpoint.huggingface import load_huggingface
+        from megatron.checkpoint.load import FRESH
+
+        return load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
+
+    def trainer(self, run: RunConfig, layout: "ParallelLayout", skipped: Sequence[range], **parts: Any) -> "Trainer":
+        """The training loop of ``parts``, with its data."""
+        from megatron.training.data_iterators import data_iterators
+        from megatron.training.trainer import Trainer
+
+        return Trainer(run=run, layout=layout, data=data_iterators(run, layout, skipped), **parts)
+
+
+def train(run: RunConfig, callbacks: Sequence[Callback], program: Program | None = None) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
     from megatron.training.exit_conditions import ExitConditions
 
     exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way; others import torch
 
     from megatron.checkpoint.compatibility import at_saved_sample
-    from megatron.checkpoint.huggingface import load_huggingface
-    from megatron.checkpoint.load import FRESH
     from megatron.checkpoint.save import lock_folder
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.checkpoint.snapshots import requested_snapshots
     from megatron.cli.settings_file import settings_text
     from megatron.data.image_slots import with_image_slots
     from megatron.tools.reporting.tracing import requested_traces
-    from megatron.training.data_iterators import data_iterators
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
-    from megatron.training.trainer import Trainer
 
-    with (
-        initialized_ranks(run, callbacks) as (layout, progress),
-        lock_folder(run) as lock,
-    ):
+    program = program or Program()
+    with initialized_ranks(run, callbacks) as (layout, progress), lock_folder(run) as lock:
         saved = select_newest(run, lock)
+        program.begin(run, saved)
         skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
         run = with_image_slots(at_saved_sample(saved, run), skipped) if saved else run
-        if saved and not run.train.skip_train and is_finished(saved, run):
+        flags = {"length_flag": program.length_flag, "evaluation_flag": program.evaluation_flag}
+        if saved and not program.only_evaluates(run) and is_finished(saved, run, **flags):
             return 0
         log = MetricsLogger(run, is_main_rank=layout.rank == 0, callbacks=callbacks)
-        log_configuration(run, log, callbacks)
-
-        def load_weights(engine: "Engine") -> "Loaded":
-            return load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
-
+        log_configuration(run, log, callbacks, program.describe(run))
+        load_weights = partial(program.load_weights, run=run, layout=layout)
         engine, checkpointer, loaded = start_engine(
             run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
         )
         observed = run, layout, engine.module
-        trainer = Trainer(
-            run=run,
-            layout=layout,
+        trainer = program.trainer(
+            run,
+            layout,
+            skipped,
             engine=engine,
-            data=data_iterators(run, layout, skipped),
             checkpointer=checkpointer,
             log=log,
             exit_conditions=exit_conditions,

@@ -68,12 +68,10 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
         yield layout, progress
 
 
-def is_finished(
-    saved: SavedRun, run: RunConfig, *, length_flag: str = "", evaluation_flag: str = "--skip-train"
-) -> bool:
+def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation_flag: str) -> bool:
     """Whether ``run`` would resume from the checkpoint ``saved`` after its last iteration; printed on rank 0.
 
-    The flags are those that lengthen the run, and that evaluate without training.
+    The flags are those that lengthen the run, by default --train-iters or --train-samples, and that evaluate only.
     """
     last = run.train.train_iters
     if run.checkpoint.finetune or saved.iteration < last:
@@ -88,8 +86,8 @@ def is_finished(
     return True
 
 
-def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback]) -> None:
-    """Log layout, model, batch, schedule, device and the compiled DeepSpeed config; pass the run to the callbacks."""
+def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback], more: str = "") -> None:
+    """Log layout, model, batch, schedule, device and ``more``; pass the run to the callbacks."""
     rows = {
         **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
         "device": f"{_device_name()}, {counted(torch.get_num_threads(), 'thread')} per rank, torch {torch.__version__}",
@@ -103,6 +101,8 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
     if dist.get_rank() == 0:
         for callback in callbacks:
             callback.on_run_start(run, _device_name())
+    if more:
+        log.info(more)
 
 
 def start_engine(

@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -55,6 +56,12 @@ class RankPools:
         """End all workers."""
         for pool in self._pools.values():
             pool.close()
+
+
+def in_new_process(function: Callable, *args: Any) -> Any:
+    """What ``function`` returns in a process of its own, in which torch and DeepSpeed are imported already."""
+    with ProcessPoolExecutor(1, fork_server()) as pool:
+        return pool.submit(function, *args).result()
 
 
 MOST_THREADS = 32

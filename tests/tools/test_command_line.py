@@ -104,7 +104,7 @@ def test_a_repeated_flag_loses_no_value() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "problem"),
     [
-        (output_file, "folder", "folder is a folder; name a file"),
+        *((output_file, name, f"{name} is a folder; name a file") for name in ("folder", ".", "..", "/")),
         (output_file, "file/x", "file is not a folder; name another folder"),
         (output_file, "fifo", "fifo is no file, and writing to it may wait forever"),
         (output_file, "locked/x", "locked/x: no permission to write in"),

@@ -13,13 +13,8 @@ def write_metrics(path: Path, records: list[dict]) -> Path:
 
 
 def step(iteration: int, loss: float | None) -> dict:
-    return {
-        "iteration": iteration,
-        "lm_loss": loss,
-        "learning_rate": 1e-3,
-        "grad_norm": 0.5,
-        "tokens_per_second": 2e4,
-    }
+    others = {"learning_rate": 1e-3, "grad_norm": 0.5, "tokens_per_second": 2e4}
+    return {"iteration": iteration, "lm_loss": loss, **others}
 
 
 @pytest.fixture

@@ -83,30 +83,23 @@ def run_of(words: list[str]) -> RunConfig:
 
 def timed(number: int, **communication: Any) -> dict[str, Any]:
     """A rank that takes 2 s forward, 4 s backward and 1 s outside of passes, of a run with 4 micro-batches."""
-    both = {
-        name: {"wall": seconds, "cpu": seconds}
-        for name, seconds in (("forward", 8.0), ("backward", 16.0), ("host", 1.0))
-    }
+
+    def both(seconds: float) -> dict[str, float]:
+        return {"wall": seconds, "cpu": seconds}
+
     one = {
-        "kind": "all_reduce",
-        "size": 10**9,
-        "ranks": 2,
-        "span": 2,
-        "phase": "ForwardPass",
-        "is_overlapped": False,
+        "kind": "all_reduce", "size": 10**9, "ranks": 2, "span": 2, "phase": "ForwardPass", "is_overlapped": False,
         "times": 4,
-    }
+    }  # fmt: skip
+    passes = {"ForwardPass": both(2.0), "BackwardPass": both(4.0)}
     return {
         "rank": number,
-        "seconds": {"wall": 25.0, "cpu": 25.0},
-        "rounds": [{"wall": 24.0, "cpu": 24.0}, {"wall": 25.0, "cpu": 25.0}, {"wall": 27.0, "cpu": 27.0}],
-        "phases": both,
-        "passes": [
-            {"instruction": "ForwardPass", "chunk": 0, "wall": 2.0, "cpu": 2.0},
-            {"instruction": "BackwardPass", "chunk": 0, "wall": 4.0, "cpu": 4.0},
-        ],
+        "seconds": both(25.0),
+        "rounds": [both(24.0), both(25.0), both(27.0)],
+        "phases": {"forward": both(8.0), "backward": both(16.0), "host": both(1.0)},
+        "passes": [{"instruction": name, "chunk": 0, **seconds} for name, seconds in passes.items()],
         "communication": [{**one, **communication}] if communication else [],
-    }  # fmt: skip
+    }
 
 
 def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited_for() -> None:

@@ -110,15 +110,6 @@ def test_what_is_read_is_not_replaced(tool: Callable, folder: Path, words: list[
     assert read.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", [".", "..", "/"])
-def test_a_place_without_a_name_is_no_output(tool: Callable, folder: Path, name: str) -> None:
-    ended = tool("report", folder, "--output", name)
-    assert (ended.returncode, ended.stderr) == (
-        2,
-        f"report.py: error: argument --output: {name} is a folder; name a file (see --help)\n",
-    )
-
-
 @pytest.mark.parametrize("content", [None, "[1]", '{"image": 5, "question": "a"}', '{"question": "a"}', "7"])
 def test_answers_that_are_none_are_not_read(tool: Callable, folder: Path, tmp_path: Path, content: str | None) -> None:
     file = Path("/dev/zero") if content is None else tmp_path / "answers.jsonl"

@@ -1,7 +1,6 @@
 """Ranks are extracted one by one; each planted fault is found, and its words name the ranks and the operation."""
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.programs import Programs
-from support.ranks import fork_server
+from support.ranks import in_new_process
 
 from megatron.tools.communication.check import Call, Counterexample, Event, Issue, Trace, Wait, check, programs
 
@@ -58,24 +57,16 @@ def use_a_bucket_again(rank: int) -> None:
     GradientBucket.start = started
 
 
-def extract_ranks(folder: str, ranks: Sequence[int], prepare: Callable[[int], None], nothing_counts: bool) -> None:
-    """Write their traces, as bytes, into ``folder``."""
-    import pickle
-
+def extract_ranks(folder: Path, ranks: Sequence[int], prepare: Callable[[int], None], empty: bool) -> list[Trace]:
     from megatron.tools.communication.extract import Job, extract
 
-    job = Job(PROGRAM, FLAGS, 8, Path(folder), prepare, nothing_counts)
-    (Path(folder) / "traces").write_bytes(pickle.dumps(list(extract(job, ranks, 2))))
+    traces = extract(Job(PROGRAM, FLAGS, 8, folder, prepare, empty), ranks, 2)
+    return sorted(traces, key=lambda trace: trace.rank)
 
 
 def extracted(folder: Path, ranks: Sequence[int], prepare: Any = prepare_nothing, empty: bool = False) -> list[Trace]:
     """The traces of ``ranks`` of 8, in order."""
-    import pickle
-
-    process = fork_server().Process(target=extract_ranks, args=(str(folder), ranks, prepare, empty))
-    process.start()
-    process.join()
-    return sorted(pickle.loads((folder / "traces").read_bytes()), key=lambda trace: trace.rank)
+    return in_new_process(extract_ranks, folder, ranks, prepare, empty)
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +196,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def verify_layouts(folder: str) -> None:
-    """Write what is found in a fresh start of each of ``LAYOUTS``.
+def verify_layouts(folder: Path) -> dict[str, list[tuple[list[str], list[str]]]]:
+    """Problems and phases of a fresh start of each of ``LAYOUTS``.
 
     Of more ranks than are run, also with empty batches and resumed; some are compared with those that stand for them,
     and the checkpoint lacks their files.
@@ -215,49 +206,40 @@ def verify_layouts(folder: str) -> None:
     from megatron.tools.communication.verify import verify
 
     words = " ".join(FLAGS[: FLAGS.index("--model-parallel-size")]).replace("--train-iters 2 ", "").split()
-    found: dict[str, Any] = {}
+    found = {}
     for name, (file, world_size, flags) in LAYOUTS.items():
         program = PROGRAM.with_name(file)
         run, starts = make_starts([*words, *flags.split()], world_size, {"DS_ACCELERATOR": "cuda"}, program)
         some, sample = (starts[:3], 2) if world_size > EVERY_RANK else (starts[:1], 0)
-        findings = verify(run, some, program, Path(folder, str(len(found))), processes=2, sample=sample)
+        findings = verify(run, some, program, folder / str(len(found)), processes=2, sample=sample)
         found[name] = [(finding.problems, sorted(finding.phases)) for finding in findings]
-    Path(folder, "found").write_text(json.dumps(found))
+    return found
 
 
 def test_no_rank_can_hang_in_a_sample_of_layouts(tmp_path: Path) -> None:
-    process = fork_server().Process(target=verify_layouts, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    found = json.loads((tmp_path / "found").read_text())
-    assert found.keys() == LAYOUTS.keys()
-    for name, starts in found.items():
+    for name, starts in in_new_process(verify_layouts, tmp_path).items():
         assert not any(problems for problems, _ in starts), name
         assert all("training" in phases for _, phases in starts[::2]), name
 
 
-def verify_in_turn(folder: str) -> None:
-    """Write what is found on two layouts."""
+def verify_in_turn(folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Problems of the starts of two layouts."""
     from megatron.tools.communication.verify import verify_layouts
     from megatron.tools.verify.request import make_request, parse_layout
 
     words = [*FLAGS[: FLAGS.index("--batch-size")], *"--global-batch-size 4 --lr 1e-3 --bf16".split()]
     layouts = [parse_layout(name) for name in ("tp1-pp1-dp2-zero1", "tp2-pp0-dp1-zero1")]
     request = make_request(words, 6, layouts[0], {"DS_ACCELERATOR": "cuda"}, PROGRAM)
-    found = {
+    return {
         layout.name: {finding.start: finding.problems for finding in findings}
-        for layout, findings in verify_layouts(request, layouts, Path(folder), processes=2)
+        for layout, findings in verify_layouts(request, layouts, folder, processes=2)
     }
-    Path(folder, "found").write_text(json.dumps(found))
 
 
 def test_a_layout_loads_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
-    process = fork_server().Process(target=verify_in_turn, args=(str(tmp_path),))
-    process.start()
-    process.join()
     starts: dict[str, list] = {"fresh start": [], "empty batches": [], "resumed": []}
     found = {"tp1-pp1-dp2-zero1": starts, "tp2-pp0-dp1-zero1": {**starts, "from tp1-pp1-dp2-zero1": []}}
-    assert json.loads((tmp_path / "found").read_text()) == found
+    assert in_new_process(verify_in_turn, tmp_path) == found
 
 
 FAULTY = """

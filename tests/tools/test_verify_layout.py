@@ -49,12 +49,24 @@ def read_layouts(path: Path) -> list[dict]:
     return json.loads(path.read_text())["layouts"]
 
 
-def test_layouts_agree_in_fp8(programs: Programs) -> None:
-    names = ["tp1-pp0-dp1-zero1", "tp2-pp0-dp1-zero1-sp", "tp1-pp0-dp2-zero3"]
-    words = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-min-size", "16")
-    finished = verify(programs, "--layouts", *names, *words).ok()
-    assert "3 of 3 layouts agree within these bounds" in finished.output
-    assert printed_bounds(finished.output) == BF16_BOUNDS
+@pytest.mark.parametrize(
+    ("layouts", "words", "bounds"),
+    [
+        (
+            "tp1-pp0-dp1-zero1 tp2-pp0-dp1-zero1-sp tp1-pp0-dp2-zero3",
+            "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-min-size 16",
+            BF16_BOUNDS,
+        ),
+        # On the CPU, where an entry script of the tests allows it; ZeRO 0 runs as ZeRO 1.
+        ("tp1-pp0-dp1 tp2-pp0-dp1", "--program tests/support/fp16_pretrain.py --fp16", FP16_BOUNDS),
+    ],
+    ids=["fp8", "fp16"],
+)
+def test_layouts_agree_in(programs: Programs, layouts: str, words: str, bounds: list[str]) -> None:
+    finished = verify(programs, "--layouts", *layouts.split(), *words.split()).ok()
+    number = len(layouts.split())
+    assert f"{number} of {number} layouts agree within these bounds" in finished.output
+    assert printed_bounds(finished.output) == bounds
 
 
 def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
@@ -69,14 +81,6 @@ def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
         assert layout["agrees"] and layout["first"] is layout["failure"] is None
         assert max(layout["loss"], layout["grad_norm"], layout["gradient"]) < 1e-5 and layout["weights"] < 1e-2
     assert layouts[2]["gradient"] > 0, "bit for bit the same: were they compared with themselves?"
-
-
-def test_layouts_agree_in_fp16(programs: Programs) -> None:
-    """On the CPU, where an entry script of the tests allows it; ZeRO 0 runs as ZeRO 1."""
-    fp16 = "--program tests/support/fp16_pretrain.py --fp16 --layouts tp1-pp0-dp1 tp2-pp0-dp1".split()
-    finished = verify(programs, *fp16).ok()
-    assert "2 of 2 layouts agree within these bounds" in finished.output
-    assert printed_bounds(finished.output) == FP16_BOUNDS
 
 
 def found_faults(programs: Programs, faults: dict[str, tuple[str, str]], *words: str) -> str:

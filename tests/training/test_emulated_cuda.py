@@ -117,14 +117,8 @@ def test_resuming_on_the_other_kind_of_device(
 def test_apex_trains(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
     """With a package of apex's interface: its norm on an fp32 residual stream, sequence parallel, and its Adam."""
     flags = "--fused-kernels apex --bf16 --zero-stage 1 --model-parallel-size 2 --sequence-parallel"
-    words = (
-        *TINY_MODEL,
-        *programs.data_arguments,
-        *SETTINGS,
-        *NO_DROPOUT,
-        *flags.split(),
-        "--fp32-residual-connection",
-    )
+    flags += " --fp32-residual-connection"
+    words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, *NO_DROPOUT, *flags.split())
     program = ("tests/support/apex_pretrain.py", *words, "--save", tmp_path, "--metrics-file", tmp_path / "metrics")
     finished = emulated_cuda.run(2, *program).ok()
     assert "> optimizer apex FusedAdam; layer norm of apex" in finished.output

@@ -2,7 +2,6 @@
 and stages have."""
 
 import json
-import pickle
 import random
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from support.emulated_cuda import EmulatedCuda
 from support.layouts import LayoutRuns, check_resumed, compare_metrics, compare_runs, differing_weights, layout
 from support.programs import read_metrics
-from support.ranks import fork_server
+from support.ranks import in_new_process
 from support.training import RankTraining, pretrain
 
 from megatron.data.image_dataset import image_writer
@@ -116,12 +115,11 @@ def test_a_part_may_be_frozen_on_another_layout(runs: LayoutRuns) -> None:
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_vlm.py"
 
 
-def extract_ranks(folder: str, words: list[str], ranks: int) -> None:
-    """Write what each of ``ranks`` communicates, as bytes, into ``folder``."""
+def extract_ranks(folder: Path, words: list[str], ranks: int) -> list:
+    """What each of ``ranks`` communicates."""
     from megatron.tools.communication.extract import Job, extract
 
-    traces = extract(Job(PROGRAM, words, ranks, Path(folder)), range(ranks), 2)
-    Path(folder, "traces").write_bytes(pickle.dumps(sorted(traces, key=lambda trace: trace.rank)))
+    return sorted(extract(Job(PROGRAM, words, ranks, folder), range(ranks), 2), key=lambda trace: trace.rank)
 
 
 def test_ranks_without_any_image_communicate_as_those_with_images(data: list[str], tmp_path: Path) -> None:
@@ -130,13 +128,9 @@ def test_ranks_without_any_image_communicate_as_those_with_images(data: list[str
     ranks, flags_of_layout = layout("tp2 pp2 zero1 bf16 --pipeline-partition 1,3")
     slots = ["--images-per-micro-batch", "8", "--num-workers", "0"]
     words = [*SETTINGS, *sizes.split(), *flags_of_layout.split(), *slots]
-    found = []
-    for name, flags in (("some", data), ("none", write_data(tmp_path, has_images=False))):
-        (tmp_path / name).mkdir()
-        process = fork_server().Process(target=extract_ranks, args=(str(tmp_path / name), [*words, *flags], ranks))
-        process.start()
-        process.join()
-        found.append(pickle.loads((tmp_path / name / "traces").read_bytes()))
-    some, none = found
+    some, none = (
+        in_new_process(extract_ranks, tmp_path / name, [*words, *flags], ranks)
+        for name, flags in (("some", data), ("none", write_data(tmp_path, has_images=False)))
+    )
     assert [trace.threads for trace in none] == [trace.threads for trace in some]
     assert any(len(events) > 100 for events in some[0].threads.values())

@@ -1,32 +1,22 @@
 """lm-eval's interface to a model (EleutherAI's evaluation harness); needs lm-eval, which is optional."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
-from megatron.common.errors import ConfigError
-from megatron.engines.containers import SequentialModel
 from megatron.tokenizer import Tokenizer
 from megatron.tools.command_line import progress_bar
-from megatron.tools.evaluation.scoring import ForwardModel, score
+from megatron.tools.evaluation.scoring import ForwardModel, UnsupportedTask, score
 from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
-from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
-
-
-class UnsupportedTask(ConfigError):
-    """A task needs what this model cannot do. Raised on every rank."""
-
-    on_every_rank = True
 
 
 class HarnessModel(TemplateLM):
@@ -37,7 +27,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, model: ForwardModel, tokenizer: Tokenizer, *, batch_size: int, seq_length: int):
         super().__init__()
-        self._model, self._tokenizer, self._layout = model, tokenizer, model.layout
+        self._model, self._tokenizer = model, tokenizer
         self._batch_size, self._seq_length = batch_size, seq_length
 
     @property
@@ -70,12 +60,8 @@ class HarnessModel(TemplateLM):
 
         Raises UnsupportedTask for a model in pipeline stages.
         """
-        if not isinstance(self._model.module, SequentialModel):
-            raise UnsupportedTask("a task generates text, which pipeline stages cannot: leave --pipe-parallel-size out")
-        generator = TextGenerator(
-            LanguageModel(self._model.module, self._model.config, self._layout.tensor_group), self._tokenizer
-        )
-        # A batch shares its settings. Batches are distributed over the replicas.
+        generator = self._model.generator(self._tokenizer)
+        # A batch shares its settings.
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
         order = sorted(range(len(requests)), key=lambda number: settings[number])
         batches = [
@@ -84,23 +70,14 @@ class HarnessModel(TemplateLM):
             for rows in [list(group)]
             for begin in range(0, len(rows), self._batch_size)
         ]
-        replica, replicas = self._layout.data_group.rank(), self._layout.data_group.size()
-        texts_here = {
-            number: text
-            for batch in progress_bar(batches[replica::replicas], desc="generating", shown=self._is_main_rank)
-            for number, text in self._generate(generator, batch, requests)
-        }
-        gathered: list[dict[int, str]] = [{} for _ in range(replicas)]
-        dist.all_gather_object(gathered, texts_here, group=self._layout.data_group)
-        texts = {number: text for part in gathered for number, text in part.items()}
-        return [texts[number] for number in range(len(requests))]
+        with self._progress(len(requests), "generating") as bar:
+            return self._model.texts(batches, lambda batch: self._generate(generator, batch, requests), bar.update)
 
-    @property
-    def _is_main_rank(self) -> bool:
-        return self._layout.rank == 0
+    def _progress(self, total: int, what: str) -> Any:
+        return progress_bar(total=total, desc=what, shown=self._model.layout.rank == 0)
 
     def _score(self, samples: Sequence[Sample]) -> Scores:
-        with progress_bar(total=len(samples), desc="scoring", shown=self._is_main_rank) as bar:
+        with self._progress(len(samples), "scoring") as bar:
             return score(self._model, samples, batch_size=self._batch_size, report=bar.update)
 
     def _sample(self, context: list[int], target: list[int]) -> Sample:
@@ -116,9 +93,7 @@ class HarnessModel(TemplateLM):
         )
         return [last_inputs([*seen, target[-1]], len(target), self._seq_length) for seen, target in windows]
 
-    def _generate(
-        self, generator: TextGenerator, batch: Sequence[int], requests: Sequence[Instance]
-    ) -> Iterator[tuple[int, str]]:
+    def _generate(self, generator: TextGenerator, batch: Sequence[int], requests: Sequence[Instance]) -> list[str]:
         """Generate the texts of requests that share their settings."""
         settings = normalize_gen_kwargs(requests[batch[0]].args[1])
         new, temperature = settings["max_gen_toks"], settings.get("temperature", 1.0)
@@ -133,5 +108,4 @@ class HarnessModel(TemplateLM):
         )
         most = self._seq_length - new if new < self._seq_length else self._seq_length
         prompts = [(self.tok_encode(requests[number].args[0]) or [self.eot_token_id])[-most:] for number in batch]
-        for number, (completion,) in zip(batch, generator.complete(prompts, sampling, criteria), strict=True):
-            yield number, completion.text
+        return [completion.text for (completion,) in generator.complete(prompts, sampling, criteria)]

@@ -3,7 +3,7 @@
 b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tensor-parallel size, k predicted tokens
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.common.errors import ConfigError
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.engines.containers import (
     SequentialModel,
@@ -28,9 +29,20 @@ from megatron.ops.packed_attention import segment_ids_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
+from megatron.tokenizer import Tokenizer
 from megatron.tools.evaluation.tasks import Sample, Scores
-from megatron.tools.inference.model import DTYPES, load_weights
+from megatron.tools.inference.generator import TextGenerator
+from megatron.tools.inference.model import DTYPES, LanguageModel, load_weights
 from megatron.tools.inference.source import Source, config_on
+
+Report = Callable[[int], object]
+"""Is called with the number of samples that are done."""
+
+
+class UnsupportedTask(ConfigError):
+    """A task needs what this model cannot do. Raised on every rank."""
+
+    on_every_rank = True
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,27 @@ class ForwardModel:
             unpack(run_in_order(layers, hidden_states))[0].movedim(sequence_dim, 1)[predicted].unsqueeze(0)
         )  # [1, k, h]
         return unpack(head(hidden.movedim(1, sequence_dim)))[0]
+
+    def generator(self, tokenizer: Tokenizer) -> TextGenerator:
+        """Generates text. Raises ConfigError for a model in pipeline stages, on every rank."""
+        if not isinstance(self.module, SequentialModel):
+            raise UnsupportedTask("a task generates text, which pipeline stages cannot: leave --pipe-parallel-size out")
+        return TextGenerator(LanguageModel(self.module, self.config, self.layout.tensor_group), tokenizer)
+
+    def texts(
+        self, batches: Sequence[Sequence[int]], texts_of: Callable[[Sequence[int]], Iterable[str]], report: Report
+    ) -> list[str]:
+        """The texts of all numbers in ``batches``, from 0 on, on every rank; the replicas of the model share them."""
+        group = self.layout.data_group
+        here: dict[int, str] = {}
+        for number, batch in enumerate(batches):
+            if number % group.size() == group.rank():
+                here |= zip(batch, texts_of(batch), strict=True)
+            report(len(batch))
+        gathered: list[dict[int, str]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(gathered, here, group=group)
+        texts = {number: text for part in gathered for number, text in part.items()}
+        return [texts[number] for number in range(len(texts))]
 
     def _receive(self, tokens: Tensor) -> HiddenStates:
         """Hidden states of the stage before. Segment ids are not sent: every stage has the tokens."""
@@ -121,7 +154,7 @@ def score(
     samples: Sequence[Sample],
     *,
     batch_size: int,
-    report: Callable[[int], object] = lambda samples: None,
+    report: Report = lambda samples: None,
 ) -> Scores:
     """The scores of all samples, on every rank.
 

@@ -128,27 +128,18 @@ def _generated(
     batch_size: int,
     report: Callable[[int], object],
 ) -> list[str]:
-    import torch.distributed as dist
-
-    from megatron.engines.containers import SequentialModel
     from megatron.tools.inference.decoding import Sampling
-    from megatron.tools.inference.generator import TextGenerator
-    from megatron.tools.inference.model import LanguageModel
 
-    assert isinstance(model.module, SequentialModel)
-    generator = TextGenerator(LanguageModel(model.module, model.config, model.layout.tensor_group), tokenizer)
-    replica, replicas = model.layout.data_group.rank(), model.layout.data_group.size()
-    here: dict[int, str] = {}
-    for number, begin in enumerate(range(0, len(questions), batch_size)):
-        batch = questions[begin : begin + batch_size]
-        if number % replicas == replica:
-            texts = generator.complete([one.prompt for one in batch], Sampling(greedy=True), limits)
-            here |= {begin + row: completion.text for row, (completion,) in enumerate(texts)}
-        report(len(batch))
-    gathered: list[dict[int, str]] = [{} for _ in range(replicas)]
-    dist.all_gather_object(gathered, here, group=model.layout.data_group)
-    everywhere = {number: text for part in gathered for number, text in part.items()}
-    return [everywhere[number].strip() for number in range(len(questions))]
+    generator = model.generator(tokenizer)
+
+    def texts_of(batch: Sequence[int]) -> list[str]:
+        prompts = [questions[number].prompt for number in batch]
+        texts = generator.complete(prompts, Sampling(greedy=True), limits)
+        return [completion.text.strip() for (completion,) in texts]
+
+    numbers = range(len(questions))
+    batches = [numbers[begin : begin + batch_size] for begin in numbers[::batch_size]]
+    return model.texts(batches, texts_of, report)
 
 
 def normalized(answer: str) -> str:

@@ -19,12 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron.checkpoint.compatibility import at_saved_sample
 from megatron.checkpoint.load import FRESH, Loaded, load_pretrained, select_checkpoint
-from megatron.checkpoint.save import lock_folder
-from megatron.checkpoint.snapshot_recovery import select_newest
-from megatron.checkpoint.snapshots import requested_snapshots
-from megatron.cli.settings_file import settings_text
+from megatron.checkpoint.run_file import SavedRun
 from megatron.common.errors import CheckpointError, counted
 from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, split_samples
@@ -36,13 +32,10 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import WordPieceTokenizer
 from megatron.tools.finetuning.request import TaskRun
 from megatron.tools.finetuning.tables import Table
-from megatron.tools.reporting.tracing import requested_traces
+from megatron.tools.pretraining import Program, train
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators, on_device
-from megatron.training.exit_conditions import ExitConditions, due
-from megatron.training.measurements import requested_measurements
-from megatron.training.metrics import MetricsLogger
-from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
+from megatron.training.exit_conditions import due
 from megatron.training.trainer import Trainer
 
 
@@ -188,11 +181,21 @@ def _tokenized(tables: Sequence[Table], run: RunConfig) -> TokenizedRows:
 
 
 class EpochTrainer(Trainer):
-    """The training loop that also saves, and measures the accuracy, after each epoch."""
+    """The training loop that also saves, and measures the accuracy, after each epoch.
 
-    def __init__(self, *, task: TaskRun, data: RowIterators, **parts: Any) -> None:
+    If there is nothing to train, it measures that of the checkpoint of iteration ``evaluated``.
+    """
+
+    def __init__(self, *, task: TaskRun, data: RowIterators, evaluated: int | None = None, **parts: Any) -> None:
         super().__init__(data=data, **parts)
-        self.task, self.rows = task, data
+        self.task, self.rows, self._evaluated = task, data, evaluated
+
+    def train(self, finished: int) -> int:
+        if self._evaluated is None:
+            return super().train(finished)
+        self.measure(self._evaluated)
+        self.log.close()
+        return 0
 
     def evaluates_after(self, iteration: int) -> bool:
         return super().evaluates_after(iteration) or self._ends_epoch(iteration)
@@ -246,50 +249,42 @@ class EpochTrainer(Trainer):
         return sum(round(mean * (train.global_batch_size // train.micro_batch_size)) for mean in means)
 
 
+class FineTuning(Program):
+    """Trains the classifier of a task, or with ``--epochs 0`` measures its accuracy."""
+
+    length_flag, evaluation_flag = "--epochs", "--epochs 0"
+
+    def __init__(self, task: TaskRun) -> None:
+        self._task = task
+        self._pretrained: SavedRun | None = None
+        self._evaluated: int | None = None
+
+    def begin(self, run: RunConfig, saved: SavedRun | None) -> None:
+        if saved is None and self._task.pretrained is not None:
+            self._pretrained = select_checkpoint(self._task.pretraining(run))
+        if self.only_evaluates(run):
+            if saved is None:
+                raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")
+            self._evaluated = saved.iteration
+
+    def only_evaluates(self, run: RunConfig) -> bool:
+        return self._task.epochs == 0
+
+    def describe(self, run: RunConfig) -> str:
+        return _describe(self._task, run.model.classes)
+
+    def load_weights(self, engine: Engine, run: RunConfig, layout: ParallelLayout) -> Loaded:
+        found = self._pretrained
+        return Loaded(0, (load_pretrained(engine, run, layout, found),)) if found else FRESH
+
+    def trainer(self, run: RunConfig, layout: ParallelLayout, skipped: Sequence[range], **parts: Any) -> "EpochTrainer":
+        data = RowIterators(run, layout, self._task, skipped)
+        return EpochTrainer(run=run, layout=layout, task=self._task, data=data, evaluated=self._evaluated, **parts)
+
+
 def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
-    """Set up the ranks, build engine and data, load the weights, train. Returns the exit code of the process."""
-    run = task.run
-    exit_conditions = ExitConditions(run)
-    with initialized_ranks(run, callbacks) as (layout, progress), lock_folder(run) as lock:
-        saved = select_newest(run, lock)
-        pretrained = None if saved or task.pretrained is None else select_checkpoint(task.pretraining(run))
-        if saved is None and task.epochs == 0:
-            raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")
-        run = at_saved_sample(saved, run) if saved else run
-        evaluates = task.epochs == 0
-        if saved and not evaluates and is_finished(saved, run, length_flag="--epochs", evaluation_flag="--epochs 0"):
-            return 0
-        log = MetricsLogger(run, is_main_rank=layout.rank == 0, callbacks=callbacks)
-        log_configuration(run, log, callbacks)
-        log.info(_describe(task, run.model.classes))
-
-        def load_weights(engine: Engine) -> Loaded:
-            return Loaded(0, (load_pretrained(engine, run, layout, pretrained),)) if pretrained else FRESH
-
-        engine, checkpointer, loaded = start_engine(
-            run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
-        )
-        skipped = saved.skipped_samples if saved and not run.checkpoint.finetune else ()
-        observed = run, layout, engine.module
-        trainer = EpochTrainer(
-            task=task,
-            run=run,
-            layout=layout,
-            engine=engine,
-            data=RowIterators(run, layout, task, skipped),
-            checkpointer=checkpointer,
-            log=log,
-            exit_conditions=exit_conditions,
-            progress=progress,
-            snapshots=None if evaluates else requested_snapshots(checkpointer, run, log.info),
-            callbacks=[*callbacks, *requested_traces(*observed), *requested_measurements(*observed)],
-        )
-        if evaluates:
-            assert saved is not None
-            trainer.measure(saved.iteration)
-            log.close()
-            return 0
-        return trainer.train(finished=loaded.iteration)
+    """Train ``task`` as ``pretraining.train`` does. Returns the exit code of the process."""
+    return train(task.run, callbacks, FineTuning(task))
 
 
 def _describe(task: TaskRun, classes: Sequence[str]) -> str:

@@ -126,28 +126,29 @@ class Expected:
         operations = max(sum(one["times"] for one in rank["communication"]) for rank in self.ranks)
         yield Uncertainty("latency", 0.0, operations * _LATENCY, f"{operations:,} collectives and transfers")
         if others := set(range(self.run.parallel.pipe_stages)) - set(map(self._stage, self.ranks)):
-            seconds = [sum(self._passes(one).values()) for one in self.ranks]
-            spread = [seconds[0] * abs(self._scale(one, 0) - 1) for one in others] if len(self.ranks) == 1 else [0.0]
-            most = max(spread)
+            seconds = sum(self._passes(self.ranks[0]).values()) if len(self.ranks) == 1 else 0.0
+            most = max(seconds * abs(self._scale(one, 0) - 1) for one in others)
             yield Uncertainty("other stages", most, most, f"{len(others)} stages are scaled by their FLOPs")
 
     def _stage(self, rank: Mapping[str, Any]) -> int:
-        parallel = self.run.parallel
-        return rank["rank"] // (parallel.world_size // parallel.pipe_stages)
+        return stage_of(self.run, rank["rank"])
+
+    @cached_property
+    def _flops(self) -> list[int]:
+        """Of each stage."""
+        return [stage.flops(self.run.data.seq_length) for stage in plan(self.run)]
 
     def _nearest(self, stage: int) -> int:
         """The rehearsed rank of that stage, or of one that has about as many FLOPs."""
-        costs = [stage_plan.flops(self.run.data.seq_length) for stage_plan in plan(self.run)]
         places = [self._stage(one) for one in self.ranks]
         if stage in places:
             return places.index(stage)
-        return min(range(len(places)), key=lambda number: abs(costs[places[number]] - costs[stage]))
+        return min(range(len(places)), key=lambda number: abs(self._flops[places[number]] - self._flops[stage]))
 
     def _scale(self, stage: int, number: int) -> float:
         """FLOPs of ``stage`` over those of the rehearsed rank."""
-        of_stages = plan(self.run)
-        costs = [of_stages[one].flops(self.run.data.seq_length) for one in (stage, self._stage(self.ranks[number]))]
-        return costs[0] / costs[1] if costs[1] else 1.0
+        flops = self._flops[self._stage(self.ranks[number])]
+        return self._flops[stage] / flops if flops else 1.0
 
     def _makespan(self, *, with_communication: bool) -> float:
         """Seconds from the first pass to the last."""
@@ -207,6 +208,11 @@ class Expected:
         """Of one operation."""
         sent = _SENT.get(one["kind"], lambda n, ranks: n)(one["size"], one["ranks"])
         return sent / self.machine.bandwidth(one["span"]) if one["ranks"] > 1 else 0.0
+
+
+def stage_of(run: RunConfig, rank: int) -> int:
+    """The pipeline stage of ``rank``."""
+    return rank // (run.parallel.world_size // run.parallel.pipe_stages)
 
 
 def _is_outside(phase: str) -> bool:

@@ -8,7 +8,7 @@ from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
 from megatron.model.spec import architecture_of
 from megatron.tools.planning.memory import Memory, stage_memory
-from megatron.tools.rehearsal.estimate import Expected
+from megatron.tools.rehearsal.estimate import Expected, stage_of
 from megatron.tools.reporting.callbacks import smallest_change
 
 _STATES = ("weights", "gradients", "optimizer")
@@ -20,11 +20,6 @@ _LEAST_SHOWN = 0.001
 def planned_memory(run: RunConfig, stage: int) -> Memory | None:
     """The planner's figures of a rank of ``stage``; None without a spec of the model."""
     return None if architecture_of(run.model).provider is not None else stage_memory(run)[stage]
-
-
-def stage_of(run: RunConfig, rank: int) -> int:
-    """The pipeline stage of ``rank``."""
-    return rank // (run.parallel.world_size // run.parallel.pipe_stages)
 
 
 def describe_rank(run: RunConfig, rank: Mapping[str, Any], room: float) -> Iterator[str]:

@@ -144,64 +144,94 @@ def _small_gradients(reference: Result, bounds: Bounds) -> set[str]:
     return {name for name, size in sizes.items() if size < bounds.gradient * max(sizes.values())}
 
 
+class _ByName(NamedTuple):
+    """Differences of each parameter. Of weights they are those of elements with a clear gradient, and of the others."""
+
+    gradients: dict[str, float]
+    first_weights: dict[str, tuple[float, float]]
+    weights: dict[str, tuple[float, float]]
+
+
+_Problem = tuple[str, int, str]
+"""Kind, iteration and words of something that is out of bounds."""
+
+
 def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differences = _NONE) -> Differences:
     """Compare ``other`` with ``reference``.
 
     ``rounding`` is what further runs of the reference differ in. It raises the bounds of gradients that are nothing but
     rounding, and of what follows from the first step, of that as much more as gradients differ more.
     """
-    losses = _of_series(reference.losses, other.losses)
-    norms = _of_series(reference.grad_norms, other.grad_norms)
-    gradients = gradient_differences(reference, other, bounds, rounding.noise)
     clear = _clear_gradients(reference, bounds, rounding.noise)
     rates, step = reference.learning_rates, reference.first_step
-    first_weights = _of_weights(reference.first_weights, other.first_weights, rates[step : step + 1], clear)
-    weights = _of_weights(reference.weights, other.weights, rates, clear)
+    names = _ByName(
+        gradient_differences(reference, other, bounds, rounding.noise),
+        _of_weights(reference.first_weights, other.first_weights, rates[step : step + 1], clear),
+        _of_weights(reference.weights, other.weights, rates, clear),
+    )
     found = Differences(
-        loss=_largest(losses),
-        grad_norm=_largest(norms),
-        gradient=_largest(gradients.values()) if gradients else None,
-        weights=_largest(clear_ones for clear_ones, _ in weights.values()),
-        other_weights=_largest(rest for _, rest in weights.values()),
+        loss=_largest(losses := _of_series(reference.losses, other.losses)),
+        grad_norm=_largest(norms := _of_series(reference.grad_norms, other.grad_norms)),
+        gradient=_largest(names.gradients.values()) if names.gradients else None,
+        weights=_largest(clear_ones for clear_ones, _ in names.weights.values()),
+        other_weights=_largest(rest for _, rest in names.weights.values()),
         first=None,
         losses=losses,
         norms=norms,
-        first_weights=_largest(clear_ones for clear_ones, _ in first_weights.values()),
+        first_weights=_largest(clear_ones for clear_ones, _ in names.first_weights.values()),
         noise=rounding.noise,
     )
+    differing = [name for name in reversed(names.gradients) if not names.gradients[name] <= bounds.gradient]
+    of_gradients = [("gradient", step + 1, _described(name, reference, other)) for name in differing]
+    before = _before_the_step(found, names, bounds, step + 1, of_gradients)
+    after = _after_the_step(found, names, bounds, step + 1, rounding)
+    kind, iteration, text = next(iter(before + after), ("", 0, None))
+    is_small = _small_gradients(reference, bounds).issuperset(differing) and before == of_gradients
+    may_be_rounding = is_small and bool(before or after)
+    return replace(found, first=text, kind=kind, iteration=iteration, may_be_rounding=may_be_rounding)
+
+
+def _before_the_step(
+    found: Differences, names: _ByName, bounds: Bounds, first: int, of_gradients: list[_Problem]
+) -> list[_Problem]:
+    """What is out of its bound, which is fixed, up to the step of iteration ``first``, in the order of training."""
+    drawn = [name for name, (_, rest) in names.first_weights.items() if not rest <= bounds.other_weights]
+    return [
+        *(("initial weights", first, f"initial {name}") for name in drawn),
+        *_beyond("loss", found.losses[:first], [bounds.loss] * first),
+        *of_gradients,
+        *_beyond("norm", found.norms[:first], [bounds.grad_norm] * first),
+    ]
+
+
+def _after_the_step(
+    found: Differences, names: _ByName, bounds: Bounds, first: int, rounding: Differences
+) -> list[_Problem]:
+    """The same from that step on, where bounds are raised as far as ``rounding`` is amplified."""
     growth = SAFETY * max(1.0, (found.gradient or 0.0) / (rounding.gradient or math.inf))
-    first, numbers = step + 1, range(1, len(losses) + 1)
-    differing = [name for name in reversed(gradients) if not gradients[name] <= bounds.gradient]
 
     def raised(bound: float, *measured: float) -> float:
         return max(bound, growth * _largest(measured))
 
-    before = [
-        *(("initial weights", first, f"initial {name}") for name, (_, rest) in first_weights.items()
-          if not rest <= bounds.other_weights),
-        *_beyond("loss", losses[:first], [bounds.loss] * first),
-        *(("gradient", first, _described(name, reference, other)) for name in differing),
-        *_beyond("norm", norms[:first], [bounds.grad_norm] * first),
-    ]  # fmt: skip
-    after = [
-        *(("step", first, f"{name} after the first step") for name, (clear_ones, _) in first_weights.items()
-          if not clear_ones <= raised(bounds.weights, rounding.first_weights)),
-        *_beyond("loss", losses, [raised(bounds.loss, *rounding.losses[first:n]) for n in numbers]),
-        *_beyond("norm", norms, [raised(bounds.grad_norm, *rounding.norms[first:n]) for n in numbers]),
-        *(("step", len(losses), f"final {name}") for name, (clear_ones, rest) in weights.items()
-          if not (clear_ones <= raised(bounds.weights, rounding.weights)
-                  and rest <= raised(bounds.other_weights, rounding.other_weights))),
-    ]  # fmt: skip
-    kind, iteration, text = next(iter(before + after), ("", 0, None))
-    is_small = _small_gradients(reference, bounds).issuperset(differing) and len(before) == len(differing)
-    may_be_rounding = is_small and bool(before or after)
-    return replace(found, first=text, kind=kind, iteration=iteration, may_be_rounding=may_be_rounding)
+    def is_beyond(clear_ones: float, rest: float) -> bool:
+        most, most_of_rest = (raised(getattr(bounds, of), getattr(rounding, of)) for of in ("weights", "other_weights"))
+        return not (clear_ones <= most and rest <= most_of_rest)
+
+    numbers, most = range(1, len(found.losses) + 1), raised(bounds.weights, rounding.first_weights)
+    stepped = [name for name, (clear_ones, _) in names.first_weights.items() if not clear_ones <= most]
+    ended = [name for name, differences in names.weights.items() if is_beyond(*differences)]
+    return [
+        *(("step", first, f"{name} after the first step") for name in stepped),
+        *_beyond("loss", found.losses, [raised(bounds.loss, *rounding.losses[first:n]) for n in numbers]),
+        *_beyond("norm", found.norms, [raised(bounds.grad_norm, *rounding.norms[first:n]) for n in numbers]),
+        *(("step", len(found.losses), f"final {name}") for name in ended),
+    ]
 
 
 _QUANTITIES = {"loss": "loss", "norm": "gradient norm"}
 
 
-def _beyond(kind: str, differences: Sequence[float], limits: Sequence[float]) -> list[tuple[str, int, str]]:
+def _beyond(kind: str, differences: Sequence[float], limits: Sequence[float]) -> list[_Problem]:
     numbered = enumerate(zip(differences, limits, strict=True), 1)
     return [(kind, n, f"{_QUANTITIES[kind]} of iteration {n}") for n, (one, limit) in numbered if not one <= limit]
 

@@ -125,17 +125,24 @@ def test_a_data_set_reads_as_the_text_it_was_made_of(run_ranks, programs, place:
     }
 
 
-def test_a_checkpoint_of_this_suite_with_documents_apart(run_ranks, train_in_ranks, programs, tmp_path: Path):
-    """Attention that stops at the end of a document, and hidden states with the sequence first, between stages, too."""
-    settings = "--train-iters 2 --batch-size 4 --eval-iters 0 --shape-order SBH --reset-attention-mask".split()
-    train_in_ranks(1, *settings, "--reset-position-ids", "--pre-tokens", "9", "--save", tmp_path / "ck")
+@pytest.mark.parametrize(
+    "flags",
+    ["--shape-order SBH --reset-attention-mask --pre-tokens 9", "--position-embedding-type rope"],
+    ids=["documents apart", "rotary positions"],
+)
+def test_a_checkpoint_of_this_suite_with_documents(run_ranks, train_in_ranks, programs, tmp_path: Path, flags: str):
+    """Attention and positions that restart in a document, and hidden states with the sequence first, on stages, too."""
+    settings = "--train-iters 2 --batch-size 4 --eval-iters 0 --init-method-std 0.2 --reset-position-ids".split()
+    train_in_ranks(1, *settings, *flags.split(), "--save", tmp_path / "ck")
     data = programs.data_arguments[1]
     words = ["--task", "PPL", "--valid-data", data, "--load", str(tmp_path / "ck"), "--overlapping-eval", "32"]
     alone, apart = (
-        run_ranks(size, evaluate_on_rank, [*words, *flags])[0] for size, flags in (LAYOUTS["DP1"], LAYOUTS["PP2"])
+        run_ranks(size, evaluate_on_rank, [*words, *more])[0] for size, more in (LAYOUTS["DP1"], LAYOUTS["PP2"])
     )
     assert alone["tokens"] > 5000
     assert apart["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    if "rope" in flags:
+        return
     given, wider = (
         run_ranks(1, evaluate_on_rank, [*words, "--shape-order", "BSH", "--pre-tokens", window])[0]["loss"]
         for window in ("9", "31")

@@ -18,7 +18,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tools.convert.inspection import find, read_config
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import TextGenerator
-from megatron.tools.inference.images import ImagePrompt, decoded, images_of_messages, marked, with_images
+from megatron.tools.inference.images import ImagePrompt, decoded, marked, with_images
 from megatron.tools.inference.model import LanguageModel, load_model
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import Source
@@ -52,14 +52,8 @@ def _transformers_tokens(model: torch.nn.Module, kind: str, prompt: ImagePrompt)
         mean, deviation = map(torch.tensor, PIXELS[kind])
         images["pixel_values"] = ((torch.from_numpy(prompt.images) / 255 - mean) / deviation).permute(0, 3, 1, 2)
     ids = torch.tensor([prompt])
-    output: Any = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        **images,
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=62,
-    )
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 62}
+    output: Any = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **images, **settings)
     tokens = output[0, len(prompt) :].tolist()
     return tokens[: tokens.index(62)] if 62 in tokens else tokens
 
@@ -117,12 +111,3 @@ def test_what_is_no_usable_image_is_an_error_of_one_line(content: bytes, message
     with pytest.raises(DataError, match=message) as error:
         decoded(content, 28)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:9/a.png", "file:///etc/passwd", "data:text/plain;base64,AA", None, 3]
-)
-def test_nothing_is_fetched(url: Any):
-    content = [{"type": "image_url", "image_url": {"url": url}}]
-    with pytest.raises(DataError, match="nothing is fetched"):
-        images_of_messages([{"role": "user", "content": content}], 28, 1)

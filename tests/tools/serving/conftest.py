@@ -28,19 +28,8 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(programs: Programs, endless: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """tools/serve.py with that model; one request is in work and one may wait, and bodies are short."""
     log = tmp_path_factory.mktemp("server") / "log"
-    words = (
-        "--max-tokens",
-        POSITIONS,
-        "--max-batch-size",
-        1,
-        "--max-waiting",
-        1,
-        "--max-choices",
-        4,
-        "--max-body-bytes",
-        4000,
-    )
-    command = (sys.executable, "tools/serve.py", "--load", endless, *map(str, words))
+    most = f"--max-tokens {POSITIONS} --max-batch-size 1 --max-waiting 1 --max-choices 4 --max-body-bytes 4000"
+    command = (sys.executable, "tools/serve.py", "--load", endless, *most.split())
     with served(programs, log, *command, key="open-sesame") as running:
         yield running
     assert "Traceback" not in log.read_text() and "open-sesame" not in log.read_text()

@@ -99,7 +99,8 @@ def test_images_of_a_chat_become_placeholders():
     assert list(prompt) == [*[model.image_token_id] * model.image_tokens, *map(ord, "\nhm?")]
     assert (prompt.images == (0, 0, 255)).all() and prompt.images.shape == (1, 28, 28, 3)
     for urls, message in (
-        (["http://127.0.0.1:9/a.png"], "nothing is fetched"),
+        *(([other], "nothing is fetched") for other in ("http://127.0.0.1:9/a.png", "file:///etc/passwd", None, 3)),
+        (["data:text/plain;base64,AA"], "nothing is fetched"),
         ([url[:-4] + "?"], "not base64"),
         ([url[:60]], "image"),
         ([url] * 5, "more than 4 images"),
