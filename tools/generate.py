@@ -52,8 +52,8 @@ from megatron.tools.inference.prompts import (
 from megatron.tools.inference.source import Source
 
 if TYPE_CHECKING:
+    from megatron.tools.inference.generator import Session
     from megatron.tools.inference.model import LanguageModel
-    from megatron.tools.inference.session import Session
 
 INTERVALS = {
     "num_samples": "[1, inf)",
@@ -85,8 +85,8 @@ def main() -> None:
     prompts = _prompts(args, source, limits, chat, images)
     prepare_environment(os.environ)
 
+    from megatron.tools.inference.generator import broadcast
     from megatron.tools.inference.model import opened_model
-    from megatron.tools.inference.session import broadcast
 
     with opened_model(source, ranks, args.dtype) as model:
         session = replace(_session(args, source, limits, model, chat), images=images)
@@ -102,8 +102,7 @@ def _session(
 ) -> "Session":
     """The model, with the settings of its use from the flags."""
     from megatron.tools.inference.decoding import BeamSearch, Sampling
-    from megatron.tools.inference.generator import TextGenerator
-    from megatron.tools.inference.session import Session
+    from megatron.tools.inference.generator import Session, TextGenerator
 
     generator = TextGenerator(model, source.tokenizer, use_cache=not args.recompute)
     sampling = Sampling(

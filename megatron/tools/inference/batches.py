@@ -175,14 +175,9 @@ class TextToTextBatch(DecodingBatch):
         return self._model.gathered(run_in_order(self._back, hidden[:, -1:]).squeeze(1))
 
 
-def continues(model: LanguageModel) -> bool:
-    """Whether completions continue the prompts; those of a model with an encoder are separate texts."""
-    return not model.config.encoder_num_layers
-
-
 def new_tokens_after(model: LanguageModel, prompt: Sequence[int], limits: StoppingCriteria) -> int:
     """How many tokens may follow ``prompt``. Raises ConfigError if it is empty or too long."""
-    if continues(model):
+    if model.continues:
         return checked_length(prompt, limits) - len(prompt)
     bounded = model.config.has_position_table
     checked_length(prompt, replace(limits, new_tokens=1, out_seq_length=None, slides=not bounded))
@@ -194,6 +189,6 @@ def decoding_batch(
     model: LanguageModel, prompts: Sequence[Sequence[int]], *, context: int, use_cache: bool
 ) -> DecodingBatch:
     """What continues the prompts, or writes a target for each if the model has an encoder; see ``DecodingBatch``."""
-    if not continues(model):
+    if not model.continues:
         return TextToTextBatch(model, prompts, use_cache=use_cache)
     return DecodingBatch(model, prompts, context=context, use_cache=use_cache)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.batches import DecodingBatch, continues, decoding_batch, new_tokens_after
+from megatron.tools.inference.batches import DecodingBatch, decoding_batch, new_tokens_after
 from megatron.tools.inference.decoding import NOT_FINITE, Logprobs, Row, Sampling, choose, logprobs, sample_generator
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
@@ -186,7 +186,7 @@ class ContinuousBatch:
             number,
             sample,
             new_tokens,
-            Detokenizer(self._tokenizer, prompt if continues(self._model) else (), joining.limits.stop),
+            Detokenizer(self._tokenizer, prompt if self._model.continues else (), joining.limits.stop),
             joining.request,
             sampling,
             sample_generator(sampling.seed, prompt, joining.first_sample + sample),

@@ -1,15 +1,28 @@
-"""Text generation: continuations of prompts, streamed or at once."""
+"""Text generation: completions of prompts, and the modes of tools/generate.py, in which rank 0 prints or writes them.
 
+Every rank makes the same calls.
+"""
+
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import IO, Any, TypeVar
 
-from megatron.common.errors import NumericsError
+import torch.distributed as dist
+
+from megatron.common.errors import ConfigError, NumericsError
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.batches import continues, new_tokens_after
+from megatron.tools.chat.template import ChatPrompts
+from megatron.tools.command_line import progress_bar
+from megatron.tools.inference.batches import new_tokens_after
 from megatron.tools.inference.continuous_batch import ContinuousBatch, Detokenizer, Joining, Piece, Writer
 from megatron.tools.inference.decoding import BeamSearch, Sampling, search_beams
+from megatron.tools.inference.images import ImageReader
 from megatron.tools.inference.model import LanguageModel
-from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.inference.prompts import Prompt, StoppingCriteria, tokenized
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,8 +50,6 @@ class TextGenerator:
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, *, use_cache: bool = True):
         """``use_cache=False`` recomputes keys and values for each token."""
         self.model, self.tokenizer, self._use_cache = model, tokenizer, use_cache
-        self.continues = continues(model)
-        """Whether completions continue the prompts; those of a model with an encoder are separate texts."""
 
     def batch(self) -> ContinuousBatch:
         """An empty batch, for completions that begin and end at different times."""
@@ -56,7 +67,7 @@ class TextGenerator:
         """A piece for each token of ``samples`` completions of each prompt, computed as one batch.
 
         The caller may stop iterating at any time. A completion depends only on the seed, the prompt and its index,
-        counted from ``first_sample``.
+        counted from ``first_sample``. Raises NumericsError on the way if logits are not finite.
         """
         batch = self.batch()
         batch.join(Joining(None, prompts, sampling, limits, samples, first_sample))
@@ -94,17 +105,145 @@ class TextGenerator:
 
     def _completion(self, prompt: Sequence[int], tokens: Sequence[int]) -> Completion:
         completion = Completion()
-        writer = Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt if self.continues else ()))
+        writer = Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt if self.model.continues else ()))
         for token in tokens:
             completion.add(writer.take(token, self.tokenizer.eod))
         return completion
 
 
 def _pieces(batch: ContinuousBatch) -> Iterator[Piece]:
-    """All that is left of the completions of ``batch``, step by step. Raises NumericsError if logits are not finite."""
     while batch:
         pieces = [piece for _, piece in batch.choose()]
         if any(piece.finish_reason == "error" for piece in pieces):
             raise NumericsError("the model's logits are not finite: check its weights; with --fp16 try --bf16")
         yield from pieces
         batch.advance()
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model, with the settings of its use."""
+
+    generator: TextGenerator
+    sampling: Sampling
+    limits: StoppingCriteria
+    samples: int
+    """Completions of each prompt."""
+    beams: BeamSearch | None
+    """Beam search, instead of sampling."""
+    batch_size: int
+    """Completions computed together, if many are written to a file."""
+    is_main_rank: bool
+    """Whether this rank prints."""
+    chat: ChatPrompts | None = None
+    """For prompts that are what a user says."""
+    images: ImageReader | None = None
+    """Of a model that reads images."""
+
+    def show(self, prompt: Prompt) -> str:
+        """Print a prompt with its completions; a single one is streamed. Returns the first."""
+        if self.samples == 1 and self.beams is None:
+            self._print(prompt.text if self.generator.model.continues else "")
+            [[completion]] = self._complete([prompt.tokens], 1, on_text=self._print)
+            self._print("\n")
+            return completion.text
+        completions = self._complete([prompt.tokens], self.samples)[0]
+        for number, completion in enumerate(completions, start=1):
+            heading = f"--- {number}\n" if self.samples > 1 else ""
+            self._print(f"{heading}{prompt.text if self.generator.model.continues else ''}{completion.text}\n")
+        return completions[0].text
+
+    def converse(self) -> None:
+        """Continue each line of input, or answer it after what was said before."""
+        history: list[dict[str, str]] = []
+        while (line := broadcast(self._input())) is not None:
+            try:
+                asked = [("input", line, dict[str, Any]())]
+                [prompt] = tokenized(asked, self.generator.tokenizer, self.limits, self.chat, history, self.images)
+                answer = self.show(prompt)
+                history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+            except ConfigError as error:
+                self._print(f"{error}\n")
+        self._print("\n")
+
+    def write_completions(self, prompts: Sequence[Prompt], file: IO[str], *, as_json: bool) -> None:
+        """Write each prompt with its completions, in order: as JSON lines, or text with an empty line after each."""
+        each = max(self.batch_size // self.samples, 1)
+        for begin in self._steps(len(prompts), each, "prompt"):
+            batch = prompts[begin : begin + each]
+            done = self._complete([prompt.tokens for prompt in batch], self.samples)
+            for prompt, completions in zip(batch, done, strict=True):
+                if as_json:
+                    _write_line(
+                        file, {**prompt.record, "completions": [_record(completion) for completion in completions]}
+                    )
+                else:
+                    before = prompt.text if self.generator.model.continues else ""
+                    file.writelines(f"{before}{completion.text}\n\n" for completion in completions)
+
+    def write_documents(self, file: IO[str]) -> None:
+        """Write completions of an end of document alone, as JSON lines."""
+        beginning = [self.generator.tokenizer.eod]
+        size = self.batch_size if self.beams is None else self.samples  # one search returns all of them
+        for begin in self._steps(self.samples, size, "text"):
+            count = min(size, self.samples - begin)
+            for completion in self._complete([beginning], count, first=begin)[0]:
+                finished = completion.finish_reason == "stop"
+                _write_line(file, {"text": completion.text, "length": len(completion.tokens), "finished": finished})
+
+    def _complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        *,
+        first: int = 0,
+        on_text: Callable[[str], None] = lambda text: None,
+    ) -> list[list[Completion]]:
+        if self.beams is not None:
+            return [self.generator.search(prompt, self.beams, self.limits)[:samples] for prompt in prompts]
+        return self.generator.complete(
+            prompts,
+            self.sampling,
+            self.limits,
+            samples=samples,
+            first_sample=first,
+            on_piece=lambda piece: on_text(piece.text),
+        )
+
+    def _input(self) -> str | None:
+        """The next line of input on rank 0; None at its end, and on other ranks."""
+        try:
+            return input("> ") if self.is_main_rank else None
+        except EOFError:
+            return None
+
+    def _print(self, text: str) -> None:
+        if self.is_main_rank:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _steps(self, total: int, size: int, unit: str) -> Iterator[int]:
+        """First index of each batch, with a progress bar on the terminal of rank 0."""
+        with progress_bar(total=total, unit=unit, shown=self.is_main_rank) as progress:
+            for begin in range(0, total, size):
+                yield begin
+                progress.update(min(size, total - begin))
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's ``value``, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _record(completion: Completion) -> dict[str, str | int | None]:
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "new_tokens": len(completion.tokens),
+    }
+
+
+def _write_line(file: IO[str], record: dict) -> None:
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")

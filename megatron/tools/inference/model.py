@@ -44,6 +44,11 @@ class LanguageModel:
     config: ModelConfig
     tensor_group: ProcessGroup
 
+    @property
+    def continues(self) -> bool:
+        """Whether what it writes continues the prompt; with an encoder it is a text of its own."""
+        return not self.config.encoder_num_layers
+
     def next_logits(
         self,
         tokens: Tensor,

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.programs import Programs
@@ -12,9 +13,8 @@ from support.refusals import refusal
 
 from megatron.tools.chat.template import ChatPrompts, ChatTemplate, special_tokens
 from megatron.tools.inference.decoding import Sampling
-from megatron.tools.inference.generator import Completion
+from megatron.tools.inference.generator import Completion, Session
 from megatron.tools.inference.prompts import StoppingCriteria, read_prompts
-from megatron.tools.inference.session import Session
 from megatron.tools.inference.source import open_source
 
 TOOL = "tools/generate.py"
@@ -96,7 +96,7 @@ def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
     prompts = []
 
     class Echo:
-        continues = True
+        model = SimpleNamespace(continues=True)
 
         def complete(self, tokens, *_, on_piece, **__):
             prompts.append(self.tokenizer.detokenize(tokens[0]))
@@ -105,7 +105,7 @@ def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
     Echo.tokenizer = tokenizer
     session = Session(Echo(), Sampling(), StoppingCriteria(128), 1, None, batch_size=1, is_main_rank=True, chat=chat)
     lines = iter(["the", "<|endoftext|>", "value", None])
-    monkeypatch.setattr("megatron.tools.inference.session.broadcast", lambda _: next(lines))
+    monkeypatch.setattr("megatron.tools.inference.generator.broadcast", lambda _: next(lines))
     monkeypatch.setattr(Session, "_input", lambda _: None)
     session.converse()
     assert prompts == ["u the\na", "u the\na yes\nu value\na"]
