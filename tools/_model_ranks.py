@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,20 +89,17 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
 
     Raises CheckpointError if its weights are incomplete.
     """
-    from megatron.engines import deepspeed_silenced, silence_known_warnings
-    from megatron.launch.distributed import distributed
     from megatron.tools.evaluation.scoring import open_forward
+    from megatron.tools.inference import model
 
-    silence_known_warnings()
     parallel = ParallelConfig(
         model_parallel_size=args.model_parallel_size or 1,
         pipe_parallel_size=args.pipe_parallel_size,
         world_size=world_size(os.environ),
     )
-    with distributed(parallel) as layout:
-        with deepspeed_silenced(verbose=False):
-            model = open_forward(source, layout, args.dtype, pipeline=parallel.uses_pipeline)
-        yield model
+    load = partial(open_forward, source, dtype=args.dtype, pipeline=parallel.uses_pipeline)
+    with model.opened(parallel, load) as opened_model:
+        yield opened_model
 
 
 def write_result(result: Mapping[str, Any], file: Path | None) -> None:

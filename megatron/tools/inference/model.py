@@ -6,7 +6,7 @@ with opened_model(source, ranks, "bf16") as model:     # this rank's shard, in e
 b batch, q new tokens, h hidden, v vocabulary, t tensor-parallel size
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,7 @@ from megatron.tools.convert.load_and_save import read_model
 from megatron.tools.inference.cache import CachedDecoding, KeyValueCache, cached_decoding
 from megatron.tools.inference.source import Source, config_on
 
+T = TypeVar("T")
 Module = TypeVar("Module", bound=nn.Module)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -119,15 +120,26 @@ class LanguageModel:
 
 @contextmanager
 def opened_model(source: Source, ranks: int, dtype: str) -> Iterator[LanguageModel]:
-    """The model on ``ranks`` tensor-parallel ranks, whose process group ends with the block.
+    """The model on ``ranks`` tensor-parallel ranks, see ``opened``. Raises as ``load_model``."""
 
-    Needs a prepared environment. Raises as ``load_model``.
+    def load(layout: ParallelLayout) -> LanguageModel:
+        return LanguageModel(load_model(source, layout, dtype), source.config, layout.tensor_group)
+
+    with opened(ParallelConfig(model_parallel_size=ranks, world_size=ranks), load) as model:
+        yield model
+
+
+@contextmanager
+def opened(parallel: ParallelConfig, load: Callable[[ParallelLayout], T]) -> Iterator[T]:
+    """What ``load`` returns on the ranks of this run, whose process group ends with the block.
+
+    Needs a prepared environment.
     """
     silence_known_warnings()
-    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
+    with distributed(parallel) as layout:
         with deepspeed_silenced(verbose=False):
-            module = load_model(source, layout, dtype)
-        yield LanguageModel(module, source.config, layout.tensor_group)
+            model = load(layout)
+        yield model
 
 
 def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> SequentialModel:

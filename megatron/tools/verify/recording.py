@@ -25,7 +25,7 @@ from megatron.engines.overrides import collectives_wrapped
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.parallel.tensor.layers import ColumnParallelLinear, WeightInit
-from megatron.tools.verify.shards import Key, Name, Place
+from megatron.tools.verify.shards import Key, Name, Place, Rank
 from megatron.training import setup
 
 _GROUPS = ("tensor", "data", "pipe", "ring", "ulysses", "sequence", "replica", "expert", "expert_data")
@@ -46,7 +46,8 @@ def record_run(folder: str, iteration: int) -> None:
             recorder = Recorder(engine, run, layout)
             with recorder.recording():
                 loss = train_batch(batches)
-            recorder.save(Path(folder) / f"rank{layout.rank}.pt")
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            torch.save(recorder.rank, Path(folder) / f"rank{layout.rank}.pt")
             return loss
 
         engine.train_batch = train_recorded
@@ -73,20 +74,23 @@ class Recorder:
     """What one rank has computed of the iteration that runs."""
 
     def __init__(self, engine: Engine, run: RunConfig, layout: ParallelLayout):
-        self._engine, self._run, self._layout = engine, run, layout
-        self._tensors: dict[Key, Tensor] = {}
-        self._consumers: dict[Name, list[str]] = defaultdict(list)
-        self._inputs: dict[str, list[Name]] = {}
-        self._collectives: dict[tuple[str, bool], list[str]] = defaultdict(list)
-        self._classes: dict[str, str] = {}
-        self._weights: dict[str, list[float]] = {}
-        self._parts: dict[str, int] = {}
+        self._engine, self._layout = engine, layout
+        self._micro_batches = engine.gradient_accumulation_steps()
+        model, data = run.model, layout.data_group
+        senders = [layout.rank] if layout.expert_group is None else dist.get_process_group_ranks(layout.expert_group)
+        self.rank = Rank(
+            layout.rank,
+            _place(layout),
+            vocabulary=(model.vocab_size, model.padded_vocab_size),
+            lengths=(run.data.seq_length, run.data.decoder_seq_length or 0),
+            experts=model.num_experts,
+            senders=[(dist.get_group_rank(data, rank) - data.rank()) * self._micro_batches for rank in senders],
+        )
         self._instruction = Instruction("")
         self._calls: Counter[str] = Counter()
         self._running: list[str] = []
         self._last_gradient = ""
         self._layers = list(_layers(engine.module))
-        self._micro_batches = engine.gradient_accumulation_steps()
         self._gradient_scale = self._micro_batches / float(getattr(engine.optimizer, "loss_scale", 1.0))
 
     @contextmanager
@@ -109,27 +113,6 @@ class Recorder:
             stack.callback(setattr, self._engine, "hooks", hooks)
             stack.enter_context(collectives_wrapped(self._wrap))
             yield
-
-    def save(self, path: Path) -> None:
-        """Write what has been recorded, as ``shards.Rank`` reads it."""
-        model, layout, data = self._run.model, self._layout, self._layout.data_group
-        senders = [layout.rank] if layout.expert_group is None else dist.get_process_group_ranks(layout.expert_group)
-        recorded = {
-            "place": tuple(_place(layout)),
-            "tensors": {(key[0], tuple(key[1]), key[2]): tensor for key, tensor in self._tensors.items()},
-            "inputs": {layer: [tuple(name) for name in names] for layer, names in self._inputs.items()},
-            "consumers": {tuple(name): users for name, users in self._consumers.items()},
-            "collectives": dict(self._collectives),
-            "classes": self._classes,
-            "weights": self._weights,
-            "parts": self._parts,
-            "vocabulary": (model.vocab_size, model.padded_vocab_size),
-            "lengths": (self._run.data.seq_length, self._run.data.decoder_seq_length or 0),
-            "experts": model.num_experts,
-            "senders": [(dist.get_group_rank(data, rank) - data.rank()) * self._micro_batches for rank in senders],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(recorded, path)
 
     @contextmanager
     def _instruct(self, instruction: Instruction) -> Iterator[None]:
@@ -163,25 +146,25 @@ class Recorder:
             for part, tensor in enumerate(tensors):
                 if not hasattr(tensor, "recorded_as"):
                     self._record(Name(f"{name}.input", part=part), tensor)
-            self._inputs[name] = [tensor.recorded_as for tensor in tensors]  # type: ignore[attr-defined]
+            self.rank.inputs[name] = [tensor.recorded_as for tensor in tensors]  # type: ignore[attr-defined]
         self._note_inputs(name, tensors)
 
     def _leave(self, layer: "_Layer", path: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         name = self._running.pop()
-        if self._is_forward and name not in self._classes:
-            self._classes[name] = type(module).__name__
+        if self._is_forward and name not in self.rank.classes:
+            self.rank.classes[name] = type(module).__name__
             weights = (weight.detach().double() for weight in module.parameters(recurse=False))
-            self._weights[name] = [weight.norm().item() for weight in weights]
+            self.rank.weights[name] = [weight.norm().item() for weight in weights]
         if isinstance(module, ColumnParallelLinear) and module.weight.dim() == 3:
-            self._parts[name] = module.weight.size(0)
+            self.rank.parts[name] = module.weight.size(0)
         self._record_output(name, output)
 
     def _note_inputs(self, module: str, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if hasattr(tensor, "recorded_as"):
-                self._consumers[tensor.recorded_as].append(module)
+                self.rank.consumers[tensor.recorded_as].append(module)
 
     def _record_output(self, module: str, output: Any) -> None:
         """Record what a module returns, but for what an inner module has returned or its caller has passed to it."""
@@ -195,13 +178,13 @@ class Recorder:
         tensor.recorded_as = name  # type: ignore[attr-defined]
         key = Key(self._micro_batch, name)
         if self._is_forward:
-            self._tensors[key] = tensor.detach().to("cpu", copy=True)
+            self.rank.tensors[key] = tensor.detach().to("cpu", copy=True)
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor.register_hook(partial(self._on_gradient, key._replace(is_gradient=True)))
 
     def _on_gradient(self, key: Key, gradient: Tensor) -> None:
         self._last_gradient = key.name.module
-        self._tensors[key] = gradient.detach().to("cpu", torch.float32, copy=True) * self._gradient_scale
+        self.rank.tensors[key] = gradient.detach().to("cpu", torch.float32, copy=True) * self._gradient_scale
 
     def _loss(self, loss_fn: Callable, outputs: Any, targets: Any) -> Tensor:
         self._record_output("targets", targets)
@@ -216,9 +199,9 @@ class Recorder:
             group = next((one for one in (*arguments, *options.values()) if isinstance(one, ProcessGroup)), None)
             module = self._running[-1] if self._running else self._last_gradient
             called = f"{name} of the {self._axis(group)} group"
-            self._collectives["iteration", False].append(called)
+            self.rank.collectives["iteration", False].append(called)
             if self._instruction.micro_batch in (None, 1):
-                self._collectives[module, not self._running].append(called)
+                self.rank.collectives[module, not self._running].append(called)
             return function(*arguments, **options)
 
         return call

@@ -3,7 +3,9 @@
 The part that a rank should have follows from the shapes of the full tensor and its own, and from its place.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -74,36 +76,44 @@ class Cut(NamedTuple):
         return torch.cat([chunks[one] for one in chunks_of(self.number, self.size)], self.dim)
 
 
+@dataclass
 class Rank:
-    """The recording of one rank."""
+    """What one rank has recorded, and what it has to do with tensors of one process."""
 
-    def __init__(self, path: Path):
-        recorded = torch.load(path)
-        self.number = int(path.stem.removeprefix("rank"))
-        self.place = Place(*recorded["place"])
-        self.tensors = {Key(at, Name(*name), back): x for (at, name, back), x in recorded["tensors"].items()}
-        self.inputs = {layer: [Name(*name) for name in names] for layer, names in recorded["inputs"].items()}
-        self.consumers = {Name(*name): users for name, users in recorded["consumers"].items()}
-        self.collectives: dict[tuple[str, bool], list[str]] = recorded["collectives"]
-        self.classes: dict[str, str] = recorded["classes"]
-        self.weights: dict[str, list[float]] = recorded["weights"]
-        self._parts: dict[str, int] = recorded["parts"]
-        self._vocab_size, self._padded_vocab_size = recorded["vocabulary"]
-        self._lengths: tuple[int, ...] = recorded["lengths"]
-        self._experts: int = recorded["experts"]
-        self._senders: list[int] = recorded["senders"]
+    number: int
+    place: Place
+    vocabulary: tuple[int, int]
+    """Its size without and with padding."""
+    lengths: tuple[int, int]
+    """Of the sequences of the model, and of its decoder or 0."""
+    experts: int
+    senders: list[int]
+    """For each rank that sends tokens to experts here: how many micro-batches its own are after those of this rank."""
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    inputs: dict[str, list[Name]] = field(default_factory=dict)
+    """Of each layer."""
+    consumers: dict[Name, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """The modules that read a tensor."""
+    collectives: dict[tuple[str, bool], list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By the module, and whether it is in its backward pass."""
+    classes: dict[str, str] = field(default_factory=dict)
+    """Of each module, its name."""
+    weights: dict[str, list[float]] = field(default_factory=dict)
+    """Norms of the weights of each module."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """Matrices that are side by side in the weight of a module."""
 
     def expected(
         self, name: Name, full: Tensor, shape: torch.Size, reference: "Rank"
     ) -> tuple[Tensor, tuple[Cut, ...]] | None:
         """The part of ``full`` that has ``shape`` on this rank; None if the shapes are not those of a part."""
-        size, padded = self._vocab_size, self._padded_vocab_size
-        if shape and (full.size(-1), shape[-1] * self.place.tensor[1]) == (reference._padded_vocab_size, padded):
+        size, padded = self.vocabulary
+        if shape and (full.size(-1), shape[-1] * self.place.tensor[1]) == (reference.vocabulary[1], padded):
             full = F.pad(full[..., :size], (0, padded - size))
-        parts = self._parts.get(name.module, 1)
+        parts = self.parts.get(name.module, 1)
         if parts > 1:
             full, shape = full.unflatten(-1, (parts, -1)), torch.Size((*shape[:-1], parts, shape[-1] // parts))
-        cuts = None if full.dim() != len(shape) else cuts_of(self.place, full.shape, shape, self._lengths)
+        cuts = None if full.dim() != len(shape) else cuts_of(self.place, full.shape, shape, self.lengths)
         if cuts is None:
             return None
         for cut in cuts:
@@ -150,14 +160,14 @@ def _rows_of_experts(rank: Rank, key: Key, reference: Rank) -> Tensor | None:
     index, size = rank.place.expert
     router = Name(f"{key.name.module.partition('.experts')[0]}.router", part=1)
     by_sender = []
-    for offset in rank._senders:
+    for offset in rank.senders:
         sent = key._replace(micro_batch=key.micro_batch + offset)
         rows, chosen = reference.tensors.get(sent), reference.tensors.get(Key(sent.micro_batch, router))
-        counts = [] if chosen is None else chosen.flatten().bincount(minlength=rank._experts)[: rank._experts].tolist()
+        counts = [] if chosen is None else chosen.flatten().bincount(minlength=rank.experts)[: rank.experts].tolist()
         if rows is None or sum(counts) != len(rows):
             return None
         by_sender.append(rows.split(counts))
-    count = rank._experts // size
+    count = rank.experts // size
     return torch.cat([rows[n] for n in range(index * count, (index + 1) * count) for rows in by_sender])
 
 
@@ -174,7 +184,8 @@ class Recording:
     """What the ranks of a run have recorded of an iteration."""
 
     def __init__(self, folder: Path):
-        self.ranks = [Rank(path) for path in sorted(folder.glob("rank*.pt"))]
+        files = sorted(folder.glob("rank*.pt"))
+        self.ranks: list[Rank] = [torch.load(file, weights_only=False) for file in files]  # this tool's own
         self.names = {name for rank in self.ranks for _, name, _ in rank.tensors}
         self.classes = {module: kind for rank in self.ranks for module, kind in rank.classes.items()}
 
