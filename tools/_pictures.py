@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,6 +127,17 @@ def experts() -> str:
     for x in (1.5, 4.5):
         axes.text(x, 3.5, "all-to-all", ha="center", fontsize=9)
     axes.set(xlim=(-0.8, 6.8), ylim=(-0.5, 3.9))
+    return as_svg(figure)
+
+
+def learning_rate_curves(curves: Mapping[str, Sequence[float]]) -> str:
+    """A line for each of ``curves``, the learning rates of iterations 0, 1, ...; each pair has a color."""
+    figure, (axes,) = _panels(8, 3.5, 1, is_bare=False)
+    for number, (name, rates) in enumerate(curves.items()):
+        axes.plot(rates, color=f"C{number // 2}", linestyle=("-", "--")[number % 2], label=name)
+    axes.set(xlabel="iteration", ylabel="learning rate")
+    axes.set_ylim(bottom=0)
+    axes.legend()
     return as_svg(figure)
 
 

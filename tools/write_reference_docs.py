@@ -14,7 +14,7 @@ from typing import Any
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
-from _pictures import PICTURES
+from _pictures import PICTURES, learning_rate_curves
 from _recipe_table import RECIPES_COLUMNS, recipe_row, recipes
 
 from megatron.cli.classic_flags import OUTCOMES
@@ -31,7 +31,7 @@ from megatron.parallel.pipeline.simulation import PassSeconds, in_flight
 from megatron.tools.command_line import ToolParser, output_folder, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
 from megatron.tools.planning.schedule_costs import idle_share
-from megatron.tools.reporting.pictures import draw_learning_rates, draw_schedules
+from megatron.tools.reporting.pictures import draw_schedules
 from megatron.training import learning_rates
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,7 +167,7 @@ def main() -> None:
         "models.md": with_table("models.md", "presets", PRESETS_COLUMNS, map(preset_row, PRESETS)),
         "parallelism.md": with_table("parallelism.md", "schedules", SCHEDULES_COLUMNS, map(schedule_row, EXAMPLES)),
         "images/schedules.svg": draw_schedules(EXAMPLES),
-        "images/learning_rates.svg": draw_learning_rates(rates()),
+        "images/learning_rates.svg": learning_rate_curves(rates()),
         RECIPES: with_table(RECIPES, "recipes", RECIPES_COLUMNS, map(recipe_row, recipes())),
         **{f"images/{name}.svg": draw() for name, draw in PICTURES.items()},
     }

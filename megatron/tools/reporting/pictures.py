@@ -189,20 +189,6 @@ def draw_schedules(schedules: Sequence[Schedule]) -> str:
     return as_svg(figure)
 
 
-def draw_learning_rates(curves: Mapping[str, Sequence[float]]) -> str:
-    """A line for each of ``curves``, the learning rates of iterations 0, 1, ...; each pair has a color."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for number, (name, rates) in enumerate(curves.items()):
-        axes.plot(rates, color=f"C{number // 2}", linestyle=("-", "--")[number % 2], label=name)
-    axes.set(xlabel="iteration", ylabel="learning rate")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    return as_svg(figure)
-
-
 def draw_expert_loads(loads: Mapping[int, Mapping[int, Points]]) -> str:
     """A map of each layer, with a row for each expert and a column for one or more iterations; of many layers some.
 
