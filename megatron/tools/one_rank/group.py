@@ -7,7 +7,7 @@ through many layers, would grow; received is noise.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -136,13 +136,8 @@ class OneRankGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
         """The rank's own tensor from every rank."""
-
-        def deliver() -> None:
-            for parts, own in zip(outputs, inputs, strict=True):
-                for part in parts:
-                    part.copy_(own)
-
-        return self.do(deliver, "all_gather", [part for parts in outputs for part in parts], inputs)
+        copies = ((part, own) for parts, own in zip(outputs, inputs, strict=True) for part in parts)
+        return self.do(_copied(copies), "all_gather", [part for parts in outputs for part in parts], inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> FinishedWork:
         """The same into one tensor; one that has this rank's part already has earlier ones of the others, too."""
@@ -155,14 +150,9 @@ class OneRankGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> FinishedWork:
         """The rank's own part."""
-
-        def deliver() -> None:
-            for output, parts in zip(outputs, inputs, strict=True):
-                output.copy_(parts[self.rank()])
-
-        return self.do(
-            deliver, "reduce_scatter", outputs, [part for parts in inputs for part in parts], None, _of(opts)
-        )
+        copies = ((output, parts[self.rank()]) for output, parts in zip(outputs, inputs, strict=True))
+        every = [part for parts in inputs for part in parts]
+        return self.do(_copied(copies), "reduce_scatter", outputs, every, None, _of(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> FinishedWork:
         """The same of one tensor."""
@@ -176,12 +166,8 @@ class OneRankGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
     ) -> FinishedWork:
         """From each rank what this one sends to it, as far as it is that much, and then again."""
-
-        def deliver() -> None:
-            _fill(output, input)
-
         detail = f"receiving {list(output_sizes)}, sending {list(input_sizes or [])}" if output_sizes else ""
-        return self.do(deliver, "all_to_all", [output], [input], None, detail)
+        return self.do(lambda: _fill(output, input), "all_to_all", [output], [input], None, detail)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
         """The same with a tensor for each rank."""
@@ -195,12 +181,7 @@ class OneRankGroup(dist.ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
         """At the root, the rank's own tensor from every rank."""
         parts = [part for parts in outputs for part in parts]
-
-        def deliver() -> None:
-            for part in parts:
-                part.copy_(inputs[0])
-
-        return self.do(deliver, "gather", parts, inputs, opts.rootRank)
+        return self.do(_copied((part, inputs[0]) for part in parts), "gather", parts, inputs, opts.rootRank)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> FinishedWork:
         """At the root its own part; else noise."""
@@ -222,6 +203,16 @@ class OneRankGroup(dist.ProcessGroup):
 
 
 def _nothing() -> None: ...
+
+
+def _copied(copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """Copies the second of each pair of tensors into the first, once it is called."""
+
+    def deliver() -> None:
+        for target, source in copies:
+            target.copy_(source)
+
+    return deliver
 
 
 def _name(reduction: Any) -> str:
