@@ -1,6 +1,7 @@
 """Output files and folders of the tools, written completely or not at all."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,6 +32,13 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
             yield file
             if was_read(path):
                 raise ConfigError(f"{flag} {path} is an input of this command; name another file")
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write ``content`` to the file of ``--json``, if there is one. Raises as ``atomic_file``."""
+    if path is not None:
+        with atomic_file(path, "--json") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager

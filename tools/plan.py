@@ -14,12 +14,11 @@ Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 
 import argparse
 import gc
-import json
 import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import atomic_file, write_json
 
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
@@ -72,8 +71,7 @@ def main() -> None:
         raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")
     print("\n".join(describe_plan(plan, request, args.top)), flush=True)
     if args.json:
-        with atomic_file(args.json, "--json") as file:
-            file.write(json.dumps(as_json(plan, request, args.top), indent=2) + "\n")
+        write_json(args.json, as_json(plan, request, args.top))
     if not plan.fitting:
         sys.exit(1)
     _hand_over(args, plan.fitting[args.choose - 1])

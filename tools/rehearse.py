@@ -13,12 +13,11 @@ Exit code 0: each rank fits; 1: one does not; 2: wrong usage; 7: this machine ha
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import write_json
 
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_json
@@ -60,9 +59,7 @@ def main() -> None:
     expected = None if args.fake else Expected(run, machine, ranks)
     if expected is not None:
         print("\n" + "\n".join(describe_expected(expected)), flush=True)
-    if args.json:
-        with atomic_file(args.json, "--json") as file:
-            file.write(json.dumps(as_json(run, ranks, expected), indent=2) + "\n")
+    write_json(args.json, as_json(run, ranks, expected))
     if any(rank["memory_bytes"]["peak"] > room for rank in ranks):
         sys.exit(1)
 

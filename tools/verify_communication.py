@@ -18,15 +18,13 @@ nothing uses a buffer before the operation on it was waited for. docs/communicat
 Exit code 0: no rank can hang; 6: one can, and why is printed; 2: wrong usage.
 """
 
-import json
 import os
 import tempfile
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import write_json
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.tools.command_line import ToolParser, check_values, output_file, run_tool
@@ -67,7 +65,7 @@ def verify_one_layout(args: Namespace, words: list[str]) -> None:
             findings.append(finding)
             print(f"> {finding.start}: {len(finding.problems) or 'no'} problems", flush=True)
     print(f"\n{table(findings)}\n")
-    _write(args.json, as_dict(findings))
+    write_json(args.json, as_dict(findings))
     if problems := [f"{finding.start}: {text}" for finding in findings for text in finding.problems]:
         raise LaunchError(line for problem in problems for line in problem.splitlines())
     print(f"no rank of {args.world_size} can hang", flush=True)
@@ -87,16 +85,10 @@ def verify_every_layout(args: Namespace, words: list[str]) -> None:
             own = [f"{layout.name}, {finding.start}: {text}" for finding in findings for text in finding.problems]
             print(f"> {len(found)}/{len(layouts)} {layout.name}: {len(own) or 'no'} problems", flush=True)
             problems += own
-    _write(args.json, found)
+    write_json(args.json, found)
     if problems:
         raise LaunchError(line for problem in problems for line in problem.splitlines())
     print(f"no rank of these {len(found)} layouts can hang", flush=True)
-
-
-def _write(path: Path | None, content: dict[str, Any]) -> None:
-    if path:
-        with atomic_file(path, "--json") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
 
 
 def _parser() -> ToolParser:

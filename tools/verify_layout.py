@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import write_json
 
 from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError
@@ -64,7 +64,7 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", expected_device(os.environ))  # otherwise DeepSpeed looks, and logs that
     from megatron.tools.verify.bisect import Bisector, bisections
     from megatron.tools.verify.compare import Bounds
-    from megatron.tools.verify.results import as_json, progress_line, table, verify_layouts
+    from megatron.tools.verify.results import as_dict, progress_line, table, verify_layouts
 
     bounds = Bounds.of(request.run(layouts[0]).precision.dtype)
     if args.tolerance is not None:
@@ -81,9 +81,7 @@ def main() -> None:
         for bisection in bisections(bisector, results):
             found.append(bisection)
             print(f"{bisection}\n", flush=True)
-    if args.json:
-        with atomic_file(args.json, "--json") as file:
-            file.write(as_json(results, found, bounds=bounds, iterations=args.iterations) + "\n")
+    write_json(args.json, as_dict(results, found, bounds=bounds, iterations=args.iterations))
     agreeing = sum(result.agrees or result.layout in bisector.rounded for result in results)
     print(f"{agreeing} of {len(layouts)} layouts agree within these bounds", flush=True)
     if agreeing < len(layouts):

@@ -1,11 +1,11 @@
 """Train on one layout after the other, compare each with its reference, and report the differences."""
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.common.errors import LaunchError
 from megatron.tools.verify.compare import SAFETY, Bounds, Differences, Result, compare, what_rounding_becomes
@@ -155,7 +155,9 @@ def _notes(results: Sequence[LayoutResult]) -> Iterator[str]:
         )
 
 
-def as_json(results: Sequence[LayoutResult], bisections: Sequence[object], *, bounds: Bounds, iterations: int) -> str:
+def as_dict(
+    results: Sequence[LayoutResult], bisections: Sequence[object], *, bounds: Bounds, iterations: int
+) -> dict[str, Any]:
     """The same for programs. A difference that is infinite or NaN is null."""
     layouts = [
         {
@@ -168,8 +170,8 @@ def as_json(results: Sequence[LayoutResult], bisections: Sequence[object], *, bo
         }
         for result in results
     ]
-    written = {"tolerances": bounds._asdict(), "iterations": iterations, "layouts": layouts}
-    return json.dumps(written | {"bisections": [str(one) for one in bisections]}, indent=2)
+    of_all = {"tolerances": bounds._asdict(), "iterations": iterations, "layouts": layouts}
+    return of_all | {"bisections": [str(one) for one in bisections]}
 
 
 def _finite(values: dict) -> dict:
