@@ -148,19 +148,17 @@ def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer_type": kind, "hash": digest.hexdigest(), "special_tokens": special}
 
 
-_TEXTS = ("tokenizer_type", "hash")
-
-
 def _read_identity(path: Path) -> Mapping[str, Any] | None:
     try:
         record = parse_json(read_bytes(path, largest=BLOCK))
-        if not (isinstance(record["special_tokens"], dict) and all(type(record[name]) is str for name in _TEXTS)):
-            raise ValueError
-        return record
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise DataError(f"{path} does not name a tokenizer: make the data set again, or remove this file") from None
+    except (OSError, ValueError):
+        record = None
+    fields = (("tokenizer_type", str), ("hash", str), ("special_tokens", dict))
+    if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields):
+        return record
+    raise DataError(f"{path} does not name a tokenizer: make the data set again, or remove this file")
 
 
 def _is_same(record: Mapping[str, Any], own: Mapping[str, Any]) -> bool:

@@ -56,21 +56,20 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
     tokenizer = tokenizer_of(job)
     numbers, contents, errors = _read_lines(job, chunk, tokenizer)
+    try:
+        parts = [_documents_of(job, tokenizer, contents)]
+    except DataError:  # of one of the texts
+        parts, lines, numbers = [], zip(numbers, contents, strict=True), []
+        for number, content in lines:
+            try:
+                parts.append(_documents_of(job, tokenizer, [content]))
+                numbers.append(number)
+            except DataError as error:
+                errors.add(LineError(number, f"{chunk.path}:{number}: {error}", is_empty=False))
     tokens, sizes = {}, {}
     blank = unknown = 0
-    try:
-        documents_by_key = _documents_of(job, tokenizer, contents)
-    except DataError:  # of one of the texts
-        problems = [_encoding_problem(job, tokenizer, content) for content in contents]
-        lines = list(zip(numbers, contents, problems, strict=True))
-        errors |= {
-            LineError(number, f"{chunk.path}:{number}: {problem}", is_empty=False)
-            for number, _, problem in lines
-            if problem
-        }
-        numbers = [number for number, _, problem in lines if not problem]
-        documents_by_key = _documents_of(job, tokenizer, [content for _, content, problem in lines if not problem])
-    for key, documents in documents_by_key.items():
+    for key in job.prefixes:
+        documents = [document for part in parts for document in part[key]]
         without = [number for number, document in zip(numbers, documents, strict=True) if not document]
         if FORMATS[job.format_of(chunk.path)].allows_blank_lines:
             blank += len(without)
@@ -112,14 +111,6 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
 def _documents_of(job: Job, tokenizer: Tokenizer, contents: Sequence[Any]) -> Documents:
     documents_of = _documents_of_texts if job.conversations is None else _documents_of_conversations
     return documents_of(job, tokenizer, contents)
-
-
-def _encoding_problem(job: Job, tokenizer: Tokenizer, content: Any) -> str | None:
-    try:
-        _documents_of(job, tokenizer, [content])
-    except DataError as error:
-        return str(error)
-    return None
 
 
 def _documents_of_texts(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> Documents:
