@@ -223,7 +223,9 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
         addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:  # the latter for a name that is too long
         reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"{name}, where rank 0 is to listen, does not resolve: {reason}") from error
+        raise LaunchError(
+            f"{name}, where rank 0 is to listen, does not resolve ({reason}): set MASTER_ADDR to an address of its host"
+        ) from error
     other_hosts = ranks_on_host(environ) is not None and not on_one_host(environ)
     for family, _, _, _, address in addresses:
         if other_hosts and ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
