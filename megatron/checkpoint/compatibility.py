@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.run_file import SavedLayout, SavedRun, rotation_of, schedule_of, settings_of
+from megatron.checkpoint.run_file import SavedLayout, SavedRun, formulas_of, schedule_of, settings_of
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.spec import architecture_of
@@ -84,7 +84,7 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
     if run.checkpoint.finetune:
         return []
     known = {name: value for name, value in settings_of(run).items() if value != ""}
-    before = rotation_of(saved.whole_model_config()) | saved.description.get("settings", {})
+    before = formulas_of(saved.whole_model_config()) | saved.description.get("settings", {})
     lines = _differences(known, before, saved.path)
     if run.optim.use_checkpoint_lr_scheduler or run.optim.override_lr_scheduler:
         return lines

@@ -336,6 +336,23 @@ _OF_EXPERTS = (
 )
 
 
+_OF_LAYERS = (
+    "pre_tokens",
+    "openai_gelu",
+    "layernorm_epsilon",
+    "apply_residual_connection_post_layernorm",
+    "lora_dropout",
+)
+_OF_IMAGES = (
+    "image_token_id",
+    "vision_layernorm_epsilon",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "vision_lr_mult",
+    "projector_lr_mult",
+)
+
+
 def settings_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide which samples ``run`` trains on and what it computes, except the learning rate."""
     data = run.data
@@ -352,17 +369,17 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **(_flags(run.model, "relative_attention_max_distance") if run.model.has_relative_positions else {}),
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
-        **rotation_of(run.model),
+        **formulas_of(run.model),
         **(_flags(run.model, *_OF_EXPERTS) if run.model.has_experts else {}),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
         **_flags(run.optim, *_OF_OPTIMIZER.get(run.optim.optimizer, ())),
     }
 
 
-def rotation_of(model: ModelConfig) -> dict[str, Any]:
-    """The settings that decide by which angles queries and keys are rotated; no weight depends on them."""
-    kind = _flags(model, "position_embedding_type") if model.has_rotary_embedding else {}
-    return kind | _flags(model, *ROTATION)
+def formulas_of(model: ModelConfig) -> dict[str, Any]:
+    """The settings that decide what the layers compute, such as the angles of a rotation; no shape depends on them."""
+    kind = ("position_embedding_type",) if model.has_rotary_embedding else ()
+    return _flags(model, *kind, *ROTATION, *_OF_LAYERS, *(_OF_IMAGES if model.vision_num_layers else ()))
 
 
 def schedule_of(run: RunConfig) -> dict[str, Any]:

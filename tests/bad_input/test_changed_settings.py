@@ -4,8 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+from support.command_lines import parse
 from support.programs import Programs, read_metrics
 from support.refusals import COMMAND, launched, refusal
+
+from megatron.checkpoint.run_file import settings_of
 
 SAME = "--load ck --save ck"
 ADVICE = "give --override to continue with another value, or --finetune to start a new run"
@@ -13,6 +17,7 @@ ADVICE = "give --override to continue with another value, or --finetune to start
 SEVERAL = """
     --seed 99 --batch-size 4 --split 9,1,0 --seq-length 16 --max-position-embeddings 32 --reset-position-ids
     --eod-mask-loss --hidden-dropout 0 --weight-decay 0.1 --lr 5e-3 --min-lr 0 --lr-decay-style linear
+    --pre-tokens 8 --openai-gelu --layernorm-epsilon 1e-3 --apply-residual-connection-post-layernorm
     --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1
 """
 """The layout may change; the model and the optimization may not."""
@@ -28,6 +33,10 @@ CHANGED = {
     "--min-lr": (0.0, 0.0001),
     "--lr-decay-style": ("linear", "cosine"),
     "--weight-decay": (0.1, 0.01),
+    "--pre-tokens": (8, 65536),
+    "--openai-gelu": (True, False),
+    "--layernorm-epsilon": (0.001, 1e-05),
+    "--apply-residual-connection-post-layernorm": (True, False),
 }
 """The value of the command line, and the checkpoint's."""
 
@@ -38,6 +47,24 @@ def test_changed_settings_are_refused_together(place: Path) -> None:
     assert sorted(lines) == sorted(
         f"{name} is {ours}, but {theirs} in ck/global_step2: {ADVICE}" for name, (ours, theirs) in CHANGED.items()
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lora-rank 2 --lora-dropout 0.5",
+        "llava --image-token-id 61",
+        "llava --vision-layernorm-epsilon 1e-3",
+        "llava --vision-feature-layer -1",
+        "llava --vision-feature-select-strategy full",
+        "llava --vision-lr-mult 0.5",
+        "llava --projector-lr-mult 0.5",
+    ],
+)
+def test_settings_without_weights_are_compared(words: str) -> None:
+    *base, flag, _ = words.split()
+    before, after = settings_of(parse(" ".join(base))), settings_of(parse(words))
+    assert [name for name in after if after[name] != before[name]] == [flag]
 
 
 def test_a_longer_run_changes_what_follows_from_its_length(place: Path) -> None:
