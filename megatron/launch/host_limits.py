@@ -22,6 +22,7 @@ _TEXTS = (
     "can't allocate memory",
     "failed to map segment",  # the dynamic loader
     "No usable temporary directory",
+    "DataLoader worker (pid",  # it was killed, by the kernel if memory is short
 )
 
 

@@ -121,6 +121,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        sys.unraisablehook = lambda _: None  # what is half made now may fail again when it is deleted
         if (problem := too_long_name(error)) is not None:
             print_error(problem)
             return ConfigError.exit_code

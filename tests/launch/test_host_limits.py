@@ -100,9 +100,29 @@ def test_what_is_missing_is_named(
         (RuntimeError("[enforce fail at device.cc:186] rv != -1. Too many open files"), True),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (OSError(errno.EACCES, "Permission denied"), False),
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. "), True),
         (RuntimeError("shape mismatch"), False),
         (KeyError("Too many open files"), False),
     ],
 )
 def test_limits_are_told_from_bugs(error: Exception, is_limit: bool) -> None:
     assert (failure_of_host(error) is not None) == is_limit
+
+
+def test_the_line_is_the_last_one_although_half_made_objects_fail(tmp_path: Path) -> None:
+    """As torch's iterator over workers does that could not start them."""
+    (tmp_path / "program.py").write_text(
+        "import errno\n"
+        "from megatron.launch.rank import run_rank\n"
+        "class Half:\n"
+        "    def __init__(self):\n"
+        "        raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "    def __del__(self):\n"
+        "        self.never_set\n"
+        "run_rank(lambda: Half())\n"
+    )
+    command = [sys.executable, tmp_path / "program.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 7 and "No space left on device" in line
