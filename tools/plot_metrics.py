@@ -1,12 +1,12 @@
 """Draw the metrics files of one or more runs: loss, learning rate, gradient norm, speed and memory."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
+from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, output_file, run_tool
 from megatron.tools.reporting.files import Points, read_series
@@ -44,10 +44,10 @@ def named_losses(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
     for text in texts:
         name, _, value = text.rpartition("=")
         try:
-            number = float(value)
+            number = read_number(value) if name else None
         except ValueError:
-            number = math.nan
-        if not name or not math.isfinite(number):
+            number = None
+        if number is None:
             raise ConfigError(f"--baseline {text}: give NAME=VALUE with a number, such as unigram=6.2")
         yield name, number
 

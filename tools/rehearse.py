@@ -19,6 +19,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import write_json
 
+from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_json
 from megatron.tools.command_line import ToolParser, check_values, output_file, read_architecture, run_tool
@@ -44,6 +45,8 @@ def main() -> None:
     """Check the run, rehearse each rank, and print what is expected of all of them."""
     args, words = _parser().parse_known_args()
     check_values(args, INTERVALS)
+    if args.rank is not None and args.ranks is not None:
+        raise ConfigError(f"--rank {args.rank} and --ranks {args.ranks} exclude each other: give one")
     program = args.program or PROGRAM
     machine = _machine(args)
     rehearsal = Rehearsal(
@@ -83,7 +86,10 @@ def _measured_links(file: Path) -> dict[str, float]:
     try:
         report = read_json(file)
         name = "inter_bandwidth" if len(report["hosts"]) > 1 else "intra_bandwidth"
-        return {name: report["all_reduce"]["bytes_per_second"] / LINKS}
+        measured = read_number(str(report["all_reduce"]["bytes_per_second"]))
+        if measured <= 0:
+            raise ValueError
+        return {name: measured / LINKS}
     except OSError as error:
         raise ConfigError(f"--doctor {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

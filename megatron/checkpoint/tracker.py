@@ -48,7 +48,7 @@ UNIVERSAL = "_universal"
 """Suffix of the folder with the universal form of a tag."""
 _REPLACED = ".replaced"
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
-_STEP = re.compile(r"global_step(\d{1,18})")
+_STEP = re.compile(r"global_step([0-9]{1,18})")
 _FOLDERS_AT_ONCE = 16
 """That are removed at a time, while all ranks wait."""
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})

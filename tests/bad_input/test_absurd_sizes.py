@@ -5,16 +5,21 @@ Numbers are written in ASCII digits.
 
 import json
 import os
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.command_lines import CPU, SMALL, complaints, parse, read
+from support.evaluating import load_tool
 
 from megatron.cli import parse_run
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import RunConfig
 from megatron.tools.command_line import ToolParser
+from megatron.tools.rehearsal.rehearse import ranks_of_text
+from megatron.tools.verify.request import parse_layout
 from megatron.training.preflight import _check_outputs, _check_sizes
 
 
@@ -85,6 +90,21 @@ def test_only_digits_make_a_number(text: str) -> None:
     for flag in ("--rank", "--share"):
         with pytest.raises(ConfigError):
             parser.parse_args([flag, text])
+
+
+OTHER_READERS: list[Callable[[str], object]] = [
+    lambda digit: load_tool("plot_metrics").named_losses([f"a={digit}"]),
+    lambda digit: load_tool("_conversion").shard_size(Namespace(max_shard_size=f"{digit}GB")),
+    lambda digit: ranks_of_text(digit, None),
+    lambda digit: parse_layout(f"tp{digit}-pp0-dp1"),
+]
+
+
+@pytest.mark.parametrize("digit", ["１", "١"])  # noqa: RUF001
+@pytest.mark.parametrize("reader", OTHER_READERS, ids=["a loss", "a size", "ranks", "a layout"])
+def test_only_digits_make_a_number_within_a_value(reader: Callable[[str], object], digit: str) -> None:
+    with pytest.raises(ConfigError):
+        list(reader(digit))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +125,16 @@ def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited
     [
         ("--world-size 8 --rank 8", "rank 8 is not in a run of --world-size 8"),
         ("--world-size 8 --doctor README.md", "--doctor README.md has no measured all-reduce"),
+        ("--world-size 8 --rank 1 --ranks 0", "--rank 1 and --ranks 0 exclude each other"),
+        ("--world-size 8 --ranks ٠", "--ranks ٠: write numbers"),
+        ("--world-size 8 --doctor {bandwidth}-1", "has no measured all-reduce"),
+        ("--world-size 8 --doctor {bandwidth}true", "has no measured all-reduce"),
         ("--world-size 8 --doctor /dev/zero", "--doctor /dev/zero: a device"),
     ],
 )
-def test_a_mistake_is_one_line(tool, words: str, message: str) -> None:
-    ended = tool("rehearse", *MODEL, *words.split())
+def test_a_mistake_is_one_line(tool, tmp_path: Path, words: str, message: str) -> None:
+    for value in ("-1", "true"):
+        report = f'{{"hosts": ["a"], "all_reduce": {{"bytes_per_second": {value}}}}}'
+        (tmp_path / f"report{value}").write_text(report)
+    ended = tool("rehearse", *MODEL, *words.format(bandwidth=tmp_path / "report").split())
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and message in ended.stderr

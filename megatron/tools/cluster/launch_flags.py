@@ -158,7 +158,7 @@ def count(text: str) -> int:
 
 def restarts(text: str) -> int:
     """A whole number. Raises ValueError."""
-    return int(text) and count(text)
+    return 0 if text == "0" else count(text)
 
 
 def port(text: str) -> int:

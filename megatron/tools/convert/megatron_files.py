@@ -59,10 +59,10 @@ State = dict[str, Tensor]
 
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 _LAYER_FILES = "layer_*-model_*-model_states.pt"
-_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+_LAYER_FILE = re.compile(r"layer_([0-9]+)-model_([0-9]+)-model_states\.pt")
+_RANK_FOLDER = re.compile(r"mp_rank_([0-9]+)(?:_([0-9]+))?")
 _WRAPPER = re.compile(r"(module\.)*(language_model\.)?(embedding\.|transformer\.|encoder\.|decoder\.)?")
-_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER_NAME = re.compile(r"layers\.([0-9]+)\.(.+)")
 _STACKED_NAME = re.compile(r"layers\.([a-z].*)")
 HEAD = "head.weight"
 HEAD_COPY = "head_copy.weight"
@@ -168,7 +168,7 @@ def _tracked(path: Path) -> Iterator[Path]:
         name = (path / tracker).read_text(errors="replace").strip() if is_short else ""
         if re.fullmatch(r"\w[\w.-]*", name):
             yield path / name
-        if name.isdecimal() and len(name) < 19:
+        if re.fullmatch("[0-9]{1,18}", name):
             yield path / f"iter_{int(name):07d}"
             yield path / f"global_step{int(name)}"
 

@@ -145,8 +145,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _place(column: str, header: Sequence[str] | None, width: int, path: Path) -> int:
     """The index of ``column`` in a row."""
     if header is not None and column in header:
+        if header.count(column) > 1:
+            raise DataError(f"{path}:1: {header.count(column)} columns are named {column}: rename all but one")
         return header.index(column)
-    if column.isdecimal() and len(column) < 10 and 1 <= int(column) <= width:
+    if column.isascii() and column.isdecimal() and len(column) < 10 and 1 <= int(column) <= width:
         return int(column) - 1
     if column.isdecimal() or header is None:
         raise DataError(f"{path}:1: there is no column {column}, but {counted(width, 'column')}, counted from 1")

@@ -124,7 +124,7 @@ def ranks_of_text(text: str, run: RunConfig) -> list[int]:
     if text == "representative":
         return representative_ranks(run)
     parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isascii() and part.isdecimal() for part in parts):
         raise ConfigError(f"--ranks {text}: write numbers such as 0,9, or representative")
     return check_ranks(list(map(int, parts)), run)
 

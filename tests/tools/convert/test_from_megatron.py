@@ -264,6 +264,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "latest").write_text("../elsewhere"),
         "no checkpoint of Megatron",
     ),
+    "a tracker in other digits": (
+        lambda folder: (folder / "latest").write_text("٧"),
+        "no checkpoint of Megatron",
+    ),
     "weights that contain themselves": (
         changed(2, lambda state: state.update({"more": state})),
         "layer_02-model_00-model_states.pt cannot be read (it is nested too deep)",

@@ -66,6 +66,7 @@ GOOD = b"sentence\tlabel\nbaka\t1\nfile\t0\nfile mi\t0\n"
         ("--task SST-2", b"", DataError, "{table}: the file is empty"),
         ("--task SST-2", b"sentence\tlabel\na\t1\nb\n", DataError, "{table}:3: 1 column, where the header has 2"),
         ("--task SST-2", b"sentence\tlabel\na\t1\nb\tgood\n", DataError, "{table}:3: the label 'good' is unknown"),
+        ("--task SST-2", b"label\tsentence\tlabel\n0\ta\t1\n", DataError, "{table}:1: 2 columns are named label"),
         ("--task SST-2", b"sentence\tlabel\na\t1\n\xff\t0\n", DataError, "{table}:3: not UTF-8"),
         ("--task RTE", GOOD, DataError, "{table}:1: there is no column sentence1: did you mean sentence?"),
         ("--task TSV", b"sentence\tlabel\na\t1\n", DataError, "{table}: all rows have the label 1"),
