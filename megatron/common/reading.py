@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
+_POINTER = b"version https://git-lfs."
 _read = set[str]()
 
 
@@ -30,9 +31,12 @@ def regular(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     _read.add(os.path.realpath(path))
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind in _KINDS:
+    problem = f"{_KINDS[kind]}, not a file" if kind in _KINDS else None
+    if kind == stat.S_IFREG and os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+        problem = "a pointer of Git LFS, not the file itself: git lfs pull replaces it"
+    if problem:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{_KINDS[kind]}, not a file", path)
+        raise OSError(errno.EINVAL, problem, path)
     return descriptor  # ``open`` refuses folders itself
 
 

@@ -74,8 +74,6 @@ def read_index(path: Path) -> Index:
     """The index of a file, mapped. Raises DataError unless its header is right and promises the size that it has."""
     content = content_of(path)
     head = content[: LEGACY_HEADER.size].tobytes()
-    if head.startswith(b"version https://git-lfs"):
-        raise DataError(f"{path} is a pointer of Git LFS to the file: git lfs pull replaces it")
     if head.startswith(LEGACY_MAGIC):
         return _read_legacy(path, head, content)
     if not MAGIC.startswith(head[: len(MAGIC)]):

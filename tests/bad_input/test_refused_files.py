@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         written(IDX, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"),
         "",
         3,
-        [f"{IDX} is a pointer of Git LFS to the file: git lfs pull replaces it"],
+        [f"cannot read {IDX}: a pointer of Git LFS, not the file itself: git lfs pull replaces it"],
     ),
     "a model of the hub": (
         whole,

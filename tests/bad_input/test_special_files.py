@@ -71,6 +71,13 @@ def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
         assert str(tmp_path) in line
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (path := tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match="git lfs pull"):
+        READERS[name](path)
+
+
 def test_what_is_no_file_is_not_replaced_copied_or_mapped(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "map_rows.npy")
     (link := tmp_path / "link").symlink_to("/dev/null")
