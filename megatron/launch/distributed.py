@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from socket import socket
+from socket import getaddrinfo, socket
 from typing import Any
 
 import deepspeed
@@ -28,7 +28,7 @@ from megatron.engines import (
     silence_known_warnings,
 )
 from megatron.launch.environment import hosts_store, listen, prepare_nccl
-from megatron.launch.rank import is_explained
+from megatron.launch.rank import is_explained, print_warning
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.process_groups import new_group
 
@@ -134,6 +134,10 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         LaunchError: names the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
     """
     listener = listen(environ) if hosts_store(environ) else None
+    try:
+        getaddrinfo(environ["MASTER_ADDR"], None)
+    except (OSError, UnicodeError) as error:  # where hosts and their names are started together, it comes
+        print_warning(f"MASTER_ADDR {environ['MASTER_ADDR']} does not resolve ({first_line(error)}); waiting for it")
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
         with held_stderr():  # torch prints pages of C++ stack frames about a time-out

@@ -236,3 +236,12 @@ def test_the_wait_is_bounded_and_a_lost_host_is_no_error() -> None:
     leave_store(host, environment(0, port), timedelta(milliseconds=10))
     del host
     leave_store(other, environment(1, port), TIMEOUT)
+
+
+def test_a_name_that_does_not_resolve_yet_is_waited_for_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    place = {**PLACE, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(LaunchError, match="no answer at nowhere.invalid:1"):
+        rendezvous_barrier(place, timedelta(seconds=1))
+    assert "MASTER_ADDR nowhere.invalid does not resolve (" in capsys.readouterr().err

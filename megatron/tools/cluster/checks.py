@@ -18,6 +18,8 @@ _SHORT = 12
 """Characters of a hash that are shown."""
 _LEAST_FREE = 1 << 30
 """Bytes; what a checkpoint takes beyond that is for the run to measure, when it knows its size."""
+_LEAST_MEMORY = 1 << 28
+"""Bytes that a rank takes with its libraries."""
 _SHARED = ("--save", "--load")
 """Folders that all ranks read at a resume."""
 
@@ -230,9 +232,13 @@ def _copy(host: HostContext, *paths: str) -> str:
 
 
 def check_devices(host: HostContext) -> Iterator[CheckResult]:
-    """A device for each slot. On the CPU any number of ranks share the cores."""
+    """A device for each slot. On the CPU ranks share the cores, as many as the memory holds."""
     devices, slots, kind = host.fact("devices"), host.report.host.slots, host.examination.device
-    if kind == "cpu":
+    if kind == "cpu" and len(slots) * _LEAST_MEMORY > devices["memory"]:
+        most, memory = devices["memory"] // _LEAST_MEMORY, devices["memory"] / (1 << 30)
+        problem = f"{counted(len(slots), 'rank')} take more than the {memory:.1f} GiB of memory"
+        yield CheckResult(False, problem, f"{host.fix('free', '-g')}  # then slots={most} or fewer in the hostfile")
+    elif kind == "cpu":
         yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cpu'], 'CPU core')}")
     elif kind != "cuda":
         yield CheckResult(True, f"{counted(len(slots), 'rank')}; devices of kind {kind} cannot be counted from here")

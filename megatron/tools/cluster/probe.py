@@ -139,7 +139,8 @@ def _folder(path):
 
 
 def _devices(request):
-    return {"cuda": len(glob.glob("/dev/nvidia[0-9]*")), "cpu": len(os.sched_getaffinity(0))}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cuda": len(glob.glob("/dev/nvidia[0-9]*")), "cpu": len(os.sched_getaffinity(0)), "memory": memory}
 
 
 def _network(request):

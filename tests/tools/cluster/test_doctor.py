@@ -231,6 +231,12 @@ def test_more_slots_than_devices(ask: Ask, folder: Path) -> None:
     assert code == 6 and key == ("host-a", "devices") and "ask for slot 98" in found and "slots=" in fix
 
 
+def test_more_ranks_than_the_memory_holds(ask: Ask, folder: Path) -> None:
+    code, bad = ask("host-a", "--quick", slots=999_999)
+    ((key, (found, fix)),) = bad.items()
+    assert code == 6 and key == ("host-a", "devices") and found.startswith("999,999 ranks take") and "slots=" in fix
+
+
 def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) -> None:
     """The ranks are sent to an unused address."""
     place = ["--master_addr", "198.51.100.1", "--master_port", str(free_port()), "--time-limit", "5"]
