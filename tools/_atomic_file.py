@@ -28,10 +28,10 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
     _check_outside(path, flag)
     with _os_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _check_unread(path, flag)
         with replace_file(path, text=not binary) as file:
             yield file
-            if was_read(path):
-                raise ConfigError(f"{flag} {path} is an input of this command; name another file")
+            _check_unread(path, flag)
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -70,6 +70,11 @@ def check_vacant(path: Path, flag: str) -> None:
             raise ConfigError(problem)
         return
     raise ConfigError(f"{flag} {path} exists already; name another place, or move it away")
+
+
+def _check_unread(path: Path, flag: str) -> None:
+    if was_read(path):
+        raise ConfigError(f"{flag} {path} is an input of this command; name another file")
 
 
 def _check_outside(path: Path, flag: str) -> None:

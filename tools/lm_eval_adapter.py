@@ -24,9 +24,10 @@ import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
 from megatron.common.errors import ConfigError
+from megatron.common.reading import read_bytes
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser
+from megatron.tools.command_line import ToolParser, check_values
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -44,6 +45,7 @@ def main() -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Find model and tasks, run lm-eval on every rank, and print the results on rank 0."""
+    check_values(args, {"num_fewshot": "[0, inf)", "limit": "(0, inf)"})
     source, seq_length = find_model(args)
     _make_importable()
     with contextlib.redirect_stdout(sys.stderr):  # the harness prints
@@ -84,6 +86,8 @@ def _tasks(names: list[str], include_path: Path | None) -> "TaskManager":
 
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(f"--include-path {include_path}: no such folder; name one with YAML files of tasks")
+    for file in filter(Path.is_file, map(Path, names)):
+        _check_yaml(file)
     manager = TaskManager(include_path=include_path, include_defaults=False)
     if not _unknown(names, manager):
         return manager
@@ -91,6 +95,16 @@ def _tasks(names: list[str], include_path: Path | None) -> "TaskManager":
     if unknown := _unknown(names, manager):
         raise ConfigError(f"--tasks {unknown[0]}: no task of lm-eval, of --include-path, nor a YAML file of one")
     return manager
+
+
+def _check_yaml(path: Path) -> None:
+    """Raises ConfigError for a file that is no YAML."""
+    import yaml
+
+    try:
+        list(yaml.parse(read_bytes(path)))
+    except (yaml.YAMLError, OSError) as error:
+        raise ConfigError(f"--tasks {path}: no YAML file of a task ({' '.join(str(error).split())})") from None
 
 
 def _unknown(names: list[str], manager: "TaskManager") -> list[str]:

@@ -342,13 +342,18 @@ def file_problem(flag: str, file: Path) -> str | None:
 def _name_problem(path: Path) -> str | None:
     """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it.
 
-    A URL is rejected, too, unless there is a folder of its scheme's name.
+    A URL is rejected, too, unless there is a folder of its scheme's name, and so is what a shell would have replaced.
     """
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         is_url = re.fullmatch(r"[a-z][a-z0-9+.-]+:", path.parts[0]) and not os.path.lexists(path.parts[0])
-        return "is a URL, and outputs are written to this host's file systems" if is_url else None
+        if is_url:
+            return "is a URL, and outputs are written to this host's file systems"
+        new = path.relative_to(next(place for place in path.parents if os.path.lexists(place)))
+        is_home = re.fullmatch(r"~\w*", path.parts[0]) and not os.path.lexists(path.parts[0])
+        unexpanded = is_home or re.search(r"\$[\w{]", str(new))
+        return "has a ~ or a variable that no shell has replaced, maybe for its quotes" if unexpanded else None
     except OSError as error:
         return error.strerror
     except ValueError as error:  # a NUL character

@@ -96,16 +96,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or is_torchs or "can't allocate memory" in str(error)
 
 
-def too_long_name(error: BaseException) -> str | None:
-    """A message about a name of a file that is too long for the system; None for another error."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return one_line(f"{error.filename}: {error.strerror}; name another file")
-    return None
+def unusable_path(error: BaseException) -> str | None:
+    """A message about a path that is too long, or in a folder that may not be entered; None for another error."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+        return None
+    advice = " or change its permissions" if error.errno == errno.EACCES else ""
+    return one_line(f"{error.filename}: {error.strerror}; name another file{advice}")
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of ``names`` that is most similar to ``name``, or None if none is similar by ``cutoff``, from 0 to 1."""
-    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    """The one of ``names`` that is most similar to ``name``, or None if none is similar by ``cutoff``, from 0 to 1.
+
+    Of those that are not very similar, one with which ``name`` begins comes first: adam for adamw_torch.
+    """
+    names = list(names)
+    very_similar = difflib.get_close_matches(name, names, n=1, cutoff=max(cutoff, 0.75))
+    begun = sorted((known for known in names if len(known) > 2 and name.startswith(known)), key=len, reverse=True)
+    matches = very_similar or begun or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -60,6 +60,8 @@ def ignore_lost_output(*, terminals_only: bool = False) -> None:
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):  # what the locale lacks is escaped
+            stream.reconfigure(errors="backslashreplace")
         if not isinstance(stream, LossyStream) and (stream.isatty() or not terminals_only):
             setattr(sys, name, LossyStream(stream, name))
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line, too_long_name
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line, unusable_path
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher
@@ -122,7 +122,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
         return 130
     except Exception as error:
         sys.unraisablehook = lambda _: None  # what is half made now may fail again when it is deleted
-        if (problem := too_long_name(error)) is not None:
+        if (problem := unusable_path(error)) is not None:
             print_error(problem)
             return ConfigError.exit_code
         if is_connection_lost(error):

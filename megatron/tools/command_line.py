@@ -7,14 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.checkpoint.files import file_problem, folder_problem
 from megatron.cli.provided import read_number
 from megatron.common.environment import rank
-from megatron.common.errors import ConfigError, ResourceError, UserError, one_line, too_long_name
+from megatron.common.errors import ConfigError, ResourceError, UserError, nearest, one_line, unusable_path
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import check_regular, unreadable_words
 from megatron.common.screen import ignore_lost_output
@@ -85,8 +84,8 @@ class ToolParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = list(map(str, action.choices or ()))
-        if value not in (action.choices or (value,)) and (near := get_close_matches(str(value), choices, 1)):
-            raise argparse.ArgumentError(action, f"{value!r}: did you mean {near[0]}?")
+        if value not in (action.choices or (value,)) and (near := nearest(str(value), choices)):
+            raise argparse.ArgumentError(action, f"{value!r}: did you mean {near}?")
         super()._check_value(action, value)
 
     def _parse_optional(self, arg_string: str) -> Any:
@@ -170,7 +169,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         _discard_output()
         sys.exit(141)
     except Exception as error:
-        if (problem := too_long_name(error)) is not None:
+        if (problem := unusable_path(error)) is not None:
             _print_error(problem)
             sys.exit(ConfigError.exit_code)
         if (limit := failure_of_host(error)) is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, nearest
 from megatron.tools.command_line import ToolParser, output_file, output_folder, read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +20,8 @@ def test_a_choice_that_is_nearly_one_is_suggested() -> None:
     parser.add_argument("--model", choices=("llama3.1-8b", "llama2-7b", "bert-base"))
     with pytest.raises(ConfigError, match="did you mean llama3.1-8b"):
         parser.parse_args(["--model", "llama3-8b"])
+    assert nearest("adamw_torch", ("adafactor", "adam", "sgd")) == "adam"
+    assert nearest("--zero-stagee", ("--zero", "--zero-stage")) == "--zero-stage"
 
 
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -89,6 +91,16 @@ def test_a_full_disk_is_one_line(body: str) -> None:
     assert finished.returncode == 7 and finished.stderr.count("\n") == 1
 
 
+def test_a_folder_that_may_not_be_entered_is_one_line() -> None:
+    finished = run("raise PermissionError(13, 'Permission denied', 'locked/x')")
+    assert finished.returncode == 2 and finished.stderr.count("\n") == 1 and "locked/x: " in finished.stderr
+
+
+def test_what_the_locale_lacks_is_escaped() -> None:
+    finished = run("print('caf\\xe9')", stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "caf\\xe9\n", "")
+
+
 def test_a_repeated_flag_loses_no_value() -> None:
     parser = ToolParser("")
     parser.add_argument("--input", nargs="+", default=["text"])
@@ -117,6 +129,12 @@ def test_a_repeated_flag_loses_no_value() -> None:
             "s3://bucket/x",
             "s3://bucket/x: is a URL, and outputs are written to this host's file systems",
         ),
+        (output_file, "~/x", "~/x: has a ~ or a variable that no shell has replaced"),
+        (output_folder, "~root", "has a ~ or a variable"),
+        (output_file, "folder/$USER/x", "has a ~ or a variable"),
+        (output_folder, "${SCRATCH}/x", "has a ~ or a variable"),
+        (output_folder, "folder/a$/b~", None),
+        (output_folder, "kept$x/new", None),
         (output_file, "new/x", None),
         (output_file, "file", None),
         (output_folder, "new", None),
@@ -126,7 +144,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(
     kind: Callable[[str], Path], name: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir(), Path("file").touch(), Path("locked").mkdir(), os.mkfifo("fifo")
+    Path("folder").mkdir(), Path("kept$x").mkdir(), Path("file").touch(), Path("locked").mkdir(), os.mkfifo("fifo")
     Path("locked", "file").touch()
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))

@@ -222,3 +222,6 @@ def test_the_lines_after_a_wrong_one_are_not_rendered(tmp_path: Path) -> None:
 def test_no_template_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --chat-template"):
         find_chat_template(None, tmp_path)
+    (empty := tmp_path / "empty.jinja").write_text("\n")
+    with pytest.raises(ConfigError, match=f"{empty}: the chat template is empty"):
+        chat_template(str(empty), build_tokenizer("NullTokenizer", None, None, vocab_size=9))

@@ -27,14 +27,14 @@ def metrics(tmp_path: Path) -> Path:
 def test_two_runs_and_a_baseline_in_one_vector_picture(tool: Callable, metrics: Path, tmp_path: Path):
     other = write_metrics(tmp_path / "other.jsonl", [step(10, 7.0)])
     output = tmp_path / "pictures" / "loss.svg"
-    flags = ("--output", output, "--baseline", "unigram entropy=6.41", "uniform=7.6", "--title", "Two runs")
+    flags = ("--output", output, "--baseline", "unigram entropy=6.41", "$_{x$=7.6", "--title", "Two $runs$")
     result = tool("plot_metrics", metrics, other, *flags)
     assert result.returncode == 0, result.stderr
     assert "run lm_loss 4.5000 at iteration 30, run validation_loss 5.2500 at iteration 20" in result.stdout
     assert "other lm_loss 7.0000 at iteration 10" in result.stdout
     # matplotlib draws text as shapes, and writes it into a comment.
     picture = output.read_text(encoding="utf-8")
-    for text in ("Two runs", "run: training", "other: training", "unigram entropy, 6.410", "uniform, 7.600"):
+    for text in ("Two $runs$", "run: training", "other: training", "unigram entropy, 6.410", "$_{x$, 7.600"):
         assert f"<!-- {text} -->" in picture
     assert "run: validation, 5.250 at the end (perplexity 190.6)" in picture
     assert "other: validation" not in picture

@@ -77,6 +77,14 @@ def test_bad_text_is_one_line_and_leaves_no_files(train: Callable, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_that_is_the_input_leaves_all_files_as_they_are(train: Callable, corpus: Path, tmp_path: Path):
+    (place := tmp_path / "place").mkdir()
+    (text := place / "vocab.json").write_bytes(corpus.read_bytes())
+    result = train("--input", text, "--vocab-size", 300, "--output-dir", place)
+    assert result.returncode == 2 and "is an input of this command" in result.stderr
+    assert [path.name for path in place.iterdir()] == ["vocab.json"] and text.read_bytes() == corpus.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

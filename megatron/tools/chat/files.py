@@ -78,6 +78,8 @@ def _read_template(file: str) -> tuple[str, dict[str, str]]:
             source = named[0].get("template") if named else None
         if not isinstance(source, str):
             raise ConfigError(f'{file} has no "chat_template": give one with --chat-template')
+    if not source.strip():
+        raise ConfigError(f"{file}: the chat template is empty: give another one with --chat-template")
     texts = {name: _token(value) for name, value in settings.items() if name.endswith("_token")}
     return source, {name: text for name, text in texts.items() if isinstance(text, str) and text}
 

@@ -234,7 +234,7 @@ def draw_curves(
 
     panels = [panel for panel in PANELS if any(series[panel.key] for series in runs.values())]
     rows = -(-len(panels) // _PANELS_ABREAST)
-    with rc_context({"axes.grid": True, "grid.alpha": 0.3}):
+    with rc_context({"axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}):
         figure = Figure(figsize=(12, 5 + 2.5 * rows), dpi=120, layout="constrained")
         figure.suptitle(title, fontsize=15)
         grid = figure.add_gridspec(1 + rows, _PANELS_ABREAST, height_ratios=(2, *[1] * rows))

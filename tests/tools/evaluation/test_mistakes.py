@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.evaluating import load_tool
 
-from megatron.common.errors import UserError
+from megatron.common.errors import ConfigError, UserError
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 
@@ -66,4 +66,22 @@ def test_mistakes_are_one_line_errors(place: Path, wrong: Path, words: str, mess
         )
     is_usage = message.startswith("--") or "--vocab-file" in words
     assert refused.value.exit_code == (2 if is_usage else 3)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("any --num-fewshot -3", "--num-fewshot -3 must be 0 or more"),
+        ("any --limit -1", "--limit -1 must be more than 0"),
+        ("{wrong}/task.yaml", "task.yaml: no YAML file of a task (while parsing a flow sequence"),
+    ],
+)
+def test_mistakes_of_the_harness_are_one_line_errors(place: Path, wrong: Path, words: str, message: str):
+    pytest.importorskip("lm_eval")
+    (wrong / "task.yaml").write_text("task: [unclosed\n")
+    tool = load_tool("lm_eval_adapter")
+    with pytest.raises(ConfigError) as refused:
+        flags = words.format(wrong=wrong).split()
+        tool.evaluate(tool.build_parser().parse_args(["--load", str(place / "hf"), "--tasks", *flags]))
     assert message in str(refused.value) and "\n" not in str(refused.value)
