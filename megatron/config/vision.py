@@ -67,7 +67,7 @@ class VisionConfig:
     images_per_micro_batch: int | None = _vision_flag(
         None, "Images that a micro-batch has room for (default: as many as the data need).", within="[1, 1048576]"
     )
-    freeze_vision: bool = _vision_flag(False, "Do not train the encoder of images.", aliases=("freeze-vit",))
+    freeze_vision: bool = _vision_flag(False, "Do not train the vision encoder.", aliases=("freeze-vit",))
     freeze_projector: bool = _vision_flag(False, "Do not train the projector.")
     freeze_language_model: bool = _vision_flag(
         False, "Do not train the language model.", aliases=("freeze-lm",), excludes=("lora_rank",)

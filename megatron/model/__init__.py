@@ -1,1 +1,1 @@
-"""GPT-2, the Llama family, BERT and T5: a list of layers each, and the two ways DeepSpeed's engines run it."""
+"""Model architectures (GPT-2 and Llama, BERT, T5, LLaVA): lists of layers, and the torch modules of the layers."""

@@ -1,9 +1,9 @@
-"""Attention with the heads sharded over the tensor group: projections, and a core between them.
+"""Tensor-parallel attention: projections around an attention core.
 
-A core is called with query [b, n, s, d], key and value [b, g, s, d], and what limits attention: segment ids [b, s], or
-None. It returns the context [b, n, s, d], and knows nothing of projections. Dropout and recomputation belong to it.
+A core takes query [b, n, s, d], key and value [b, g, s, d], and limits: segment ids [b, s] or None. It returns the
+context [b, n, s, d], and handles dropout and selective recomputation. It knows nothing about the projections.
 
-b batch, s sequence, h hidden, n heads of this rank, g of them with their own keys and values, d size of a head
+b batch, s sequence, h hidden, n query heads of this rank, g key and value heads of this rank, d size of a head
 """
 
 import math
@@ -28,11 +28,11 @@ from megatron.parallel.tensor.random import random_stream
 
 
 class ParallelSelfAttention(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] for ``--shape-order SBH``.
+    """Self-attention: hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] for ``--shape-order SBH``.
 
     With ``segment_ids`` [b, s] a token attends to its own segment only. ``causal`` attention is limited to earlier
-    tokens, at most ``pre_tokens`` back; otherwise a token attends to its entire segment. The core of T5 gets a mask
-    instead of segment ids.
+    tokens, at most ``pre_tokens`` back; otherwise a token attends to its entire segment. In T5, ``segment_ids`` is an
+    attention mask.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
@@ -58,7 +58,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """hidden of the decoder [b, r, h], output of the encoder [b, s, h] and a mask -> hidden [b, r, h]."""
+    """Cross-attention: decoder hidden [b, r, h], encoder output [b, s, h] and a mask -> hidden [b, r, h]."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
@@ -80,10 +80,10 @@ class CrossAttention(nn.Module):
 
 
 class Heads:
-    """Columns [groups, heads of a group, d] of a column-parallel projection, for queries that share a key in groups.
+    """Splits the output of a column-parallel projection, laid out as [groups, heads of a group, d], into heads.
 
-    ``sizes`` are the heads of a group for each part: (queries, 1, 1) for query, key and value. A rank has entire
-    groups, unless there are more ranks than groups. ``--shape-order SBH`` ends here: ``batch_first`` is for the core.
+    ``sizes`` are the heads per group of each part: (queries, 1, 1) for query, key and value. A rank has complete
+    groups, unless there are more ranks than groups. ``batch_first`` converts from ``--shape-order SBH`` for the core.
     """
 
     def __init__(self, config: ModelConfig, group: ProcessGroup, sizes: Sequence[int], groups: int):
@@ -91,15 +91,15 @@ class Heads:
         self.columns = groups * sum(sizes) * config.head_size
         self.ranks_per_group = max(group.size() // groups, 1)
         self.is_sequence_first = config.sequence_dim == 0
-        # A part that is a view keeps the columns of all parts for the backward pass. Queries that share a key are
-        # copied by ``flatten`` in any case; what is only rotated is not kept.
+        # A view that is saved for the backward pass keeps the columns of all parts alive, so it is copied. ``flatten``
+        # copies grouped queries anyway; RoPE does not save its input.
         is_grouped, is_kept = max(sizes) > 1, config.qk_layernorm or not config.has_rotary_embedding
         query, key, value = self.ranks_per_group > 1 and is_kept, is_grouped and is_kept, is_grouped or not is_kept
         self.contiguous = (query, key, value) if len(self.sizes) == 3 else (False,) * len(self.sizes)
 
     def split(self, columns: Tensor) -> tuple[Tensor, ...]:
-        """columns [b, s, columns of this rank] -> [b, s, n, d] for queries, [b, s, g, d] for keys and for values."""
-        if self.ranks_per_group > 1:  # each rank has some of a group's columns, and needs its key and value, too
+        """columns [b, s, columns of this rank] -> queries [b, s, n, d], keys and values [b, s, g, d]."""
+        if self.ranks_per_group > 1:  # a rank has only some columns of its group, and needs its key and value as well
             columns = gather_from_sequence_parallel_region(columns, self.group, -1)
         groups = columns.unflatten(-1, (-1, sum(self.sizes), self.head_size))
         if self.ranks_per_group > 1:
@@ -127,7 +127,7 @@ class Heads:
 
 
 def attention_core(config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool) -> nn.Module:
-    """The core for the way in which ``layout`` shards the sequence."""
+    """The attention core for the sequence sharding of ``layout``: local, ring, Ulysses or both; masked for T5."""
     if config.encoder_num_layers:
         return MaskedCore(config)
     core: nn.Module
@@ -139,7 +139,7 @@ def attention_core(config: ModelConfig, layout: ParallelLayout, *, layer_number:
 
 
 class AttentionCore(nn.Module):
-    """The base of cores: dropout from the stream of this rank, and selective recomputation, around ``attend``."""
+    """Base class of attention cores: per-rank dropout and selective recomputation around ``attend``."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
     """(query, key, value, limits, dropout) -> context: scores, softmax and dropout."""
@@ -162,7 +162,7 @@ class AttentionCore(nn.Module):
 
 
 class LocalCore(AttentionCore):
-    """Attention to the entire sequence, which this rank has."""
+    """Attention core for a rank that has the entire sequence."""
 
     def __init__(self, config: ModelConfig, *, layer_number: int, causal: bool):
         super().__init__(config)
@@ -174,7 +174,7 @@ class LocalCore(AttentionCore):
 
 
 class RingCore(AttentionCore):
-    """Attention of a shard of the sequence, with the keys and values of the other ranks of a ring."""
+    """Attention core for a shard of the sequence: ring attention over the keys and values of all ranks of a ring."""
 
     def __init__(self, config: ModelConfig, group: ProcessGroup, *, gathers: bool, causal: bool):
         super().__init__(config)
@@ -184,7 +184,7 @@ class RingCore(AttentionCore):
             partial_attention = PartialAttention(kernel.name == "flash", dropout)
             self.rings[dropout] = RingAttention(group, gathers, causal, config.pre_tokens, partial_attention)
         self.uses_segments = has_limits(config, causal)
-        if config.compile:  # which blocks there are depends on the documents of a batch
+        if config.compile:  # the set of blocks to compute depends on the documents of a batch
             self.attend = torch.compiler.disable(self.attend)  # type: ignore[method-assign]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, limits: Tensor | None, dropout: float) -> Tensor:
@@ -192,9 +192,9 @@ class RingCore(AttentionCore):
 
 
 class UlyssesCore(nn.Module):
-    """Exchanges a shard of the sequence with all heads for the sequence with a part of the heads (DeepSpeed-Ulysses).
+    """DeepSpeed-Ulysses: all-to-all from sequence shards to head shards around another core (arXiv 2309.14509).
 
-    ``core`` gets that sequence, or the shard of it that belongs to this rank's ring (arXiv 2309.14509).
+    ``core`` gets the sequence of the Ulysses group, with a part of the heads. The group may be one position of a ring.
     """
 
     def __init__(self, core: nn.Module, group: ProcessGroup):
@@ -206,7 +206,7 @@ class UlyssesCore(nn.Module):
             heads = torch.cat([query, key, value], dim=-1)
             query, key, value = all_to_all(heads, self.group, split_dim=1, concat_dim=2).chunk(3, dim=-1)
         else:
-            repeats = max(self.group.size() // key.size(1), 1)  # of a head that several ranks share
+            repeats = max(self.group.size() // key.size(1), 1)  # ranks that share a key head
             pairs = torch.cat([key, value], dim=-1).repeat_interleave(repeats, 1)
             query = all_to_all(query, self.group, split_dim=1, concat_dim=2)
             key, value = all_to_all(pairs, self.group, split_dim=1, concat_dim=2).chunk(2, dim=-1)
@@ -215,10 +215,10 @@ class UlyssesCore(nn.Module):
 
 
 class MaskedCore(AttentionCore):
-    """Attention of T5, limited by a mask [b or 1, n or 1, q, k] instead of segment ids.
+    """Attention core of T5, with a mask [b or 1, n or 1, q, k] instead of segment ids.
 
-    The mask is True where a query attends to a key, or is added to the scores, which T5 with relative positions does
-    not scale.
+    A boolean mask is True where a query attends to a key; a floating-point mask is added to the scores. With relative
+    positions T5 does not scale the scores.
     """
 
     def __init__(self, config: ModelConfig):
@@ -239,5 +239,5 @@ class MaskedCore(AttentionCore):
 
 
 def has_limits(config: ModelConfig, causal: bool) -> bool:
-    """Whether tokens attend to their own segment only; otherwise segment ids are for positions."""
+    """Whether tokens attend to their own segment only; otherwise segment ids only reset positions."""
     return config.reset_attention_mask or not (causal and config.reset_position_ids)

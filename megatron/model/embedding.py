@@ -1,7 +1,7 @@
-"""Both ends of a model: tokens to hidden states, and hidden states to logits with the same table.
+"""Embeddings and output projections: tokens to hidden states, and hidden states to logits.
 
 b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size. Hidden states are written
-[b, s, h], and are [s, b, h] where ``sequence_dim`` is 0; tokens and logits begin with the batch always.
+[b, s, h], and are [s, b, h] if ``sequence_dim`` is 0; the first dimension of tokens and logits is always the batch.
 """
 
 import math
@@ -25,7 +25,7 @@ from megatron.parallel.tensor.random import random_stream
 class WordEmbedding(nn.Module):
     """tokens [b, s] -> hidden [b, s, h], with segment ids if attention or positions are reset per document.
 
-    Tokens with their segment ids are [b, 2, s]; otherwise segments end at the end-of-document token.
+    Input [b, 2, s] has tokens and their segment ids; without them, segments end at end-of-document tokens.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -45,7 +45,7 @@ class WordEmbedding(nn.Module):
         hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
         hidden = hidden.float() if self.fp32_residual else hidden
         if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # of a frozen table; a recomputed layer of frozen inputs would have no gradients
+            hidden.requires_grad_()  # with a frozen embedding, recomputed layers would otherwise get no gradients
         return (hidden, segment_ids_of(hidden_states, self.eod_token)) if self.returns_segment_ids else hidden
 
 
@@ -62,7 +62,7 @@ class PairEmbedding(WordEmbedding):
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """hidden [b, s, h] -> logits [b, s, v/t].
 
-    Calls the module itself, since ZeRO-3 gathers its weight in that call only.
+    Calls the module instead of a method: ZeRO-3 gathers its weight only then.
     """
     return embedding(hidden, to_logits=True)
 
@@ -92,7 +92,7 @@ def _vocabulary(config: ModelConfig, layout: ParallelLayout, name: str) -> dict[
 
 
 class EmbeddingDropout(nn.Module):
-    """Dropout of the embedded tokens, for a model without a table of positions: hidden [b, s, h] -> hidden."""
+    """Dropout after the word embedding, for a model without a position table: hidden [b, s, h] -> hidden."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_segment_ids: bool):
         super().__init__()
@@ -111,7 +111,7 @@ class EmbeddingDropout(nn.Module):
         return (hidden, segment_ids) if self.passes_segment_ids and segment_ids is not None else hidden
 
     def embed(self, hidden: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Hidden states with what this layer adds to them: nothing."""
+        """Hook for subclasses that add embeddings to ``hidden``; here it is returned unchanged."""
         return hidden
 
 
@@ -127,7 +127,7 @@ class PositionEmbedding(EmbeddingDropout):
         )
 
     def embed(self, hidden: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Hidden states with the embeddings of their positions."""
+        """``hidden`` plus the embeddings of its positions."""
         if positions is None:
             positions = self._positions(hidden, segment_ids)
         positions = positions.movedim(1, self.sequence_dim)
@@ -135,7 +135,7 @@ class PositionEmbedding(EmbeddingDropout):
         return hidden + self.position_embeddings(positions)
 
     def _positions(self, hidden: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """Counted from the first token, or from the first of each segment: [1, s] or [b, s]."""
+        """Positions counted from the first token, [1, s], or from the first token of each segment, [b, s]."""
         if self.resets:
             assert segment_ids is not None
             return positions_in_segment(segment_ids)
@@ -144,10 +144,10 @@ class PositionEmbedding(EmbeddingDropout):
 
 
 class TokenTypeEmbedding(nn.Module):
-    """Adds the embedding of the first or the second sentence: hidden, token types -> hidden, segment ids.
+    """Adds BERT's token-type embedding: hidden, token types -> hidden, segment ids.
 
-    Token types [b, s] are 0 and 1 for the sentences, and -1 for padding, which is a separate document with the
-    embedding of the first sentence.
+    Token types [b, s] are 0 and 1 for the two sentences, and -1 for padding, which becomes a separate segment and gets
+    the embedding of the first sentence.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -176,5 +176,5 @@ def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, ro
 
 
 def without_segment_ids(hidden_states: HiddenStates) -> Tensor:
-    """Only hidden [b, s, h]: nothing after the last transformer layer reads segment ids."""
+    """Drop segment ids: layers after the last transformer layer take hidden [b, s, h] only."""
     return unpack(hidden_states)[0]

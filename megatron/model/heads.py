@@ -1,6 +1,6 @@
-"""The heads of BERT: for masked tokens and the order of two sentences, and a classifier for fine-tuning.
+"""Heads of BERT: masked LM with sentence order prediction, and a classifier for fine-tuning.
 
-Both read the hidden states of the last norm, and have the pooler under one name, so that pretrained weights fit.
+Both read the output of the final norm, and name their pooler alike, so that pretrained weights can be loaded.
 
 b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size, c classes
 """
@@ -23,7 +23,7 @@ from megatron.parallel.tensor.random import random_stream
 class PairHead(nn.Module):
     """hidden [b, s, h] -> hidden for the masked LM [b, s, h], and the logits of "in order" and "swapped" [b, 2].
 
-    The order is read from the first token, which is [CLS].
+    Sentence order is predicted from the first token, [CLS].
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -45,13 +45,13 @@ class PairHead(nn.Module):
 
 
 def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """hidden [b, s, h] -> logits [b, s, v/t], and the logits of the order."""
+    """hidden [b, s, h] -> logits [b, s, v/t]; passes on the sentence order logits [b, 2]."""
     hidden, order = outputs
     return to_logits(embedding, hidden), order
 
 
 class WordBias(nn.Module):
-    """Adds a bias per token of the vocabulary to the logits [b, s, v/t]; passes on the logits of the order."""
+    """Adds a bias per vocabulary entry to the logits [b, s, v/t]; passes on the sentence order logits."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
@@ -64,7 +64,7 @@ class WordBias(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """hidden [b, s, h] -> logits [b, c]: the pooler of the first token, [CLS], then dropout and a linear layer."""
+    """hidden [b, s, h] -> logits [b, c]: pooler on the first token, [CLS], then dropout and a linear layer."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
@@ -82,7 +82,7 @@ class ClassifierHead(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x W^T + b, replicated on every rank: [.., i] -> [.., o]."""
+    """A linear layer replicated on every rank, y = x W^T + b: [.., i] -> [.., o]."""
 
     def __init__(self, config: ModelConfig, name: str, input_size: int, output_size: int):
         super().__init__()

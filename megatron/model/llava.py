@@ -1,8 +1,7 @@
-"""The layers of LLaVA before those of its language model (arXiv 2304.08485).
+"""LLaVA's vision encoder and projector, and the embedding that merges images into the text (arXiv 2304.08485).
 
-Up to the projector and between layers of the encoder travel (image hidden [i, p, h], tokens, int32 [b, 2, s]): the
-images of all samples, in order, and empty slots after them. The encoder is not divided along the sequence, whose length
-need not be divisible.
+Encoder layers and the projector pass on (image hidden [i, p, h], tokens, int32 [b, 2, s]): the images of all samples
+in order, followed by empty slots. The encoder is not sharded along the sequence, whose length need not be divisible.
 
 b batch, s sequence, i image slots of a micro-batch, p tokens of an image, h hidden
 """
@@ -27,18 +26,18 @@ from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.mappings import copy_to_model_parallel_region
 
 Images = tuple[Tensor, Tensor]
-"""What layers pass on, see the top of the file."""
+"""State passed between layers: (image hidden, tokens)."""
 PIXELS = {
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-"""Mean and deviation of red, green and blue, in [0, 1], by which each kind of encoder normalizes pixels."""
+"""Encoder kind to the mean and standard deviation, per RGB channel in [0, 1], that normalize its pixels."""
 
 
 class PatchEmbedding(nn.Module):
     """Images, uint8 [i, height, width, 3], and tokens -> image hidden [i, p, h] and tokens.
 
-    Each patch goes through a linear layer, which is what a convolution with stride and kernel of its size computes.
+    Applies a linear layer to each patch, which equals a convolution whose kernel and stride are the patch size.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -78,7 +77,7 @@ def _mean_and_deviation(kind: str, device: torch.device) -> tuple[Tensor, Tensor
 
 
 class _Convolution(nn.Module):
-    """pixels of patches [i, patches, 3 x patch x patch] -> [i, patches, h]."""
+    """Patch convolution as a linear layer: pixels [i, patches, 3 x patch x patch] -> [i, patches, h]."""
 
     def __init__(self, patches: Tensor, *, has_bias: bool):
         super().__init__()
@@ -90,12 +89,12 @@ class _Convolution(nn.Module):
 
 
 def whole_sequence(layout: ParallelLayout) -> ParallelLayout:
-    """``layout`` without what divides the sequence, for the encoder of images."""
+    """``layout`` without any sequence sharding, for the vision encoder."""
     return replace(layout, sequence_parallel=False, sequence_group=None, ulysses_group=None, ring_group=None)
 
 
 class VisionParallelTransformerLayer(ParallelTransformerLayer):
-    """A layer of the encoder, in which all tokens of an image attend to each other."""
+    """A vision encoder layer, with bidirectional attention among the tokens of an image."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__(config.vision_model, whole_sequence(layout), layer_number=layer_number, causal=False)
@@ -108,13 +107,13 @@ class VisionParallelTransformerLayer(ParallelTransformerLayer):
 
 
 class UnusedWeights(nn.Module):
-    """Weights that no layer computes with, so that a converted model is complete; passes on its input."""
+    """Holds the encoder's unused weights, so that a converted model is complete; passes on its input."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
         layers = architecture_of(config).layers(config)
-        (own,) = (layer for layer in layers if layer.class_name == type(self).__name__)
-        for spec in own.parameters:
+        (this_layer,) = (layer for layer in layers if layer.class_name == type(self).__name__)
+        for spec in this_layer.parameters:
             path, _, name = spec.name.rpartition(".")
             module: nn.Module = self
             for part in path.split("."):
@@ -128,25 +127,25 @@ class UnusedWeights(nn.Module):
 
 
 class Projector(nn.Module):
-    """Image hidden [i, p, encoder's h] -> [i, p, h] of the language model, without CLIP's class token."""
+    """MLP from encoder hidden [i, p, encoder's h] to language hidden [i, p, h]; drops CLIP's class token."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
         vision, layout = config.vision_model, whole_sequence(layout)
         sizes = config.vision_hidden_size, config.hidden_size
-        self.first = config.encoder_tokens - config.image_tokens
+        self.skipped_tokens = config.encoder_tokens - config.image_tokens
         self.linear_1 = column_parallel(vision, layout, "projector.linear_1", *sizes)
         self.linear_2 = row_parallel(vision, layout, "projector.linear_2", sizes[1], sizes[1])
 
     def forward(self, state: Images) -> Images:
         hidden, tokens = state
-        return self.linear_2(F.gelu(self.linear_1(hidden[:, self.first :]))), tokens
+        return self.linear_2(F.gelu(self.linear_1(hidden[:, self.skipped_tokens :]))), tokens
 
 
 class ImageEmbedding(WordEmbedding):
-    """Projected images [i, p, h] and tokens -> hidden [b, s, h], in which images take the places of placeholders.
+    """Projected images [i, p, h] and tokens -> hidden [b, s, h], with images in place of placeholder tokens.
 
-    The n-th placeholder of all samples is the n-th token of all images.
+    The n-th placeholder in the batch is replaced by the n-th image token.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -154,7 +153,7 @@ class ImageEmbedding(WordEmbedding):
         self.image_token = config.image_token_id
 
     def forward(self, inputs: Any, to_logits: bool = False) -> HiddenStates:
-        if to_logits or isinstance(inputs, Tensor):  # or only tokens
+        if to_logits or isinstance(inputs, Tensor):  # a tensor has tokens without images
             return super().forward(inputs, to_logits)
         images, tokens = inputs
         embedded = super().forward(tokens)
@@ -168,7 +167,7 @@ class ImageEmbedding(WordEmbedding):
         places = (is_image.flatten().cumsum(0).view_as(is_image) - 1).clamp(0, last)
         places = places.masked_fill(~is_image, -1).movedim(1, self.sequence_dim)
         places = sequence_shard(places, self.layout, self.sequence_dim, of_tensor_group=True).unsqueeze(-1)
-        if self.layout.sequence_parallel:  # each rank merges its shard, and their gradients are added up
+        if self.layout.sequence_parallel:  # each rank merges its shard; the gradients of images are summed
             images = copy_to_model_parallel_region(images, self.layout.tensor_group)
         chosen = F.embedding(places.squeeze(-1).clamp(min=0), images.flatten(0, 1))
         return torch.where(places >= 0, chosen.to(hidden.dtype), hidden)

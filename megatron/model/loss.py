@@ -1,6 +1,6 @@
-"""The losses of the architectures, each made from (config, layout) and called with (output of the last layer, targets).
+"""Loss functions: each factory takes (config, layout) and returns a function of (last layer's output, targets).
 
-If a loss is not finite, neither is any gradient.
+If a loss is not finite, all gradients are NaN.
 
 b batch, s sequence, v padded vocabulary, t tensor-parallel size, c classes
 """
@@ -21,15 +21,15 @@ from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
 """(output of the last layer, targets of the batch) -> loss.
 
-An attribute ``parts``, if it has one, maps names to the terms of the last loss, [], which are logged by themselves.
+An optional attribute ``parts`` maps names to the terms of the last loss, [] each, for logging.
 """
 
 
 def lm_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
-    """The weighted sum of the tokens' cross entropies.
+    """Language-model loss: the weighted sum of the cross entropies of all tokens.
 
     loss(logits [b, s, v/t], (labels, weights)): labels [b, s], and weights [b, s] that add up to 1 over the tokens of
-    the global batch. With a sequence group the logits are of this rank's shard; the loss is the mean over the group.
+    the global batch. With a sequence group the logits cover this rank's shard, and the loss is averaged over the group.
     """
     sequence_group, kernel = layout.sequence_group, cross_entropy_kernel()
 
@@ -51,15 +51,15 @@ def lm_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
 
 
 class BertLoss:
-    """The weighted sum of the masked tokens' cross entropies, plus the mean cross entropy of the sentences' order.
+    """BERT's loss: weighted sum of cross entropies of masked tokens, plus mean cross entropy of sentence order.
 
-    loss(outputs, targets): both logits; and labels [b, s], weights [b, s] and whether sentences were swapped [b].
+    loss((token logits, order logits), (labels [b, s], weights [b, s], whether sentences were swapped [b])).
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         self._words_loss = lm_loss(config, layout)
         self.parts = {"masked_lm_loss": torch.zeros(()), "sop_loss": torch.zeros(())}
-        """Both terms of the last loss, [], as they are logged; Megatron-LM calls them "lm loss" and "sop loss"."""
+        """Both terms of the last loss, [], for logging; Megatron-LM's "lm loss" and "sop loss"."""
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, ...]) -> Tensor:
         (logits, order), (labels, weights, swapped) = outputs, targets
@@ -69,7 +69,7 @@ class BertLoss:
 
 
 def classifier_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
-    """The weighted sum of the samples' cross entropies.
+    """Classification loss: the weighted sum of the cross entropies of all samples.
 
     loss(logits [b, c], (labels, weights)): labels [b], and weights [b] that add up to 1 over the global batch.
     """
@@ -83,5 +83,5 @@ def classifier_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
 
 
 def without_gradient_unless_finite(loss: Tensor) -> Tensor:
-    """``loss``, with gradients that are all NaN if it is not finite: an infinite loss can have finite gradients."""
+    """Make all gradients NaN if ``loss`` is not finite: an infinite loss can have finite gradients."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)

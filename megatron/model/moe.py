@@ -1,11 +1,11 @@
-"""A mixture of experts in place of the MLP: a router chooses a few experts for each token (arXiv 1701.06538).
+"""Mixture of experts: a router chooses a few experts for each token (arXiv 1701.06538).
 
-b batch, s sequence, h hidden, E experts of the layer, e experts of this rank, k chosen experts, f inside an expert,
-t tensor-parallel ranks, n rows of the experts of this rank: one for each token and chosen expert
+b batch, s sequence, h hidden, E experts of the layer, e experts of this rank, k chosen experts, f hidden size of an
+expert, t tensor-parallel ranks, n rows of the experts of this rank: one for each token and chosen expert
 
-The layer is one tensor-parallel region: each rank has the entire input, an equal part of the inside of each expert, and
-a partial sum of the output. Therefore gradients inside are partial sums, too, the router's as well, and each rank adds
-only 1/t of the gradient of an auxiliary loss, which keeps the experts equally used.
+The layer is one tensor-parallel region: each rank has the entire input, a shard of each expert's hidden size, and a
+partial sum of the output. Gradients inside the region are therefore partial sums, including the router's, and each
+rank adds 1/t of the gradient of the auxiliary loss, which balances the load of the experts.
 """
 
 from typing import Any
@@ -33,12 +33,12 @@ from megatron.parallel.tensor.mappings import (
 
 
 class ParallelMoE(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h]: for each token the weighted sum of the outputs of its k experts."""
+    """MoE layer, hidden [b, s, h] -> hidden [b, s, h]: for each token the weighted sum of its k experts' outputs."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
         name = f"layers.{layer_number}.mlp"
-        self.num_experts = config.num_experts  # by which name DeepSpeed asks for it
+        self.num_experts = config.num_experts  # DeepSpeed reads this attribute
         self.group, self.fills_capacity = layout.tensor_group, config.moe_pad_expert_input_to_capacity
         self.sequence_dim = sequence_parallel_dim(config, layout)
         self.has_sequence_first = config.sequence_dim == 0
@@ -49,7 +49,7 @@ class ParallelMoE(nn.Module):
         self.experts = Experts(config, layout, name=f"{name}.experts")
         size = config.moe_shared_expert_intermediate_size
         self.shared_expert = ParallelMLP(config, layout, name=f"{name}.shared_expert", size=size) if size else None
-        if config.compile:  # how many rows an expert has depends on the tokens
+        if config.compile:  # the number of rows of an expert depends on the data
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -63,15 +63,15 @@ class ParallelMoE(nn.Module):
         arriving = route.send(x.flatten(0, 1))
         inner = shared.activation(shared.dense_h_to_4h(hidden)) if shared is not None else None
         returning = route.send_back(self.experts(arriving(), route.ends))
-        of_shared = shared.dense_4h_to_h(inner) if shared is not None else None
+        shared_output = shared.dense_4h_to_h(inner) if shared is not None else None
         y = returning().view(x.shape)
         if self.has_sequence_first:
             y = y.transpose(0, 1)
         y = reduce_output(y, self.group, self.sequence_dim)
-        return y if of_shared is None else y + of_shared
+        return y if shared_output is None else y + shared_output
 
     def _route(self, x: Tensor) -> Route:
-        """x [b, s, h] -> how its tokens come to their experts."""
+        """x [b, s, h] -> the route of its tokens to their experts and back."""
         weights, chosen = (choices.flatten(0, 1) for choices in self.router(x))
         capacity = x.size(0) * self.router.capacity(x.size(1)) if self.fills_capacity else 0
         drops = self.router.capacity_factor > 0
@@ -79,7 +79,7 @@ class ParallelMoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """x [n, h] sorted by expert, ends of each expert's rows [e] -> partial sums of the outputs of MLPs [n, h]."""
+    """The MLPs of this rank's experts: x [n, h] sorted by expert, ends of their rows [e] -> partial sums [n, h]."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str):
         super().__init__()
@@ -102,12 +102,12 @@ class Experts(nn.Module):
 
 
 def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: ProcessGroup) -> nn.Parameter:
-    """Weights of several experts, each drawn with the full ``shape``; this rank's slice along ``dim``."""
+    """Stacked weights of several experts: each is drawn with the full ``shape``, then sliced along ``dim``."""
     return sharded_parameter(torch.stack([init.draw(shape) for init in inits]), dim=dim, group=group)
 
 
 class StackedLinear(DeferringModule):
-    """y = x W^T with W [e, o, i] or [e, parts, o, i], and x [n, i] sorted by weight."""
+    """A linear layer per expert, y = x W^T with W [e, o, i] or [e, parts, o, i], and x [n, i] sorted by expert."""
 
     def __init__(self, weight: nn.Parameter, kernel: StackedLinearKernel):
         super().__init__()
@@ -124,10 +124,10 @@ class MoEParallelTransformerLayer(ParallelTransformerLayer):
 
 
 class Router(nn.Module):
-    """x [b, s, h] -> weights [b, s, k] of the k experts chosen for each token, and their numbers, E if it is dropped.
+    """x [b, s, h] -> weights and indices [b, s, k] of the k experts of each token; index E means dropped.
 
-    The gradients of the auxiliary losses are added where the weights are computed, so that nothing but hidden states
-    travels between stages.
+    The gradients of the auxiliary losses are injected where the weights are computed, so that pipeline stages exchange
+    only hidden states.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str):
@@ -145,7 +145,7 @@ class Router(nn.Module):
         self.gradient_scale: float | Tensor = 1.0
         self._fractions: list[Tensor] = []
         self.layer_number = 0
-        """Of its transformer layer in the model, from 1 on."""
+        """Number of its transformer layer in the model, from 1."""
         self.measured: dict[str, Tensor] = {}
         """Sums over the micro-batches since the last ``take_measured``."""
 
@@ -158,13 +158,13 @@ class Router(nn.Module):
             top, chosen = logits.topk(self.chosen, dim=-1)
             weights = top.softmax(-1)
         is_chosen = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
-        is_measured = self.training and torch.is_grad_enabled()  # not in the first pass of recomputation
+        is_measured = self.training and torch.is_grad_enabled()  # with recomputation: only in the second pass
         if is_measured:
             balance = self._load_balancing_loss(scores, is_chosen)
             z = logits.logsumexp(-1).square().mean()
             loss = self.aux_coeff * balance + self.z_coeff * z
             if loss.requires_grad and (self.aux_coeff or self.z_coeff):
-                weights = _WithLoss.apply(weights, loss, self.gradient_scale / self.group.size())
+                weights = _InjectLoss.apply(weights, loss, self.gradient_scale / self.group.size())
             self._measure(scores, is_chosen, balance, z)
         if self.capacity_factor:
             kept = self._within_capacity(is_chosen, scores, chosen)
@@ -174,13 +174,13 @@ class Router(nn.Module):
         return weights, chosen
 
     def begin_step(self, gradient_scale: float | Tensor) -> None:
-        """Begin a global batch, of each of whose micro-batches the engine multiplies the loss by ``gradient_scale``."""
+        """Begin a global batch; the engine multiplies the loss of each micro-batch by ``gradient_scale``."""
         self.gradient_scale, self._fractions = gradient_scale, []
 
     def _load_balancing_loss(self, scores: Tensor, is_chosen: Tensor) -> Tensor:
-        """E x sum of (fraction of choices x mean score) of each expert (arXiv 2101.03961), 1 if all are equal.
+        """E x sum over experts of (fraction of choices x mean score) (arXiv 2101.03961); 1 for equal load.
 
-        In a global batch the fraction is of this micro-batch and those before it, of all data-parallel ranks.
+        With ``global_aux_loss`` the fraction is averaged over all data-parallel ranks and the micro-batches so far.
         """
         if self.balances == "seq_aux_loss":
             fraction, score = is_chosen.mean(1), scores.mean(1)  # [b, E]
@@ -194,11 +194,11 @@ class Router(nn.Module):
         return self.experts / self.chosen * (fraction * score).sum(-1).mean()
 
     def capacity(self, s: int) -> int:
-        """Most tokens that an expert computes of a sample of ``s`` tokens."""
+        """Maximum number of tokens per expert for a sample of ``s`` tokens."""
         return min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
 
     def _within_capacity(self, is_chosen: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """[b, s, k]: whether the token is among the tokens of its sample with the largest scores for the expert."""
+        """Mask [b, s, k]: whether the token has one of the highest scores of its sample for the expert."""
         capacity = self.capacity(scores.size(1))
         first = scores.masked_fill(is_chosen == 0, -1.0).topk(capacity, dim=1).indices  # [b, capacity, E]
         fits = torch.zeros_like(is_chosen).scatter_(1, first, 1.0) * is_chosen
@@ -217,7 +217,7 @@ class Router(nn.Module):
         self.measured[name] = self.measured[name] + value if name in self.measured else value
 
     def take_measured(self) -> dict[str, Tensor]:
-        """The sums over the micro-batches since the last call, [] each, and ``share`` [E]; empty if there was none."""
+        """Take the sums over the micro-batches since the last call, [] each, ``share`` [E]; empty without any."""
         measured, self.measured = self.measured, {}
         return measured
 
@@ -227,20 +227,20 @@ def _mean(x: Tensor, group: ProcessGroup) -> Tensor:
     return all_reduce(x, group) / group.size()
 
 
-class _WithLoss(torch.autograd.Function):
-    """``x``, whose gradient passes on to it, while ``loss`` gets the gradient ``scale``."""
+class _InjectLoss(torch.autograd.Function):
+    """Identity on ``x`` that adds ``loss`` to the backward pass with gradient ``scale``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.of_loss = scale, (loss.dtype, loss.device)
+        ctx.scale, ctx.loss_kind = scale, (loss.dtype, loss.device)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.of_loss
+        dtype, device = ctx.loss_kind
         return grad, torch.ones((), dtype=dtype, device=device).mul_(ctx.scale), None
 
 
 def routers(module: nn.Module) -> list[Router]:
-    """The routers of this rank's part of a model, in order."""
+    """All routers in ``module``, in order."""
     return [part for part in module.modules() if isinstance(part, Router)]

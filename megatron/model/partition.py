@@ -1,8 +1,8 @@
-"""How a model is divided into pipeline stages. No torch here.
+"""Partitions a model into pipeline stages. No torch here.
 
 A *layer group* is never divided: the layers before the transformer layers (the embeddings), each
-transformer layer, and the layers after them (final norm and head). A *model chunk* is a run of groups. A
-stage holds one chunk or several, as the schedule says.
+transformer layer, and the layers after them (final norm and head). A *model chunk* consists of consecutive groups.
+The pipeline schedule determines whether a stage holds one chunk or several.
 """
 
 import math
@@ -29,40 +29,40 @@ BY_TYPE = "type:"
 
 LayerGroup = tuple[LayerSpec, ...]
 LayerCounts = tuple[tuple[LayerSpec, int], ...]
-"""Distinct layers, each with how often it is there. Equal layers of an architecture are one object."""
+"""Distinct layers with their counts. Equal layers of an architecture are the same object."""
 Value = TypeVar("Value")
 POSITIONS = "RelativePositions"
-"""Class name of the layer that each transformer layer of T5 needs in front of it."""
+"""Class name of the layer in front of each transformer layer of T5."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage has, all of its tensor-parallel ranks together."""
+    """The layers of one pipeline stage, unsharded."""
 
     chunks: tuple[range, ...]
-    """Its runs of layer groups: 0 is the embeddings, n transformer layer n, the last one the head."""
+    """The layer groups of each model chunk: 0 is the embeddings, n transformer layer n, the last one the head."""
     layers_of_chunks: tuple[tuple[LayerSpec, ...], ...]
     has_embedding: bool
     has_head: bool
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers of all of its chunks."""
+        """The layers of all chunks of the stage."""
         return tuple(layer for layers in self.layers_of_chunks for layer in layers)
 
     @cached_property
     def counts(self) -> LayerCounts:
-        """The layers of all of its chunks, counted."""
+        """The distinct layers of the stage with their counts."""
         return counts(self.layers)
 
     @cached_property
     def num_blocks(self) -> int:
-        """Transformer layers of the stage."""
+        """Number of transformer layers of the stage."""
         return sum(count for layer, count in self.counts if layer.is_block)
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of its parameters; of tied layers once."""
+        """Number of parameters of the stage; tied layers count once."""
         return sum(layer.numel for layer in self.distinct_layers())
 
     def flops(self, seq_length: int) -> int:
@@ -70,7 +70,7 @@ class Stage:
         return sum(count * layer.flops(seq_length) for layer, count in self.counts)
 
     def distinct_layers(self) -> list[LayerSpec]:
-        """Its layers in order; tied layers once."""
+        """The layers of the stage in order; tied layers once."""
         return list({layer.tied or index: layer for index, layer in enumerate(self.layers)}.values())
 
 
@@ -79,14 +79,14 @@ METHODS: dict[str, Callable[[LayerGroup, int], int]] = {
     "parameters": lambda group, seq_length: sum(layer.numel for layer in group),
     "flops": lambda group, seq_length: sum(layer.flops(seq_length) for layer in group),
 }
-"""The weight of a layer group, for stages of equal weight."""
+"""Partition method to the weight of a layer group; stages get about equal weight."""
 
 
 @lru_cache(maxsize=64)
 def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
     """The layers of ``model`` in groups that are never divided, from the embeddings to the head.
 
-    What stands between two transformer layers belongs to the later one, as do the relative positions of the first.
+    Layers between two transformer layers belong to the later group, as do the relative positions before the first.
     """
     layers = tuple(architecture_of(model).layers(model))
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
@@ -97,13 +97,13 @@ def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
 
 
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
-    """The class names in the list of layers of ``model``, each once."""
+    """The distinct class names of the layers of ``model``."""
     return tuple(dict.fromkeys(layer.class_name for group in layer_groups(model) for layer in group))
 
 
 @lru_cache(maxsize=64)
 def group_weights(method: str, model: ModelConfig, seq_length: int) -> tuple[int, ...]:
-    """The weight of each layer group by ``method``, which is no explicit list."""
+    """The weight of each layer group by ``method``, which must not be an explicit list."""
     groups = layer_groups(model)
     if not method.startswith(BY_TYPE):
         return tuple(METHODS[method](group, seq_length) for group in groups)
@@ -113,7 +113,7 @@ def group_weights(method: str, model: ModelConfig, seq_length: int) -> tuple[int
 
 
 def explicit(method: str) -> tuple[int, ...] | None:
-    """The numbers of an explicit list such as ``3,5,4``; None where ``method`` is another one."""
+    """The numbers of an explicit list such as ``3,5,4``; None for other partition methods."""
     return tuple(int(number) for number in method.split(",")) if EXPLICIT.fullmatch(method) else None
 
 
@@ -129,21 +129,21 @@ def layers_per_chunk(run: RunConfig) -> tuple[int, ...]:
         sizes = balanced(weights[:encoder], split)
         *later, last = balanced(weights[encoder:], run.parallel.model_chunks - split)
         sizes += later
-    return (*sizes, last - 1)  # the head is no layer
+    return (*sizes, last - 1)  # the head is not a transformer layer
 
 
 def run_weights(run: RunConfig) -> list[int]:
-    """The weight of each transformer layer, the embeddings added to the first one, and of the head.
+    """The weight of each transformer layer and of the head; the embeddings are added to the first layer.
 
-    For partitions that are no explicit list: only such a list may part the embeddings from the first layer, since
-    some optimizers need parameters without weight decay on every stage.
+    Only an explicit list may separate the embeddings from the first layer, since some optimizers need parameters
+    without weight decay on every stage.
     """
     front, first, *rest = group_weights(run.parallel.pipeline_partition, run.model, run.data.seq_length)
     return [front + first, *rest]
 
 
 def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) -> list[int]:
-    """The index in the list of layers at which each model chunk begins, and the length of the list."""
+    """The index of the first layer of each model chunk, followed by the number of layers."""
     front, *blocks, back = layer_groups(model)
     before = [0, *accumulate(map(len, blocks))]
     inner = [len(front) + before[layers] for layers in accumulate(layers_per_chunk)]
@@ -151,13 +151,13 @@ def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) ->
 
 
 def plan(run: RunConfig) -> list[Stage]:
-    """What each stage of ``run`` holds."""
+    """The pipeline stages of ``run``."""
     groups = layer_groups(run.model)
     ends = [1 + layers for layers in accumulate(layers_per_chunk(run))]
     chunks = [range(begin, end) for begin, end in pairwise([0, *ends[:-1], len(groups)])]
     schedule, stages = run.parallel.pipeline_schedule, run.parallel.pipe_stages
-    own = [chunks_of(schedule, stage, stages, run.parallel.model_chunks // stages) for stage in range(stages)]
-    return [_stage(tuple(chunks[number] for number in numbers), groups) for numbers in own]
+    per_stage = [chunks_of(schedule, stage, stages, run.parallel.model_chunks // stages) for stage in range(stages)]
+    return [_stage(tuple(chunks[number] for number in numbers), groups) for numbers in per_stage]
 
 
 def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
@@ -166,17 +166,17 @@ def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
 
 
 def counts(values: Sequence[Value]) -> tuple[tuple[Value, int], ...]:
-    """Each object once, with how often it is there."""
+    """The distinct objects (by identity) with their counts."""
     by_identity = {id(value): value for value in values}
     return tuple((by_identity[number], count) for number, count in Counter(map(id, values)).items())
 
 
 def inputs_in_flight(run: RunConfig) -> int:
-    """Most transformer layers whose inputs one rank keeps at a time, with any number of micro-batches."""
+    """Maximum number of layer inputs that one rank keeps at a time, for any number of micro-batches."""
     parallel, method = run.parallel, run.parallel.pipeline_partition
     stages, chunks = parallel.pipe_stages, parallel.model_chunks // parallel.pipe_stages
     if method in ("parameters", "flops") or not has_order(parallel.pipeline_schedule, stages, 4 * stages, chunks):
-        # They depend on the vocabulary, which is not read yet; nothing a stage can hold is more than this.
+        # These partitions depend on the vocabulary size, which is not known yet: use an upper bound.
         return (parallel.model_chunks + 1) * run.model.num_layers
     schedule, layers = Schedule(parallel.pipeline_schedule, stages, 4 * stages, chunks), layers_per_chunk(run)
     return max(
@@ -187,45 +187,44 @@ def inputs_in_flight(run: RunConfig) -> int:
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Lengths of ``parts`` runs of ``weights``, none of them empty.
+    """Partition ``weights`` into ``parts`` non-empty consecutive runs; returns their lengths.
 
-    The largest run is as small as possible, and then the sum of squares is. Of equally good partitions the one whose
-    first runs are longer is chosen. (DeepSpeed's ``partition_balanced`` minimizes only the largest run, and needs
-    torch.)
+    Minimizes the heaviest run, then the sum of squares. Among equally good partitions the one with longer first runs
+    is chosen. (DeepSpeed's ``partition_balanced`` minimizes only the heaviest run, and needs torch.)
     """
     return list(_balanced(tuple(weights), parts))
 
 
 @lru_cache(maxsize=256)
 def _balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Dynamic programming over the end of each part: the least sum of squares, and where its last part begins."""
-    sums, lightest = [0, *accumulate(weights)], _lightest(weights, parts)
-    found: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    """Dynamic programming over the end of each part: the least sum of squares, and the begin of the last part."""
+    sums, limit = [0, *accumulate(weights)], _smallest_maximum(weights, parts)
+    tables: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for part in range(1, parts + 1):
-        before, best = found[-1], dict[int, tuple[int, int]]()
+        before, best = tables[-1], dict[int, tuple[int, int]]()
         for end in range(part, len(sums) - (parts - part)):
             for begin in range(end - 1, part - 2, -1):
                 run = sums[end] - sums[begin]
-                if run > lightest or (end in best and run * run >= best[end][0]):
-                    break  # a run that is longer still costs no less
+                if run > limit or (end in best and run * run >= best[end][0]):
+                    break  # even longer runs cost no less
                 if begin in before and (end not in best or before[begin][0] + run * run < best[end][0]):
                     best[end] = before[begin][0] + run * run, begin
-        found.append(best)
+        tables.append(best)
     ends = [len(weights)]
-    for best in reversed(found[1:]):
+    for best in reversed(tables[1:]):
         ends.append(best[ends[-1]][1])
     return tuple(end - begin for begin, end in pairwise(reversed(ends)))
 
 
-def _lightest(weights: Sequence[int], parts: int) -> int:
-    """The least weight that the heaviest of ``parts`` runs can have."""
+def _smallest_maximum(weights: Sequence[int], parts: int) -> int:
+    """The smallest possible weight of the heaviest of ``parts`` runs."""
 
     def is_enough(heaviest: int) -> bool:
-        runs, weight = 1, 0
-        for one in weights:
-            weight += one
-            if weight > heaviest:
-                runs, weight = runs + 1, one
+        runs, total = 1, 0
+        for weight in weights:
+            total += weight
+            if total > heaviest:
+                runs, total = runs + 1, weight
         return runs <= parts
 
     least = max(weights)
@@ -233,11 +232,11 @@ def _lightest(weights: Sequence[int], parts: int) -> int:
 
 
 TRACE = "trace.json"
-"""Name of the trace of all ranks in its folder."""
+"""Name of the trace of all ranks in a folder of --trace."""
 
 
 def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
-    """Stages of equal time by the trace in ``--repartition-from``, as layers per chunk for ``--pipeline-partition``.
+    """A ``--pipeline-partition`` (layers per chunk) that balances the times measured in ``--repartition-from``.
 
     Raises:
         ConfigError: The trace cannot be read, has another number of layers, or fewer layers than model chunks.
@@ -252,14 +251,14 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
         raise ConfigError(
             f"{flag}: {len(layers)} layers and the head are fewer than the {parallel.model_chunks} model chunks"
         )
-    # The embeddings stay with the first layer, and the head is no layer.
+    # The embeddings stay with the first layer, and the head does not count as a transformer layer.
     weights = [round(seconds * 1e9) for seconds in (front + layers[0], *layers[1:], back)]
     *sizes, last = balanced(weights, parallel.model_chunks)
     return ",".join(map(str, (*sizes, last - 1)))
 
 
 def _costs(flag: str, trace: Path) -> list[float]:
-    """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
+    """Forward and backward seconds per micro-batch of each layer group in a trace: embeddings, layers, head."""
     path = trace / TRACE if trace.is_dir() else trace
     try:
         content = read_json(path, largest=LARGEST)
@@ -270,7 +269,7 @@ def _costs(flag: str, trace: Path) -> list[float]:
     metadata = content.get("otherData") if isinstance(content, dict) else None
     costs = metadata.get("unit_seconds") if isinstance(metadata, dict) else None
     if not isinstance(costs, list) or len(costs) < 3 or not all(map(_is_time, costs)):
-        raise ConfigError(f"{flag}: {path} holds no times of layers; name a folder that --trace wrote")
+        raise ConfigError(f"{flag}: {path} has no times of layers; name a folder that --trace wrote")
     return costs
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: queries and keys are rotated by angles that grow with the position (arXiv 2104.09864).
+"""Rotary position embedding (RoPE, arXiv 2104.09864), with the scaling of Llama 3.1, linear interpolation and YaRN.
 
 b batch, n heads, s sequence, d size of a head, r rotated dimensions of a head
 """
@@ -18,7 +18,7 @@ from megatron.parallel.sequence import sequence_shard
 
 
 class RotaryPositions(nn.Module):
-    """Rotates query [b, n, s, d] and key [b, g, s, d] by the positions of their tokens, of which this rank has a shard.
+    """Applies RoPE to query [b, n, s, d] and key [b, g, s, d] of this rank's shard of the sequence.
 
     Positions count from the first token of the sequence, or of each segment in ``segment_ids`` [b, s of all ranks].
     """
@@ -38,29 +38,29 @@ class RotaryPositions(nn.Module):
 
 
 def rotation_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each; YaRN's are longer than 1 (its section 3.4)."""
+    """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each. YaRN scales them by its attention factor (3.4)."""
     angles = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies(config, positions.device)
-    length = 1.0
+    scale = 1.0
     if config.yarn_rotary_scaling_factor is not None:
         growth = 0.1 * math.log(config.yarn_rotary_scaling_factor)
-        length = (growth * config.yarn_mscale + 1) / (growth * config.yarn_mscale_all_dim + 1)
-    return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
+        scale = (growth * config.yarn_mscale + 1) / (growth * config.yarn_mscale_all_dim + 1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 @lru_cache(maxsize=4)
 def _first_positions(config: ModelConfig, s: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tables of positions 0 to s - 1, [1, 1, s, r/2]; made once."""
+    """The cached tables for positions 0 to s - 1, [1, 1, s, r/2]."""
     return rotation_tables(config, torch.arange(s, device=device).unsqueeze(0), dtype)
 
 
 def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Radians per position of each pair of dimensions, fp32 [r/2]: dimension i turns together with i + r/2."""
+    """Radians per position of each pair of dimensions (i, i + r/2), fp32 [r/2]."""
     r = int(config.head_size * config.rotary_percent)
     plain = 1.0 / config.rotary_base ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
     if config.yarn_rotary_scaling_factor is not None:
         ramp = _yarn_ramp(config, r).to(device)
         return plain * (1 - ramp) + plain / config.yarn_rotary_scaling_factor * ramp
-    if config.use_rope_scaling:  # Llama 3.1: long waves become longer, short ones stay, those between are mixed
+    if config.use_rope_scaling:  # Llama 3.1: scale long wavelengths, keep short ones, interpolate between them
         turns = ORIGINAL_LENGTH * plain / (2 * math.pi)
         weight = (turns - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
         weight = weight.clamp(0.0, 1.0)
@@ -69,7 +69,7 @@ def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _yarn_ramp(config: ModelConfig, r: int) -> Tensor:
-    """How much YaRN (arXiv 2309.00071) extends each wave [r/2]: 0 for short waves, 1 for long ones, a ramp between."""
+    """YaRN's (arXiv 2309.00071) interpolation weight per frequency [r/2]: 0 for short wavelengths, 1 for long ones."""
     length = config.yarn_original_max_position_embeddings
     begin, end = (
         r * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
@@ -82,12 +82,12 @@ def _yarn_ramp(config: ModelConfig, r: int) -> Tensor:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [b, n, s, d] with its first r dimensions rotated by ``tables``, cosines and sines [b, 1, s, r/2]."""
+    """Rotate the first r dimensions of x [b, n, s, d] by ``tables``, cosines and sines [b, 1, s, r/2]."""
     return _Rotate.apply(x, *tables)
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back, so that nothing of x is kept."""
+    """Rotation whose backward pass rotates the gradient back, so that x is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

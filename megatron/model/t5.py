@@ -1,10 +1,10 @@
-"""The layers of T5: an encoder, and a decoder that reads its output (arXiv 1910.10683).
+"""Layers of T5, an encoder-decoder model (arXiv 1910.10683).
 
-Between layers of the encoder travel (hidden [b, s, h], segment ids, int32 [b, s], tokens of the decoder, int32 [b, r]);
-between layers of the decoder (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a stage the bias
-of the stack, [1, n, q, k], is a last one.
+Encoder layers pass on (hidden [b, s, h], segment ids, int32 [b, s], tokens of the decoder, int32 [b, r]); decoder
+layers (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a pipeline stage, a fourth tensor is the
+relative position bias of the stack, [1, n, q, k].
 
-b batch, s sequence of the encoder, r of the decoder, h hidden, n heads of this rank, q queries, k keys
+b batch, s encoder sequence, r decoder sequence, h hidden, n heads of this rank, q queries, k keys
 """
 
 import math
@@ -31,11 +31,11 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import sharded_parameter
 
 State = tuple[Tensor, ...]
-"""What layers pass on, see the top of the file."""
+"""State passed between layers, see the top of the file."""
 
 
 class EncoderParallelTransformerLayer(ParallelTransformerLayer):
-    """A layer of the encoder, whose tokens attend to the entire text, but not to padding."""
+    """An encoder layer, whose tokens attend to all tokens of the text but not to padding."""
 
     def forward(self, state: State) -> State:  # type: ignore[override]
         hidden, segment_ids, tokens, *bias = state
@@ -44,7 +44,7 @@ class EncoderParallelTransformerLayer(ParallelTransformerLayer):
 
 
 class DecoderParallelTransformerLayer(ParallelTransformerLayer):
-    """A layer of the decoder, whose tokens attend to earlier ones, and to the output of the encoder."""
+    """A decoder layer, with causal self-attention and cross-attention to the output of the encoder."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__(config, layout, layer_number=layer_number)
@@ -65,20 +65,20 @@ class DecoderParallelTransformerLayer(ParallelTransformerLayer):
 
 
 def real_tokens(segment_ids: Tensor) -> Tensor:
-    """Segment ids [b, s] -> mask [b, 1, 1, s] that is True where there is no padding."""
+    """Segment ids [b, s] -> mask [b, 1, 1, s] that is False for padding."""
     return segment_ids.eq(0)[:, None, None]
 
 
 def _with_bias(bias: Sequence[Tensor], visible: Tensor) -> Tensor:
-    """The mask ``visible``, or the bias of relative positions where it is True, and -inf elsewhere."""
+    """The mask ``visible``, or the relative position bias with -inf where ``visible`` is False."""
     return bias[0].masked_fill(~visible, -torch.inf) if bias else visible
 
 
 class T5Embedding(WordEmbedding):
-    """The table of tokens, of which encoder, decoder and a tied head make use.
+    """Word embedding shared by encoder, decoder and a tied head.
 
-    Tokens of both, int64 [b, s + r], -1 where the encoder's text ends -> the state of the encoder; the encoder's last
-    state -> the decoder's first.
+    Tokens of encoder and decoder, int64 [b, s + r], padded with -1 -> first state of the encoder; last state of the
+    encoder -> first state of the decoder.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -95,42 +95,42 @@ class T5Embedding(WordEmbedding):
         return *self.state_of_text(text)[:2], tokens.int()
 
     def state_of_text(self, text: Tensor) -> State:
-        """The state of the encoder for a text [b, s] without tokens of a decoder."""
+        """The first state of the encoder for a text [b, s], without decoder tokens."""
         return without_segment_ids(super().forward(text.clamp(min=0))), text.lt(0).int(), text[:, :0]
 
 
-class _OfHidden:
-    """Makes a layer of hidden states one of the first tensor of a state."""
+class _AppliedToHidden:
+    """Mixin that applies a layer for hidden states to the first tensor of a state."""
 
     def forward(self, state: State) -> State:
         hidden, *others = state
         return (super().forward(hidden), *others)  # type: ignore[misc]
 
 
-class StackDropout(_OfHidden, EmbeddingDropout):  # type: ignore[misc]
-    """Dropout of the embedded tokens of a stack."""
+class StackDropout(_AppliedToHidden, EmbeddingDropout):  # type: ignore[misc]
+    """Dropout after the word embedding of encoder or decoder."""
 
 
-class StackPositions(_OfHidden, PositionEmbedding):  # type: ignore[misc]
-    """Adds learned positions to the embedded tokens of a stack, then applies dropout."""
+class StackPositions(_AppliedToHidden, PositionEmbedding):  # type: ignore[misc]
+    """Position embedding and dropout after the word embedding of encoder or decoder."""
 
 
 def encoder_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
-    """The norm after the last layer of the encoder."""
+    """The norm after the last encoder layer."""
     norm = choose_norm(config, fp32_residual=config.fp32_residual_connection)
-    return type("EncoderNorm", (_OfHidden, norm), {})(config.hidden_size, eps=config.layernorm_epsilon)
+    return type("EncoderNorm", (_AppliedToHidden, norm), {})(config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def without_encoder_output(state: State) -> Tensor:
-    """Only hidden [b, r, h]: nothing after the last transformer layer reads the encoder's output."""
+    """Drop the encoder's output: layers after the last transformer layer take hidden [b, r, h] only."""
     return state[0]
 
 
 class RelativePositions(nn.Module):
-    """T5's positions: a bias of the scores by the distance of two tokens (arXiv 1910.10683, section 2.1).
+    """T5's relative positions: a bias of attention scores by token distance (arXiv 1910.10683, section 2.1).
 
-    It adds the bias of each head, [1, n, s, s], to what layers pass on. One table is for all layers of a stack. With
-    ``causal`` distances are to earlier tokens only.
+    Adds the bias of each head, [1, n, s, s], to the state. All layers of encoder or decoder share one table. With
+    ``causal`` the table covers only distances to earlier tokens.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str, causal: bool):
@@ -147,46 +147,48 @@ class RelativePositions(nn.Module):
         return (*state, self.bias(length, length))
 
     def bias(self, queries: int, keys: int) -> Tensor:
-        """[1, n, q, k] for queries that are the last ones of the keys."""
+        """The bias [1, n, q, k], where the queries are the last q of the k tokens."""
         buckets = _buckets(queries, keys, self.causal, self.weight.size(0), self.max_distance, self.weight.device)
         return F.embedding(buckets, self.weight).permute(2, 0, 1).unsqueeze(0)
 
 
 def without_bias(state: State) -> State:
-    """What a stage sends on: the next stage has its own table."""
+    """The state to send to the next stage, which computes the bias from its own copy of the table."""
     return state[:3]
 
 
 def with_bias_apart(positions: Callable[[State], State], state: State) -> tuple[State, Tensor]:
-    """A state, and the bias of ``positions`` for layers that are recomputed, which is no argument of theirs.
+    """A state without bias, and the bias of ``positions``, which recomputed layers use without it being an argument.
 
-    The backward pass of a layer ends before the backward pass of the previous one begins. Their gradients of the bias
-    are added up in a separate tensor, and handed over at the end: the table gets its gradient once, as ZeRO needs it.
+    Recomputation runs a separate backward pass for each layer. The gradients of the bias are accumulated in a separate
+    tensor and passed on at the end, so that the table gets its gradient once, as ZeRO requires.
     """
     hidden, *others, bias = positions(state)
-    collecting = bias.detach().requires_grad_(bias.requires_grad)
+    accumulating = bias.detach().requires_grad_(bias.requires_grad)
     if bias.requires_grad and torch.is_grad_enabled():
-        hidden = _HandOver.apply(hidden, bias, collecting)
-    return (hidden, *others), collecting
+        hidden = _PassBiasGradient.apply(hidden, bias, accumulating)
+    return (hidden, *others), accumulating
 
 
-class _HandOver(torch.autograd.Function):
+class _PassBiasGradient(torch.autograd.Function):
+    """Identity on ``hidden``; in the backward pass ``bias`` gets the gradient accumulated in ``accumulating``."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, bias: Tensor, collecting: Tensor) -> Tensor:
-        ctx.collecting = collecting
+    def forward(ctx: Any, hidden: Tensor, bias: Tensor, accumulating: Tensor) -> Tensor:
+        ctx.accumulating = accumulating
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.collecting.grad, None
+        return grad, ctx.accumulating.grad, None
 
 
 @lru_cache(maxsize=8)
 def _buckets(queries: int, keys: int, causal: bool, buckets: int, max_distance: int, device: torch.device) -> Tensor:
-    """The row of the table for each query and key, int64 [q, k].
+    """The bucket (table row) for each query and key, int64 [q, k].
 
-    Half of the rows are for keys after the query, unless attention is causal. Of the rows of a direction half are for
-    one distance each, and the others for ranges that grow with the logarithm of the distance.
+    Unless attention is causal, half of the buckets are for keys after the query. In each direction, half of the buckets
+    are for single distances, and the rest for ranges of logarithmically growing size.
     """
     ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device).unsqueeze(1)
     distance, offset = (-ahead).clamp(min=0), torch.zeros_like(ahead)
@@ -194,7 +196,7 @@ def _buckets(queries: int, keys: int, causal: bool, buckets: int, max_distance: 
         buckets //= 2
         distance, offset = ahead.abs(), (ahead > 0) * buckets
     exact = buckets // 2
-    # As in transformers' T5: in fp32, and truncated.
+    # fp32 and truncation as in Hugging Face's T5.
     growth = torch.log(distance.float() / exact) / math.log(max_distance / exact)
     far = (exact + (growth * (buckets - exact)).clamp(min=0).long()).clamp(max=buckets - 1)
     return offset + torch.where(distance < exact, distance, far)

@@ -1,4 +1,4 @@
-"""One transformer layer, sharded over the tensor group.
+"""Transformer layer with tensor parallelism: attention, MLP and residual connections.
 
 b batch, s sequence, h hidden
 """
@@ -17,20 +17,20 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import random_stream
 
 HiddenStates = Tensor | tuple[Tensor, Tensor]
-"""What layers and stages pass on: hidden [b, s, h], or [s, b, h] for ``--shape-order SBH``, and segment ids, int32
-[b, s], if attention is limited to a token's segment. With ``--fp32-residual-connection`` hidden is fp32."""
+"""State passed between layers and stages: hidden [b, s, h], or [s, b, h] for ``--shape-order SBH``, and segment ids,
+int32 [b, s], if attention is limited to segments. With ``--fp32-residual-connection`` hidden is fp32."""
 
 
 def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
-    """hidden, and the segment ids or None."""
+    """Split a state into hidden and segment ids (or None)."""
     return hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
 
 
 class ParallelTransformerLayer(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a norm and with a residual connection."""
+    """Pre-norm transformer layer: hidden [b, s, h] -> hidden [b, s, h]."""
 
     mlp_class: type[nn.Module] | None = None
-    """What takes the place of ``ParallelMLP``."""
+    """Class to use instead of ``ParallelMLP``."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
@@ -50,7 +50,8 @@ class ParallelTransformerLayer(nn.Module):
         elif not (self.training and self.draws_random_numbers):
             hidden = self._compiled(hidden, segment_ids)
         else:
-            # A compiled graph draws from one stream only, that of attention. Masks of the other one are arguments.
+            # A compiled graph uses one random stream: the per-rank stream of attention. Masks of the shared stream are
+            # arguments.
             masks = self.add.shared_masks(hidden)
             with random_stream(per_rank=True):
                 hidden = self._compiled(hidden, segment_ids, *masks)
@@ -63,9 +64,9 @@ class ParallelTransformerLayer(nn.Module):
         attention_mask: Tensor | None = None,
         mlp_mask: Tensor | None = None,
     ) -> Tensor:
-        """The layer. ``limits`` are for the core of attention: segment ids, or in T5 a mask.
+        """The computation of the layer. ``limits`` are segment ids, or in T5 an attention mask.
 
-        The masks [b, s, h] are those of dropout, for a compiled layer.
+        ``attention_mask`` and ``mlp_mask`` [b, s, h] are dropout masks for a compiled layer.
         """
         normed = self.input_layernorm(hidden)
         hidden = self.add(hidden, normed, self.attention(normed, limits), attention_mask)
@@ -74,10 +75,10 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class ResidualConnection(nn.Module):
-    """hidden + dropout(output), all [b, s, h]; in place of hidden its norm with
-    ``--apply-residual-connection-post-layernorm``.
+    """Residual connection, hidden + dropout(output), all [b, s, h].
 
-    The ranks of a tensor group share the masks of dropout, unless each has its shard of the sequence.
+    ``--apply-residual-connection-post-layernorm`` adds to the norm of hidden instead. The ranks of a tensor group share
+    dropout masks, unless each has a shard of the sequence.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
@@ -87,7 +88,7 @@ class ResidualConnection(nn.Module):
         self.dropout_add = dropout_add(config)
 
     def forward(self, hidden: Tensor, normed: Tensor, output: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Dropout keeps the elements for which ``mask`` is True; without it the mask is drawn here."""
+        """Dropout keeps the elements where ``mask`` is True; the mask is drawn here if it is None."""
         residual = normed.to(hidden.dtype) if self.residual_is_normed else hidden
         if not (self.training and self.dropout):
             return self.dropout_add(output, residual, 0.0)
@@ -97,16 +98,16 @@ class ResidualConnection(nn.Module):
             return self.dropout_add(output, residual, self.dropout)
 
     def shared_masks(self, hidden: Tensor) -> list[Tensor]:
-        """Masks [b, s, h] for attention and MLP that the tensor group shares; none if each rank draws its own."""
+        """Dropout masks [b, s, h] after attention and MLP, equal on the tensor group; [] if each rank draws its own."""
         if self.is_sequence_parallel or not self.dropout:
             return []
         return [torch.empty_like(hidden, dtype=torch.bool).bernoulli_(1 - self.dropout) for _ in range(2)]
 
 
 class ParallelMLP(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``, or ``size``; twice, as gate and up, if gated.
+    """MLP, hidden [b, s, h] -> hidden [b, s, h], of hidden size ``ffn_hidden_size`` or ``size``; may be gated.
 
-    With ``--tiled-mlp`` it is computed on some tokens at a time, in the backward pass, too, by DeepSpeed's TiledMLP.
+    With ``--tiled-mlp`` DeepSpeed's TiledMLP runs forward and backward on a tile of tokens at a time.
     """
 
     def __init__(
@@ -126,9 +127,9 @@ class ParallelMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.config.tiled_mlp:
             return self._compute(hidden)
-        tokens = hidden.flatten(0, 1)  # two dimensions, of which DeepSpeed divides the same one in both passes
+        tokens = hidden.flatten(0, 1)  # with two dimensions DeepSpeed splits the same one in forward and backward
         tiles = self.config.mlp_tiles(len(tokens))
-        if torch.is_grad_enabled() and not tokens.requires_grad:  # or adapters would get no gradient, either
+        if torch.is_grad_enabled() and not tokens.requires_grad:  # otherwise adapters would get no gradient
             tokens = tokens.detach().requires_grad_()
         return TiledMLP.apply(ParallelMLP._tile, self, tokens, tiles, [*self.parameters()]).view_as(hidden)
 
@@ -141,6 +142,6 @@ class ParallelMLP(nn.Module):
             return self.dense_4h_to_h(output)
 
     def _tile(self, tokens: Tensor) -> Tensor:
-        """[tokens, h] -> [tokens, h], as a sequence; with sequence parallelism a part of one."""
+        """Compute one tile of tokens, [tokens, h] -> [tokens, h], as a batch of one sequence."""
         batch_dim = 1 - self.config.sequence_dim
         return self._compute(tokens.unsqueeze(batch_dim)).squeeze(batch_dim)

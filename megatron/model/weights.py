@@ -1,6 +1,6 @@
-"""What the layers of a model have in common: initial weights, linear layers with adapters, norms.
+"""Building blocks of layers: weight initialization, tensor-parallel linear layers with adapters, and norms.
 
-i inputs, o outputs, in all t tensor-parallel ranks together
+i inputs, o outputs (both unsharded), t tensor-parallel size
 """
 
 import math
@@ -25,22 +25,22 @@ from megatron.parallel.tensor.mappings import largest_of_ranks
 
 
 def weight(config: ModelConfig, name: str) -> WeightInit:
-    """Normal with deviation ``init_method_std``."""
+    """Normal initialization with standard deviation ``init_method_std``."""
     device = "cpu" if config.use_cpu_initialization else get_accelerator().current_device_name()
     return WeightInit(config.init_method_std, config.seed, name, device)
 
 
 def residual_weight(config: ModelConfig, name: str) -> WeightInit:
-    """Deviation divided by sqrt(2 x layers), for weights that write to the residual stream (GPT-2, section 2.3)."""
-    undivided = weight(config, name)
-    return replace(undivided, std=undivided.std / math.sqrt(2 * config.num_layers))
+    """Initialization scaled by 1 / sqrt(2 x layers), for projections to the residual stream (GPT-2, section 2.3)."""
+    init = weight(config, name)
+    return replace(init, std=init.std / math.sqrt(2 * config.num_layers))
 
 
 def column_parallel(
     config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int, *,
     has_bias: bool | None = None, parts: int = 1, **options: Any,
 ) -> ColumnParallelLinear:  # fmt: skip
-    """The layer ``name``, such as ``layers.1.mlp.dense_h_to_4h``: [.., i] -> [.., parts x o/t]."""
+    """Column-parallel layer ``name``, such as ``layers.1.mlp.dense_h_to_4h``: [.., i] -> [.., parts x o/t]."""
     kwargs: dict[str, Any] = {
         "group": layout.tensor_group,
         "sequence_dim": sequence_parallel_dim(config, layout),
@@ -56,7 +56,7 @@ def column_parallel(
 def row_parallel(
     config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int
 ) -> RowParallelLinear:
-    """The layer ``name``, which writes to the residual stream: [.., i/t] -> [.., o]."""
+    """Row-parallel layer ``name``, a projection to the residual stream: [.., i/t] -> [.., o]."""
     kwargs: dict[str, Any] = {
         "group": layout.tensor_group,
         "sequence_dim": sequence_parallel_dim(config, layout),
@@ -70,7 +70,7 @@ def row_parallel(
 def _matmul(
     config: ModelConfig, layout: ParallelLayout, inputs: int, outputs: int, *, is_column_parallel: bool
 ) -> dict[str, Any]:
-    """What makes the kernel of a linear layer of these unsharded sizes, and the chunks in which it communicates."""
+    """Keyword arguments ``kernel`` and ``chunks`` of a linear layer of these unsharded sizes: bf16 or FP8, overlap."""
     t = layout.tensor_group.size()
     if not runs_in_fp8(config, inputs, outputs, (1, t) if is_column_parallel else (t, 1)):
         return {"kernel": linear_kernel(config), "chunks": layout.forward_chunks}
@@ -78,7 +78,7 @@ def _matmul(
     kernel = partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
     chunks = CHUNKS if layout.forward_chunks == BY_RANK else layout.forward_chunks
     if config.fp8_recipe == "tensorwise" and not is_column_parallel:
-        chunks = 1  # ranks share the scale of the input: the all-reduce for it would wait for the chunk before
+        chunks = 1  # the all-reduce of the input's FP8 scale would wait for the previous chunk
     return {"kernel": kernel, "chunks": chunks}
 
 
@@ -91,9 +91,9 @@ def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> P
 
 
 def hidden_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
-    """A norm of hidden states [.., h] between layers.
+    """A norm of hidden states [.., h].
 
-    With sequence parallelism each rank's gradient is of its shard of the sequence, and is summed over the tensor group.
+    With sequence parallelism its gradients, each from a shard of the sequence, are summed over the tensor group.
     """
     norm = choose_norm(config, fp32_residual=config.fp32_residual_connection)
     built = norm(config.hidden_size, eps=config.layernorm_epsilon)
@@ -101,6 +101,6 @@ def hidden_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
 
 
 def head_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
-    """The norm of each head's queries or keys [.., d]. A rank has its own heads, so that gradients are summed."""
+    """QK-norm: a norm of each head's queries or keys [.., d]; gradients are summed over the tensor group's heads."""
     norm = choose_norm(config, fp32_residual=False)
     return sharded_norm(norm(config.head_size, eps=config.layernorm_epsilon), layout.tensor_group)

@@ -46,9 +46,9 @@ def test_two_partitions_are_refused(tmp_path: Path) -> None:
     [
         (None, "cannot be read (No such file or directory)"),
         ("{", "is not JSON"),
-        ("[]", "holds no times of layers"),
-        ('{"otherData": {"unit_seconds": [0, 1, -1, 0]}}', "holds no times of layers"),
-        ('{"otherData": {"unit_seconds": [0, NaN, 1, 0]}}', "holds no times of layers"),
+        ("[]", "has no times of layers"),
+        ('{"otherData": {"unit_seconds": [0, 1, -1, 0]}}', "has no times of layers"),
+        ('{"otherData": {"unit_seconds": [0, NaN, 1, 0]}}', "has no times of layers"),
         ('{"otherData": {"unit_seconds": [0, 1, 1, 1, 0]}}', "has the times of 3 layers, and --num-layers is 4"),
     ],
 )

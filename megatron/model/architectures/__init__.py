@@ -1,6 +1,6 @@
-"""The architectures: GPT-2, BERT, BERT with a classifier as its head, T5 and LLaVA, a file for each. No torch here.
+"""Specs of the architectures: GPT-2, BERT, BERT with a classifier head, T5 and LLaVA, a file for each. No torch here.
 
-By its flags, GPT-2 also is a model of the Llama family.
+The GPT-2 spec also covers the Llama family, which its flags select.
 """
 
 from megatron.model.architectures.bert import BERT, CLASSIFIER

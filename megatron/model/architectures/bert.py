@@ -1,4 +1,4 @@
-"""The specs of BERT, and of BERT with a classifier as its head. No torch here."""
+"""Specs of BERT and of BERT with a classifier head. No torch here."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ PAIRS = "megatron.model.embedding:PairEmbedding"
 
 
 def _bert(config: ModelConfig) -> list[LayerSpec]:
-    """tokens and token types [b, 2, s] -> logits [b, s, v/t], and the logits of the sentences' order [b, 2]."""
+    """tokens and token types [b, 2, s] -> logits [b, s, v/t], and the logits of sentence order prediction [b, 2]."""
     bias = ParameterSpec("word_bias", (config.padded_vocab_size,), 0, weight_decay=False, is_vocabulary=True)
     return [
         *_encoder(config),
@@ -32,7 +32,7 @@ def _bert(config: ModelConfig) -> list[LayerSpec]:
 def _encoder(config: ModelConfig) -> list[LayerSpec]:
     """BERT without its head: tokens and token types [b, 2, s] -> hidden [b, s, h].
 
-    Padding is a segment, to which the sentences do not attend.
+    Padding is a segment of its own, so that sentences do not attend to it.
     """
     table = ParameterSpec("tokentype_embeddings.weight", (2, config.hidden_size))
     return [
@@ -46,7 +46,10 @@ def _encoder(config: ModelConfig) -> list[LayerSpec]:
 
 
 def _pair_head(config: ModelConfig) -> LayerSpec:
-    """Kept: input and output of its linear and of GELU; the pooler sees one token of each sample."""
+    """Heads of masked LM and sentence order.
+
+    Kept: input and output of the dense layer and of GELU. The pooler reads one token of each sample.
+    """
     h = config.hidden_size
     parameters = (
         *replicated_linear("dense", h, h),
@@ -63,7 +66,7 @@ def _pair_head(config: ModelConfig) -> LayerSpec:
 
 
 def _classifier(config: ModelConfig) -> list[LayerSpec]:
-    """BERT's layers with another head, whose pooler has the index and the name of the pretrained one."""
+    """BERT with a classifier head; its pooler has the index and name of the pretrained pooler, to load its weights."""
     h = config.hidden_size
     parameters = (*replicated_linear("pooler", h, h), *replicated_linear("classifier", h, len(config.classes)))
     return [*_encoder(config), LayerSpec("megatron.model.heads:ClassifierHead", parameters=parameters)]

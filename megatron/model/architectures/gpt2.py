@@ -1,4 +1,4 @@
-"""The spec of GPT-2, which by its flags also is a model of the Llama family, with or without experts. No torch here."""
+"""Spec of GPT-2, and of the Llama family with or without experts, which flags select. No torch here."""
 
 from dataclasses import replace
 
@@ -19,9 +19,9 @@ from megatron.model.spec import ArchitectureSpec, LayerSpec
 
 def _gpt2(config: ModelConfig) -> list[LayerSpec]:
     """tokens [b, s] -> hidden [b, s, h] -> logits [b, s, v/t]."""
-    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config)
+    untied, embedding = config.untie_embeddings_and_output_weights, word_embedding(config)
     return [
-        replace(words, tied=None) if untied else words,
+        replace(embedding, tied=None) if untied else embedding,
         positions(config, passes_segment_ids=config.layers_need_segment_ids),
         *_blocks(config),
         WITHOUT_SEGMENT_IDS,

@@ -1,6 +1,6 @@
-"""The layers that the architectures share, each with its parameters, cost and activations. No torch here.
+"""Specs of layers that architectures share: parameters, FLOPs and kept activations. No torch here.
 
-h hidden, f inside the MLP, q columns of all query heads, k of all key heads, v padded vocabulary
+h hidden, f hidden size of the MLP, q columns of all query heads, k columns of all key heads, v padded vocabulary
 """
 
 from dataclasses import replace
@@ -11,13 +11,13 @@ from megatron.config.model import ACTIVATIONS
 from megatron.model.spec import KeptActivations, LayerSpec, ParameterSpec
 
 EMBED = "embed"
-"""Key of the layers that share the word embedding: the first, and the head."""
+"""Tied key of the layers that share the word embedding: the first layer and the head."""
 BLOCK = "megatron.model.transformer:ParallelTransformerLayer"
 WORDS = "megatron.model.embedding:WordEmbedding"
 
 
 def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
-    """Attention and MLP. Kept: inputs of norms and linears, query, key, value, context, inside the MLP."""
+    """A transformer layer. Kept: inputs of norms and linears, query, key, value, context, MLP hidden activations."""
     h, f, norm, bias = config.hidden_size, config.ffn_hidden_size, config.normalization, config.linear_bias
     q, k = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
     matrices = 2 if config.is_gated else 1
@@ -43,14 +43,14 @@ def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
     )
     if config.lora_rank:
         kept = _with_adapters(kept, config)
-    in_mlp = 2 * (matrices + 1) * h * f
-    linears = 2 * h * (2 * q + 2 * k) + in_mlp
+    mlp_flops = 2 * (matrices + 1) * h * f
+    linears = 2 * h * (2 * q + 2 * k) + mlp_flops
     return LayerSpec(
         module,
         parameters=parameters,
         matmul_flops=linears + 2 * sum(parameter.numel for parameter in parameters if ".lora." in parameter.name),
         frozen_flops=linears if config.lora_rank else 0,
-        repeated_flops=in_mlp if config.tiled_mlp else 0,
+        repeated_flops=mlp_flops if config.tiled_mlp else 0,
         attention_size=q,
         kept=kept,
         is_block=True,
@@ -58,21 +58,21 @@ def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
 
 
 def _kept_in_mlp(config: ModelConfig) -> int:
-    """Tensors of size f that the MLP keeps; in tiles none."""
+    """Tensors of size f that the MLP keeps; none with --tiled-mlp."""
     return 0 if config.tiled_mlp else ACTIVATIONS[config.activation].kept - config.recompute_mlp_activation
 
 
 def moe_layer(config: ModelConfig) -> LayerSpec:
-    """A transformer layer with experts in place of the MLP, and perhaps a shared expert for all tokens.
+    """A transformer layer with experts instead of the MLP, and optionally a shared expert for all tokens.
 
-    Kept besides what attention keeps: the router's input in fp32 and its probabilities, and for each chosen expert its
-    input, the tensors inside it, and its output.
+    Kept in addition to attention: the router's input in fp32 and its probabilities, and for each chosen expert its
+    input, hidden activations and output.
     """
     h, f, experts, chosen = config.hidden_size, config.expert_size, config.num_experts, config.moe_router_topk
     shared, bias, matrices = config.moe_shared_expert_intermediate_size, config.linear_bias, 2 if config.is_gated else 1
     dense, width = transformer_layer(config), 3 if config.is_gated else 2
     attention = tuple(parameter for parameter in dense.parameters if not parameter.name.startswith("mlp."))
-    of_shared = (
+    shared_expert = (
         *column_parallel("mlp.shared_expert.dense_h_to_4h", h, shared, bias=bias, matrices=matrices),
         *row_parallel("mlp.shared_expert.dense_4h_to_h", shared, h, bias=bias),
     )
@@ -80,28 +80,28 @@ def moe_layer(config: ModelConfig) -> LayerSpec:
         *attention,
         ParameterSpec("mlp.router.weight", (experts, h)),
         *expert_parameters("mlp.experts", experts, h, f, matrices=matrices),
-        *(of_shared if shared else ()),
+        *(shared_expert if shared else ()),
     )
-    more = chosen * f + shared - config.ffn_hidden_size  # columns than the MLP of a dense layer
+    extra = chosen * f + shared - config.ffn_hidden_size  # columns in addition to the MLP of a dense layer
     return replace(
         dense,
         module="megatron.model.moe:MoEParallelTransformerLayer",
         parameters=parameters,
-        matmul_flops=dense.matmul_flops + 2 * h * ((matrices + 1) * more + experts),
+        matmul_flops=dense.matmul_flops + 2 * h * ((matrices + 1) * extra + experts),
         kept=replace(
             dense.kept,
             local=dense.kept.local + 2 * chosen * h,
             statistics=dense.kept.statistics + h + 3 * experts,
-            sharded=dense.kept.sharded + width * more,
+            sharded=dense.kept.sharded + width * extra,
         ),
     )
 
 
 def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivations:
-    """What a transformer layer with frozen weights and adapters keeps.
+    """Kept activations of a transformer layer with frozen weights and LoRA adapters.
 
-    It keeps outputs of A, and inputs of A and their masks with dropout, but no inputs of linear layers without an
-    adapter.
+    Kept are the outputs of A, the inputs of A and, with dropout, their masks, but not the inputs of linear layers
+    without an adapter.
     """
     chosen, copies = config.adapted, 2 if config.lora_dropout else 1
     h, f, q = config.hidden_size, config.ffn_hidden_size, config.num_attention_heads * config.head_size
@@ -115,7 +115,7 @@ def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivation
 
 
 def word_embedding(config: ModelConfig, module: str = WORDS) -> LayerSpec:
-    """The table of tokens. Kept: the tokens, and which of them another tensor-parallel rank looks up."""
+    """The word embedding. Kept: the tokens, and a mask of the tokens that other tensor-parallel ranks look up."""
     table = ParameterSpec(
         "word_embeddings.weight", (config.padded_vocab_size, config.hidden_size), shard_dim=0, is_vocabulary=True
     )
@@ -123,7 +123,7 @@ def word_embedding(config: ModelConfig, module: str = WORDS) -> LayerSpec:
 
 
 def word_logits(config: ModelConfig, module: str = WORDS) -> LayerSpec:
-    """The same table as the output projection. Kept: its input; the logits are counted with the loss."""
+    """The word embedding as output projection. Kept: its input; the logits are counted with the loss."""
     h, table = config.hidden_size, word_embedding(config, module)
     flops = 2 * table.numel
     frozen = flops if config.lora_rank else 0
@@ -137,7 +137,7 @@ def word_logits(config: ModelConfig, module: str = WORDS) -> LayerSpec:
 
 
 def output_layer(config: ModelConfig) -> LayerSpec:
-    """An output projection with its own weight."""
+    """An output projection that is not tied to the word embedding."""
     (table,) = word_embedding(config).parameters
     return replace(
         word_logits(config, "megatron.model.embedding:OutputLayer"),
@@ -148,7 +148,7 @@ def output_layer(config: ModelConfig) -> LayerSpec:
 
 
 def positions(config: ModelConfig, *, passes_segment_ids: bool = False) -> LayerSpec:
-    """The table of positions if the model has one, and the dropout of the embedded tokens. Kept: its mask."""
+    """The position embedding, if the model has one, and the dropout after it. Kept: the dropout mask."""
     h = config.hidden_size
     table = ParameterSpec("position_embeddings.weight", (config.max_position_embeddings, h))
     return LayerSpec(
@@ -175,14 +175,14 @@ WITHOUT_SEGMENT_IDS = LayerSpec(forward="megatron.model.embedding:without_segmen
 
 
 def norm_parameters(name: str, size: int, kind: str = "LayerNorm") -> tuple[ParameterSpec, ...]:
-    """Weight and, of a layer norm, bias of the norm ``name``; without a name, of a layer that is a norm."""
+    """Weight, and bias if it is a layer norm, of the norm ``name`` of a layer, or of a layer that is a norm itself."""
     prefix = f"{name}." if name else ""
     parts = ("weight", "bias") if kind == "LayerNorm" else ("weight",)
     return tuple(ParameterSpec(f"{prefix}{part}", (size,), weight_decay=False) for part in parts)
 
 
 def replicated_linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
-    """Weight and bias of a linear layer that is replicated."""
+    """Weight and bias of a replicated linear layer."""
     weight = ParameterSpec(f"{name}.weight", (outputs, inputs))
     return (weight, ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False)) if bias else (weight,)
 
@@ -190,27 +190,27 @@ def replicated_linear(name: str, inputs: int, outputs: int, *, bias: bool = True
 def column_parallel(
     name: str, inputs: int, outputs: int, *, bias: bool = True, matrices: int = 1, lora_rank: int = 0
 ) -> tuple[ParameterSpec, ...]:
-    """``ColumnParallelLinear``: weight, bias and B of its adapter are divided along the outputs.
+    """Parameters of a ``ColumnParallelLinear``: weight, bias and B of its adapter are sharded along the outputs.
 
     A gated MLP has two ``matrices`` in one parameter.
     """
 
-    def divided(parameter: ParameterSpec) -> ParameterSpec:
+    def sharded(parameter: ParameterSpec) -> ParameterSpec:
         if matrices == 1:
             return replace(parameter, shard_dim=0)
         return replace(parameter, shape=(matrices, *parameter.shape), shard_dim=1)
 
-    linear = [divided(parameter) for parameter in replicated_linear(name, inputs, outputs, bias=bias)]
+    linear = [sharded(parameter) for parameter in replicated_linear(name, inputs, outputs, bias=bias)]
     if not lora_rank:
         return tuple(linear)
     a, b = ParameterSpec(f"{name}.lora.A", (lora_rank, inputs)), ParameterSpec(f"{name}.lora.B", (outputs, lora_rank))
-    return (*linear, a, divided(b))
+    return (*linear, a, sharded(b))
 
 
 def row_parallel(
     name: str, inputs: int, outputs: int, *, bias: bool = True, lora_rank: int = 0
 ) -> tuple[ParameterSpec, ...]:
-    """``RowParallelLinear``: the weight and A of its adapter are divided along the inputs."""
+    """Parameters of a ``RowParallelLinear``: the weight and A of its adapter are sharded along the inputs."""
     weight, *biases = replicated_linear(name, inputs, outputs, bias=bias)
     a = ParameterSpec(f"{name}.lora.A", (lora_rank, inputs), shard_dim=1)
     b = ParameterSpec(f"{name}.lora.B", (outputs, lora_rank))
@@ -220,7 +220,7 @@ def row_parallel(
 def expert_parameters(
     name: str, experts: int, inputs: int, inner: int, *, matrices: int = 1
 ) -> tuple[ParameterSpec, ...]:
-    """The weights of all experts of a layer, without biases: each divided along the ``inner`` size."""
+    """Weights of all experts of a layer, without biases, sharded along the ``inner`` size."""
     rows, dim = ((inner,), 1) if matrices == 1 else ((matrices, inner), 2)
     return (
         ParameterSpec(f"{name}.dense_h_to_4h.weight", (experts, *rows, inputs), dim, is_expert=True),

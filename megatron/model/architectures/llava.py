@@ -1,4 +1,4 @@
-"""The spec of LLaVA (arXiv 2304.08485): an encoder of images, a projector, and any GPT-2 or Llama. No torch here."""
+"""Spec of LLaVA (arXiv 2304.08485): a vision encoder, a projector, and a GPT-2 or Llama model. No torch here."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -18,13 +18,13 @@ VISION_LAYERS = "megatron.model.llava"
 
 
 def _llava(config: ModelConfig) -> list[LayerSpec]:
-    """tokens [b, s] and images -> logits [b, s, v/t]. Costs are per token of the text."""
+    """tokens [b, s] and images -> logits [b, s, v/t]. Costs are per text token."""
     language = GPT2.layers(config.language_model)
-    words = language[0].module
+    word_embedding = language[0].module
     embedding = f"{VISION_LAYERS}:ImageEmbedding"
-    of_text = [replace(one, module=embedding) if one.module == words else one for one in language]
+    language = [replace(layer, module=embedding) if layer.module == word_embedding else layer for layer in language]
     if config.freeze_language_model:
-        of_text = [replace(one, frozen_flops=one.matmul_flops) for one in of_text]
+        language = [replace(layer, frozen_flops=layer.matmul_flops) for layer in language]
     block = replace(
         transformer_layer(config.vision_model, f"{VISION_LAYERS}:VisionParallelTransformerLayer"), part="vision"
     )
@@ -36,12 +36,12 @@ def _llava(config: ModelConfig) -> list[LayerSpec]:
         *[block] * config.vision_layers,
         LayerSpec(f"{VISION_LAYERS}:UnusedWeights", parameters=_unused(config), part=""),
         projector,
-        *of_text,
+        *language,
     ]
 
 
 def _per_token(layer: LayerSpec, config: ModelConfig, *, has_backward: bool) -> LayerSpec:
-    """``layer``, whose costs are per token of the encoder, with costs per token of the text."""
+    """Convert the costs of ``layer`` from per encoder token to per text token."""
     tokens = Fraction(config.image_slots * config.encoder_tokens, config.text_samples * config.text_seq_length or 1)
     scaled = replace(
         layer,
@@ -84,7 +84,7 @@ def _projector(config: ModelConfig) -> LayerSpec:
 
 
 def _unused(config: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """The weights of transformers' encoder after the layer that the projector reads, and its last norm."""
+    """Weights of the encoder in Hugging Face files that are not computed: layers after the feature layer, last norm."""
     h, f = config.vision_hidden_size, config.vision_ffn_hidden_size
     linears = {f"self_attn.{name}_proj": (h, h) for name in ("q", "k", "v", "out")}
     linears |= {"mlp.fc1": (f, h), "mlp.fc2": (h, f)}

@@ -1,4 +1,4 @@
-"""The spec of T5: an encoder and a decoder. No torch here."""
+"""Spec of T5, an encoder-decoder model. No torch here."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -23,17 +23,16 @@ T5_LAYERS = "megatron.model.t5"
 
 
 def _t5(config: ModelConfig) -> list[LayerSpec]:
-    """Tokens of both [b, s + r] -> logits of the decoder [b, r, v/t].
+    """tokens of encoder and decoder [b, s + r] -> logits of the decoder [b, r, v/t].
 
-    Costs are per token of the encoder, for the decoder, too, which reads fewer.
+    All costs are per encoder token, also those of decoder layers, which process r/s as many tokens.
     """
-    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config, f"{T5_LAYERS}:T5Embedding")
+    untied, embedding = config.untie_embeddings_and_output_weights, word_embedding(config, f"{T5_LAYERS}:T5Embedding")
     ratio = _decoder_tokens(config)
-    embedding = replace(words, kept=times(words.kept, ratio))
     norm = final_norm(config)
-    head = output_layer(config) if untied else word_logits(config, words.module)
+    head = output_layer(config) if untied else word_logits(config, embedding.module)
     return [
-        words,
+        embedding,
         _stack_positions(config),
         *_stack(config, encoder_layer(config), config.encoder_num_layers, "encoder"),
         replace(
@@ -42,7 +41,7 @@ def _t5(config: ModelConfig) -> list[LayerSpec]:
             name="EncoderNorm",
             kept=replace(norm.kept, local=config.hidden_size),
         ),
-        embedding,
+        replace(embedding, kept=times(embedding.kept, ratio)),
         _stack_positions(config, ratio),
         *_stack(config, decoder_layer(config), config.decoder_num_layers, "decoder"),
         LayerSpec(forward=f"{T5_LAYERS}:without_encoder_output"),
@@ -52,30 +51,30 @@ def _t5(config: ModelConfig) -> list[LayerSpec]:
 
 
 def encoder_layer(config: ModelConfig) -> LayerSpec:
-    """A transformer layer whose tokens attend to the entire text."""
+    """An encoder layer, with bidirectional attention."""
     return transformer_layer(config, f"{T5_LAYERS}:EncoderParallelTransformerLayer")
 
 
 def decoder_layer(config: ModelConfig) -> LayerSpec:
-    """A transformer layer that also attends to the encoder's output."""
+    """A decoder layer, with causal self-attention and cross-attention to the encoder's output."""
     h, q, ratio = config.hidden_size, config.num_attention_heads * config.head_size, _decoder_tokens(config)
-    bias, norm, own = config.linear_bias, config.normalization, transformer_layer(config)
+    bias, norm, self_layer = config.linear_bias, config.normalization, transformer_layer(config)
     parameters = (
-        *own.parameters,
+        *self_layer.parameters,
         *column_parallel("inter_attention.query", h, q, bias=bias),
         *column_parallel("inter_attention.key_value", h, 2 * q, bias=bias),
         *row_parallel("inter_attention.dense", q, h, bias=bias),
         *norm_parameters("post_inter_attention_layernorm", h, norm),
     )
     statistics = 2 if norm == "LayerNorm" else 1
-    across = KeptActivations(residual=h, local=h, masks=h, statistics=statistics, sharded=2 * q)
-    both = KeptActivations(**{name: value + getattr(across, name) for name, value in vars(own.kept).items()})
+    cross = KeptActivations(residual=h, local=h, masks=h, statistics=statistics, sharded=2 * q)
+    both = KeptActivations(**{name: value + getattr(cross, name) for name, value in vars(self_layer.kept).items()})
     kept = times(both, ratio)
     return LayerSpec(
         f"{T5_LAYERS}:DecoderParallelTransformerLayer",
         parameters=parameters,
-        matmul_flops=round(ratio * (own.matmul_flops + 4 * h * q)) + 4 * h * q,
-        repeated_flops=round(ratio * own.repeated_flops),
+        matmul_flops=round(ratio * (self_layer.matmul_flops + 4 * h * q)) + 4 * h * q,
+        repeated_flops=round(ratio * self_layer.repeated_flops),
         attention_size=round(q * (ratio * ratio + ratio)),
         cross_attention_size=round(q * ratio),
         kept=replace(kept, sharded=kept.sharded + 2 * q),
@@ -84,7 +83,7 @@ def decoder_layer(config: ModelConfig) -> LayerSpec:
 
 
 def _stack(config: ModelConfig, layer: LayerSpec, count: int, name: str) -> list[LayerSpec]:
-    """``count`` times ``layer``, with the table of relative positions that all of them read."""
+    """``count`` times ``layer``, each preceded by the shared relative position table, if there is one."""
     shape = (config.relative_attention_num_buckets, config.num_attention_heads)
     table = LayerSpec(
         f"{T5_LAYERS}:RelativePositions",
@@ -96,14 +95,14 @@ def _stack(config: ModelConfig, layer: LayerSpec, count: int, name: str) -> list
 
 
 def _stack_positions(config: ModelConfig, ratio: Fraction = Fraction(1)) -> LayerSpec:
-    """What is added to the embedded tokens of a stack: both read one table of positions."""
+    """Position embedding and dropout of a stack; encoder and decoder share one position table."""
     layer, has_table = positions(config), config.has_position_table
     module = f"{T5_LAYERS}:{'StackPositions' if has_table else 'StackDropout'}"
     return replace(layer, module=module, tied="positions" if has_table else None, kept=times(layer.kept, ratio))
 
 
 def _decoder_tokens(config: ModelConfig) -> Fraction:
-    """Tokens of the decoder for each of the encoder."""
+    """Decoder tokens per encoder token."""
     return Fraction(config.decoder_seq_length or 1, config.encoder_seq_length or 1)
 
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its model: config.json, and names and shapes of its weights. No torch here.
+"""Reads and writes Hugging Face model descriptions: config.json, and names and shapes of weights. No torch here.
 
 GPT-2, the models of the Llama family, BERT, T5 1.1 and LLaVA are converted in both directions.
 """
@@ -35,14 +35,14 @@ FORMATS: dict[str, Format] = {
     "t5": T5_FORMAT,
     "llava": LLAVA_FORMAT,
 }
-"""By ``model_type``."""
+"""``model_type`` in config.json to its format."""
 _BUFFER = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)")
-"""Tensors in older files that are no weights: the causal mask, the frequencies of the rotation, the positions."""
+"""Names of tensors in older files that are not weights: causal mask, RoPE frequencies, position ids."""
 _TOKENS = ("bos_token_id", "eos_token_id")
 
 
 def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
-    """The model that ``config.json`` in ``folder`` describes, with the vocabulary of its tokenizer if that is known.
+    """The model described by ``config.json`` in ``folder``; ``vocab_size`` is the tokenizer's, if known.
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
@@ -50,20 +50,20 @@ def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
 
 
 def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
-    """The same of the content of the file."""
+    """The model described by ``tree``, the content of the config.json at ``path``; see ``read_config``."""
     kind = tree.get("model_type", "gpt2")
     if not isinstance(kind, str) or kind not in FORMATS:
         names = ", ".join(FORMATS)
         raise CheckpointError(f"{path}: model_type is {kind!r}, which is not supported; supported are {names}")
-    if kind == "qwen3_moe" and "num_experts" not in tree:  # transformers 5 writes the name of Mixtral's
+    if kind == "qwen3_moe" and "num_experts" not in tree:  # transformers 5 writes Mixtral's name, num_local_experts
         tree = {**tree, "num_experts": tree.get("num_local_experts")}
     return config_from(FORMATS[kind], tree, path, vocab_size)
 
 
 def format_of(config: ModelConfig) -> Format:
-    """The format that the model has; one for all models of the Llama family.
+    """The Hugging Face format of the model; "llama" for the entire Llama family.
 
-    Raises ConfigError if the architecture has none.
+    Raises ConfigError if there is none for the architecture.
     """
     if config.architecture in BERT_CLASSES:
         return BERT_FORMAT
@@ -79,24 +79,24 @@ def format_of(config: ModelConfig) -> Format:
 
 
 def model_title(config: ModelConfig) -> str:
-    """What people call a model of this kind, such as Llama or Mixtral; the name of its architecture if it has none."""
+    """The family name of the model, such as Llama or Mixtral, or else the name of its architecture."""
     if config.architecture != GPT2.name or not (config.has_rotary_embedding or config.swiglu):
         return config.architecture
     try:
         return family_of(config).class_name.removesuffix("ForCausalLM")
-    except ConfigError:  # of no family in all its settings
+    except ConfigError:  # no family has all its settings
         return "GPT" if not config.swiglu else "Llama with experts" if config.has_experts else "Llama"
 
 
 _RESOLVED = {"num_query_groups": "query_groups", "kv_channels": "head_size", "moe_ffn_hidden_size": "expert_size"}
-"""Flags whose values other properties have, so that defaults are replaced."""
+"""Flags to the property with their resolved value: the flag itself may be unset."""
 _SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
     *("swiglu", "normalization", "qk_layernorm", "disable_bias_linear", "add_qkv_bias"),
     *("untie_embeddings_and_output_weights", "position_embedding_type"),
     *("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
-"""Flags of the shape of a model."""
+"""Flags that determine which weights a model has, and their shapes."""
 _OTHER_FLAGS = (
     *(name for name in ROTATION if name != "rotary_percent"),
     "max_position_embeddings",
@@ -112,7 +112,7 @@ _OTHER_FLAGS = (
 )
 
 
-_NOT_THE_FUNCTION = frozenset(
+_TRAINING_FIELDS = frozenset(
     """
     lora_rank lora_alpha lora_dropout lora_target moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_dtype moe_token_dispatcher_type moe_grouped_gemm moe_per_layer_logging text_seq_length text_samples
@@ -126,11 +126,11 @@ _NOT_THE_FUNCTION = frozenset(
     max_position_embeddings
     """.split()
 )
-"""Fields that change how a model is trained or computed, and not the function of the weights that it has."""
+"""Fields that change how a model is trained or executed, but not which function its weights compute."""
 
 
 def shape_of(config: ModelConfig) -> dict[str, Any]:
-    """The values of the flags that decide which weights the model has, and their shapes."""
+    """The values of the flags that determine which weights the model has, and their shapes."""
     shape = {name: getattr(config, _RESOLVED.get(name, name)) for name in _SHAPE}
     if format_of(config) is T5_FORMAT:
         shape |= {name: getattr(config, name) for name in T5_SHAPE} | {"num_layers": config.encoder_num_layers}
@@ -140,30 +140,30 @@ def shape_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_arguments(config: ModelConfig) -> list[str]:
-    """The command-line arguments that stand for the model, where they differ from the defaults of the flags."""
+    """The command-line arguments that select the model, without flags that have their default."""
     values = shape_of(config) | {name: getattr(config, name) for name in _OTHER_FLAGS}
     if config.query_groups == config.num_attention_heads:
         del values["num_query_groups"]
     if format_of(config) is T5_FORMAT:
         del values["max_position_embeddings"]
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in values.items():
         if value != getattr(ModelConfig(), name):
             flag = name.replace("_", "-")
-            words.append(f"--no-{flag}" if value is False else f"--{flag}")
-            words += [] if isinstance(value, bool) else [str(value)]
-    return [*words, "--vocab-size", str(config.vocab_size)] if format_of(config).keeps_rows else words
+            arguments.append(f"--no-{flag}" if value is False else f"--{flag}")
+            arguments += [] if isinstance(value, bool) else [str(value)]
+    return [*arguments, "--vocab-size", str(config.vocab_size)] if format_of(config).keeps_rows else arguments
 
 
 def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of ``config`` with weights of ``dtype`` (such as float32).
+    """The content of config.json for ``config`` with weights of ``dtype`` (such as float32).
 
-    It is ``source``, the one that the model was read from, if the model is still as it says. Raises ConfigError with a
-    line for each setting that Hugging Face's model does not have.
+    Returns ``source``, the config.json that the model was read from, if it still describes the model. Raises
+    ConfigError with a line for each setting that Hugging Face's model does not support.
     """
     form = format_of(config)
     tree = config_to(form, config, dtype)
-    if not config.classes:  # a classifier is written only
+    if not config.classes:  # classifiers are written, but not read
         _refuse_other_models(config, config_of(tree, Path(HF_CONFIG)))
     if source is None:
         return tree
@@ -178,23 +178,23 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
 
 
 def _refuse_other_models(config: ModelConfig, read: ModelConfig) -> None:
-    """Check that the written configuration, as it is ``read``, is that of the same function."""
+    """Raise ConfigError if ``read``, the written configuration read again, describes another model than ``config``."""
     for field in fields(ModelConfig):
         name = _RESOLVED.get(field.name, field.name)
-        if field.name not in _NOT_THE_FUNCTION and getattr(read, name) != getattr(config, name):
+        if field.name not in _TRAINING_FIELDS and getattr(read, name) != getattr(config, name):
             flag = field.name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(config, name)} is unknown to Hugging Face's model; use merge")
 
 
 def source_shapes(config: ModelConfig) -> Shapes:
-    """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of."""
+    """Name of each weight here to name and shape of its tensors in Hugging Face files, in the order of the layers."""
     return shapes_of(format_of(config), config)
 
 
 def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> list[str]:
-    """A message for each weight of ``config`` that is missing in ``shapes`` or has another one; for unknown ones, too.
+    """A message for each weight of ``config`` that is missing or misshaped in ``shapes``, and for each unknown name.
 
-    Names that repeat a weight, such as that of a head that is the embedding, are accepted.
+    Duplicates of a tied weight are accepted, such as the output projection next to the embedding.
     """
     names = {canonical(name): shape for name, shape in shapes.items()}
     expected = {canonical(name): shape for sources in source_shapes(config).values() for name, shape in sources.items()}
@@ -212,12 +212,12 @@ def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], s
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError if there is none."""
+    """Read the object in a JSON file. Raises CheckpointError if it cannot be read or is not an object."""
     try:
         tree = parse_json(read_bytes(path, largest=largest))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # of JSON, of UTF-8, and of too many nested brackets
+    except ValueError as error:  # invalid JSON or UTF-8, or nested too deep
         raise CheckpointError(f"{path} is not JSON ({error}); is the file complete?") from None
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} is a JSON {type(tree).__name__}, and should be an object")

@@ -11,9 +11,9 @@ from megatron.model.spec import LayerSpec
 
 BERT_CLASSES = {BERT.name: "MegatronBertForPreTraining", CLASSIFIER.name: "MegatronBertForSequenceClassification"}
 T5_SHAPE = ("decoder_num_layers", "geglu", "relative_attention_num_buckets", "relative_attention_max_distance")
-"""Flags of the shape of a model that only T5 has."""
+"""Flags that determine the weights of T5 only."""
 _POSITIONS = 512
-"""Tokens of T5's encoder and decoder, of which a file says nothing."""
+"""Sequence length of T5's encoder and decoder, which config.json does not state."""
 
 
 def _read_bert(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
@@ -98,9 +98,9 @@ def _read_t5(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     problems = []
     if "feed_forward_proj" not in tree:
         problems.append("feed_forward_proj is 'relu', and only 'gated-gelu' can be taken over")
-    # transformers 5 writes that all models are tied, and says by the other setting whether one is T5 1.1.
+    # transformers 5 writes tie_word_embeddings true for all models; scale_decoder_outputs tells T5 1.1 apart.
     if tree.get("scale_decoder_outputs", tree.get("tie_word_embeddings", True)):
-        problems.append("tie_word_embeddings is true, and only T5 1.1, with a head of its own, can be taken over")
+        problems.append("tie_word_embeddings is true, and only T5 1.1, with an untied head, can be taken over")
     start, end = tree.get("decoder_start_token_id"), tree.get("eos_token_id")
     size = tree.get("vocab_size")
     if start is not None and not (type(start) is int and -1 <= start < (size if type(size) is int else start + 1)):
@@ -137,7 +137,7 @@ def _t5_names(config: ModelConfig, block: int, layer: LayerSpec, module: str) ->
     if layer.class_name == "RelativePositions":
         return [f"{stack}.layer.0.SelfAttention.relative_attention_bias"]
     if not layer.is_block:
-        return [_T5_OTHERS[layer.class_name]]
+        return [_T5_OTHER_LAYERS[layer.class_name]]
     if module in _T5_MLP:
         return [f"{stack}.layer.{1 if in_encoder else 2}.{name}" for name in _T5_MLP[module]]
     return [f"{stack}.layer.{name}" for name in _T5_ATTENTION[module]]
@@ -157,13 +157,13 @@ _T5_MLP = {
     "mlp.dense_h_to_4h": ("DenseReluDense.wi_0", "DenseReluDense.wi_1"),
     "mlp.dense_4h_to_h": ("DenseReluDense.wo",),
 }
-_T5_OTHERS = {
+_T5_OTHER_LAYERS = {
     "T5Embedding": "shared",
     "EncoderNorm": "encoder.final_layer_norm",
     "RMSNorm": "decoder.final_layer_norm",
     "OutputLayer": "lm_head",
 }
-"""Class of a layer outside the blocks to the module of its weight."""
+"""Class of a layer that is not a transformer layer to its module in Hugging Face files."""
 
 T5_FORMAT = Format(
     title="T5 1.1",

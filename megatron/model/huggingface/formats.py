@@ -1,6 +1,6 @@
-"""Formats of Hugging Face's models as tables: settings of config.json, and names and shapes of weights. No torch here.
+"""Hugging Face model formats as tables: settings of config.json, and names and shapes of weights. No torch here.
 
-``Format`` is what differs between them; the functions below read and write any of them.
+``Format`` holds the differences between model types; the functions below read and write any format.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -15,73 +15,74 @@ from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec, ParameterSpec
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]
-"""Our name of each weight to name and shape of the tensors that it consists of."""
+"""Name of each weight here to name and shape of its tensors in Hugging Face files."""
 Names = Mapping[str, tuple[str, Any]]
-"""Field of ModelConfig to the name of the same value in config.json, and its default there.
+"""Field of ModelConfig to its name and default in config.json.
 
-The default is None for a value that a file must have, and 0 for one that follows from others.
+The default is None for a value that a file must have, and 0 for a value that is derived from others.
 """
 Fields = dict[str, Any]
 """Values of ModelConfig by field."""
 PREFIX = "transformer."
-"""Which names have in files of a complete GPT-2, and not in those of the model without a head."""
+"""Prefix of weight names in files of GPT2LMHeadModel; files of GPT2Model do not have it."""
 TOWER = "vision_tower.vision_model."
-"""Which names of an encoder of images have in files of older versions of transformers; newer ones leave out a part."""
+"""Prefix of the vision encoder's weights; transformers 5 leaves out ``vision_model.``"""
 RESIDUAL = "the residual taken before the norm (no --apply-residual-connection-post-layernorm)"
-"""What models of most formats have, for messages."""
+"""Requirement of most formats, for messages."""
 _GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
-"""Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
+"""Hugging Face's names of GELU, and whether it is the tanh approximation; for writing, the first match is used."""
 
 
 _SWITCHES = (
     *("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),
     *("scale_decoder_outputs", "is_encoder_decoder"),
 )
-"""Settings that are true or false in every format."""
+"""Boolean settings of all formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How files of a kind of model describe it, and what they call its weights."""
+    """Mapping between ``ModelConfig`` and the config.json and weight names of one Hugging Face model type."""
 
     title: str
-    """Its name in messages."""
+    """Name of the format in messages."""
     sizes: Names
     numbers: Names
     fixed: Mapping[str, Any]
-    """Settings that have other values there, but not here."""
+    """Settings for which only this value is supported."""
     multiple: tuple[str, str] | None = ("hidden_size", "num_attention_heads")
-    """Fields of which the first must be a multiple of the second."""
+    """Two fields; the first must be a multiple of the second."""
     keeps_rows: bool = False
-    """Whether rows of the embedding beyond the tokens of the tokenizer are a part of the model."""
+    """Whether embedding rows beyond the tokenizer's vocabulary are kept."""
     read: Callable[[Mapping[str, Any]], tuple[Fields, list[str]]]
     """Further fields from config.json, and a message for each setting that is wrong."""
     derive: Callable[[Fields], Fields] = lambda values: {}
-    """Fields that follow from others, once all are right."""
+    """Derives fields from others, after all checks."""
     missing: Callable[[ModelConfig], Mapping[str, bool]]
-    """What models of this format have, to whether a model lacks it."""
+    """Each requirement of the format, and whether a model does not meet it."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """Settings of config.json besides sizes, numbers and the fixed ones."""
+    """Settings of config.json other than ``sizes``, ``numbers`` and ``fixed``."""
     tied: Mapping[str, str]
-    """Names that files may have besides, to the weights that they repeat."""
+    """Names of tied weights that files may repeat, to the weight."""
     names: Callable[[ModelConfig, int, LayerSpec, str], list[str]]
-    """Model, number of transformer layers before a layer, layer and one of its modules to modules in files."""
+    """(model, number of transformer layers before the layer, layer, module of the layer) -> modules in files."""
     transposes: bool = False
-    """Whether linear layers are Conv1D: y = x W + b, where ours is y = x W^T + b."""
+    """Whether linear layers are Conv1D, y = x W + b, instead of y = x W^T + b."""
 
 
 def canonical(name: str) -> str:
-    """The one name of a weight that has several in files."""
+    """The canonical name of a weight: prefixes differ between files."""
     return name.removeprefix(PREFIX).replace(TOWER, "vision_tower.")
 
 
 def present(name: str, names: Container[str]) -> str:
-    """``name`` as it is among ``names`` of files."""
-    return next((one for one in (name, name.removeprefix(PREFIX), canonical(name)) if one in names), canonical(name))
+    """The variant of ``name`` that is in ``names`` of a file, with or without prefix."""
+    variants = (name, name.removeprefix(PREFIX), canonical(name))
+    return next((variant for variant in variants if variant in names), canonical(name))
 
 
 def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: int | None) -> ModelConfig:
-    """The model that the config.json at ``path`` describes, with the vocabulary of its tokenizer if that is known.
+    """The model described by ``tree``, the config.json at ``path``; ``vocab_size`` is the tokenizer's, if known.
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
@@ -140,9 +141,9 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
 
 
 def config_to(form: Format, config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of ``config`` with weights of ``dtype`` (such as float32).
+    """The content of config.json for ``config`` with weights of ``dtype`` (such as float32).
 
-    Raises ConfigError with a line for each setting that models of the format do not have.
+    Raises ConfigError with a line for each setting that the format does not support.
     """
     if problems := [name for name, is_missing in form.missing(config).items() if is_missing]:
         raise ConfigError(
@@ -154,13 +155,12 @@ def config_to(form: Format, config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def shapes_of(form: Format, config: ModelConfig) -> Shapes:
-    """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of.
+    """Name of each weight here to name and shape of its tensors in Hugging Face files, in the order of the layers.
 
-    Queries, keys and values are one weight of ours, as are keys and values of an encoder's output, gate and up, and
-    the same matrix of all experts of a layer.
+    One weight here holds Q, K and V; keys and values of cross-attention; gate and up; or a matrix of all experts.
     """
     sources: Shapes = {}
-    for ours, block, layer, parameter in _our_parameters(config):
+    for ours, block, layer, parameter in _parameters(config):
         sizes = config.vision_model if layer.part == "vision" else config
         groups = sizes.query_groups * sizes.head_size
         rows = (sizes.num_attention_heads * sizes.head_size, groups, groups)
@@ -180,8 +180,8 @@ def shapes_of(form: Format, config: ModelConfig) -> Shapes:
     return sources
 
 
-def _our_parameters(config: ModelConfig) -> Iterator[tuple[str, int, LayerSpec, ParameterSpec]]:
-    """Name, number of transformer layers before it, layer and spec of each weight, in the order of the layers."""
+def _parameters(config: ModelConfig) -> Iterator[tuple[str, int, LayerSpec, ParameterSpec]]:
+    """(name, number of transformer layers before its layer, layer, spec) of each weight, in the order of the layers."""
     block = 0
     for prefix, layer in architecture_of(config).prefixed_layers(config):
         for parameter in layer.parameters:
@@ -190,19 +190,19 @@ def _our_parameters(config: ModelConfig) -> Iterator[tuple[str, int, LayerSpec, 
 
 
 def gelu_name(config: ModelConfig) -> str:
-    """Hugging Face's name of the activation."""
+    """Hugging Face's name of the GELU variant."""
     return next(name for name, is_tanh in _GELU_KINDS.items() if is_tanh == config.openai_gelu)
 
 
 def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
-    """The field of the activation ``kind`` that the setting ``name`` has, and a message if it is no GELU."""
+    """The ModelConfig field for the GELU variant ``kind`` of setting ``name``, and a message if it is not a GELU."""
     if str(kind) not in _GELU_KINDS:
         return {}, [f"{name} is {kind!r}, and can be {' or '.join(_GELU_KINDS)}"]
     return {"openai_gelu": _GELU_KINDS[kind]}, []
 
 
 def named(blocks: str, parts: Mapping[str, tuple[str, ...]], others: Mapping[str, str]) -> Callable[..., list[str]]:
-    """``Format.names`` from a table of the modules in a transformer layer, and one of layers or modules elsewhere."""
+    """A function for ``Format.names``: ``parts`` maps modules of transformer layers, ``others`` all other layers."""
 
     def names(config: ModelConfig, block: int, layer: LayerSpec, module: str) -> list[str]:
         if layer.is_block:

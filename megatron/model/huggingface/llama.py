@@ -1,4 +1,4 @@
-"""Models of the Llama family in Hugging Face's format: Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE.
+"""Hugging Face formats of the Llama family: Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE.
 
 See ``formats``. No torch here.
 """
@@ -19,28 +19,28 @@ from megatron.model.spec import LayerSpec
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family calls the parts of a mixture of experts in a layer, and its sizes in config.json."""
+    """Names of the router, experts and MoE sizes in a family's weights and config.json."""
 
     router: str
     experts: str
     matrices: tuple[str, str, str]
-    """Gate, up and down."""
+    """Names of gate, up and down projection."""
     sizes: Names
 
 
 @dataclass(frozen=True)
 class Family:
-    """The differences between one ``model_type`` and the others."""
+    """The features of one ``model_type`` of the Llama family."""
 
     model_type: str
     class_name: str
     qkv_bias: bool = False
-    """Whether queries, keys and values have a bias that no other linear layer has."""
+    """Whether only queries, keys and values have a bias."""
     qk_layernorm: bool = False
     has_window: bool = False
     """Whether ``sliding_window`` limits attention in every layer."""
     experts: ExpertNames | None = None
-    """None if its layers have an MLP."""
+    """None for layers with an MLP."""
 
 
 FAMILIES = {
@@ -98,7 +98,7 @@ _NUMBERS = {
     "init_method_std": ("initializer_range", 0.02),
 }
 _ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-"""Settings of Qwen3-MoE by which all layers have experts."""
+"""Settings of Qwen3-MoE with which all layers have experts."""
 
 
 def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
@@ -156,14 +156,14 @@ def _missing(config: ModelConfig) -> dict[str, bool]:
 
 
 def _families_of(config: ModelConfig) -> list[Family]:
-    """The families whose models have the biases, norms of heads, experts and window of ``config``."""
+    """The families with the biases, QK-norm, experts and attention window of ``config``."""
     has_window = config.pre_tokens < config.max_position_embeddings - 1
     traits = (config.has_experts, config.qkv_bias and not config.linear_bias, config.qk_layernorm)
     return [
         family
         for family in FAMILIES.values()
         if (family.experts is not None, family.qkv_bias, family.qk_layernorm) == traits
-        # Only Mixtral is one family with and without a window.
+        # Mixtral may have a window or not.
         and (family.has_window == has_window or (family.model_type == "mixtral" and not has_window))
         and not (family.model_type == "mixtral" and config.moe_router_pre_softmax)
         and not (family.model_type != "llama" and config.linear_bias)
@@ -171,9 +171,9 @@ def _families_of(config: ModelConfig) -> list[Family]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family whose format has all settings of ``config``.
+    """The family whose format supports all settings of ``config``.
 
-    Raises ConfigError with a line for each setting that none of them has.
+    Raises ConfigError with a line for each setting that no family supports.
     """
     problems = [name for name, is_missing in _missing(config).items() if is_missing]
     if config.architecture != GPT2.name or problems:
@@ -210,7 +210,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-_LAYER = {
+_BLOCK_MODULES = {
     "input_layernorm": ("input_layernorm",),
     "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.q_layernorm": ("self_attn.q_norm",),
@@ -220,21 +220,21 @@ _LAYER = {
     "mlp.dense_h_to_4h": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.dense_4h_to_h": ("mlp.down_proj",),
 }
-_OTHERS = {"WordEmbedding": "model.embed_tokens", "RMSNorm": "model.norm", "OutputLayer": "lm_head"}
-"""Class of a layer outside the blocks to the module of its weight."""
+_OTHER_MODULES = {"WordEmbedding": "model.embed_tokens", "RMSNorm": "model.norm", "OutputLayer": "lm_head"}
+"""Class of a layer that is not a transformer layer to its module in Hugging Face files."""
 
 
 def _names(config: ModelConfig, block: int, layer: LayerSpec, module: str) -> list[str]:
     if not layer.is_block:
-        return [_OTHERS[layer.class_name]]
-    names = _LAYER.get(module, ())
+        return [_OTHER_MODULES[layer.class_name]]
+    names = _BLOCK_MODULES.get(module, ())
     if module.startswith(("mlp.router", "mlp.experts")):
         experts = family_of(config).experts
         assert experts is not None, "a family has experts if its models have"
         *gate_and_up, down = experts.matrices
         matrices = gate_and_up if module.endswith("dense_h_to_4h") else [down]
-        of_experts = (f"{experts.experts}.{n}.{matrix}" for n in range(config.num_experts) for matrix in matrices)
-        names = (experts.router,) if module == "mlp.router" else tuple(of_experts)
+        modules = (f"{experts.experts}.{n}.{matrix}" for n in range(config.num_experts) for matrix in matrices)
+        names = (experts.router,) if module == "mlp.router" else tuple(modules)
     return [f"model.layers.{block}.{name}" for name in names]
 
 
@@ -256,4 +256,4 @@ def _format(family: Family) -> Format:
 
 
 LLAMA_FORMATS = {family.model_type: _format(family) for family in FAMILIES.values()}
-"""``model_type`` to how its files are read; all are written in one way, as the family of a model."""
+"""``model_type`` to its format for reading; writing chooses the family from the config."""

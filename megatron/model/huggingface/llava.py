@@ -1,4 +1,4 @@
-"""LLaVA in Hugging Face's format: an encoder of CLIP's or SigLIP's, and a language model of the Llama family.
+"""Hugging Face format of LLaVA: a vision encoder (CLIP or SigLIP), and a language model of the Llama family.
 
 No torch here.
 """
@@ -20,7 +20,7 @@ SHAPE = (
     *("vision_num_attention_heads", "vision_image_size", "vision_patch_size", "vision_feature_layer"),
     *("vision_feature_select_strategy", "image_token_id"),
 )
-"""Flags of the shape of a model that only LLaVA has."""
+"""Flags that determine the weights of LLaVA only."""
 OTHER_FLAGS = ("vision_layernorm_epsilon",)
 _MODEL_TYPES = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
 _DEFAULTS: dict[str, Names] = {
@@ -43,12 +43,12 @@ _FIXED: dict[str, Mapping[str, Any]] = {
     "clip": {"hidden_act": "quick_gelu", "num_channels": 3},
     "siglip": {"hidden_act": "gelu_pytorch_tanh", "num_channels": 3, "vision_use_head": False},
 }
-_ABSENT = {"vision_use_head": True}
-"""What transformers takes for a setting of ``_FIXED`` that a file lacks, where it is another value."""
+_DEFAULT = {"vision_use_head": True}
+"""Defaults in transformers of settings in ``_FIXED``, if they differ from the supported value."""
 
 
 def read_encoder(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    """The fields of an encoder that ``vision_config`` describes, and a message for each setting that is wrong."""
+    """The fields of the vision encoder described by ``vision_config``, and a message for each wrong setting."""
     kind = next((kind for kind, name in _MODEL_TYPES.items() if tree.get("model_type") == name), None)
     if kind is None:
         names = " or ".join(_MODEL_TYPES.values())
@@ -60,9 +60,9 @@ def read_encoder(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         if type(value) not in (int, float) or value <= 0
     ]
     problems += [
-        f"vision_config: {name} is {shown(tree.get(name, _ABSENT.get(name)))}, and only {value!r} can be taken over"
+        f"vision_config: {name} is {shown(tree.get(name, _DEFAULT.get(name)))}, and only {value!r} can be taken over"
         for name, value in _FIXED[kind].items()
-        if tree.get(name, _ABSENT.get(name, value)) != value
+        if tree.get(name, _DEFAULT.get(name, value)) != value
     ]
     return {"vision_encoder": kind, **values}, problems
 

@@ -1,4 +1,4 @@
-"""The rotation of queries and keys in Hugging Face's format: ``rope_parameters`` both ways. No torch here."""
+"""Reads and writes RoPE settings in Hugging Face's format (``rope_parameters``). No torch here."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0
 
 
 def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of the rotation: from ``rope_theta`` and ``rope_scaling`` of older files, or ``rope_parameters``."""
-    found = {name: tree[name] for name in ("rope_scaling", "rope_parameters") if tree.get(name) is not None}
-    wrong = {name: one for name, one in found.items() if not isinstance(one, Mapping)}
+    """The RoPE fields: from ``rope_theta`` and ``rope_scaling`` of older files, or from ``rope_parameters``."""
+    settings = {name: tree[name] for name in ("rope_scaling", "rope_parameters") if tree.get(name) is not None}
+    wrong = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
     if wrong:
-        return {}, [f"{name} is {one!r}, and should be an object" for name, one in wrong.items()]
-    given: Mapping[str, Any] = next(filter(None, found.values()), {})
+        return {}, [f"{name} is {value!r}, and should be an object" for name, value in wrong.items()]
+    given: Mapping[str, Any] = next(filter(None, settings.values()), {})
     base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     part = given.get("partial_rotary_factor", tree.get("partial_rotary_factor"))
@@ -49,7 +49,7 @@ def _read_llama3(given: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[dic
 
 
 def _read_yarn(given: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of YaRN. Its ``attention_factor``, if there is one, follows from ``mscale`` here."""
+    """The YaRN fields; an ``attention_factor`` in the file is expressed as ``mscale``."""
     original = tree.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     original = original or tree.get("max_position_embeddings")
     numbers = {name: given.get(name) or default for name, default in _YARN.items()}
@@ -85,7 +85,7 @@ _EXTENSIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[di
     "linear": lambda given, tree: ({"rotary_seq_len_interpolation_factor": given["factor"]}, []),
     "yarn": _read_yarn,
 }
-"""``rope_type`` to (its object, config.json) -> our fields, and what is wrong."""
+"""``rope_type`` to a function (RoPE object, config.json) -> ModelConfig fields, messages."""
 
 
 def write_rotation(config: ModelConfig) -> dict[str, Any]:
@@ -109,6 +109,6 @@ def write_rotation(config: ModelConfig) -> dict[str, Any]:
     if all(scales):
         rope |= {"mscale": scales[0], "mscale_all_dim": scales[1]}
     elif scales != (1.0, 0.0):
-        of_scale, of_all = (0.1 * scale * math.log(factor) + 1 for scale in scales)
-        rope["attention_factor"] = of_scale / of_all
+        numerator, denominator = (0.1 * scale * math.log(factor) + 1 for scale in scales)
+        rope["attention_factor"] = numerator / denominator
     return rope if config.yarn_correction_range_round_to_int else rope | {"truncate": False}
