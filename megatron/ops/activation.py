@@ -1,6 +1,6 @@
-"""Activations of the MLP and the residual connection with dropout, plain or as a kernel of torch's compiler.
+"""MLP activations and residual connection with dropout, in plain torch or as kernels of torch.compile.
 
-f columns of the MLP
+f hidden size of the MLP
 """
 
 from collections.abc import Callable, Mapping
@@ -18,30 +18,29 @@ from megatron.config import ModelConfig
 
 
 def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """[.., f] -> [.., f], or a gated one: gate and up [.., 2f] -> [.., f]."""
+    """The activation function of the MLP: [.., f] -> [.., f]; gated: gate and up [.., 2f] -> [.., f]."""
     return _FUNCTIONS[config.activation](config)
 
 
 def expert_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """``mlp_activation`` for rows [n, ..] whose number n changes in every step.
+    """The activation function for rows [n, ..] whose number n varies between steps.
 
-    On the CPU torch passes a contiguous input of GELU to oneDNN, which compiles a kernel for each size, slowly, and
-    keeps up to 1,024: they lie between the large blocks that a step frees, so that memory grows. torch itself computes
-    GELU of transposed rows.
+    On the CPU torch computes GELU of contiguous inputs with oneDNN, which compiles a kernel for each size, slowly, and
+    caches up to 1,024 of them: they fragment the heap, so that memory grows. GELU of transposed rows avoids oneDNN.
     """
     activation = mlp_activation(config)
     return activation if config.is_gated else lambda rows: activation(rows.t()).t()
 
 
 def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """GELU, exact, OpenAI's tanh approximation, or CLIP's."""
+    """The GELU of the model: exact, OpenAI's tanh approximation, or CLIP's approximation."""
     if config.quick_gelu:
         return quick_gelu
     return partial(F.gelu, approximate=_gelu_kind(config))
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x)."""
+    """CLIP's approximation of GELU: x sigmoid(1.702 x)."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -56,19 +55,19 @@ def dropout_add(config: ModelConfig) -> Callable[[Tensor, Tensor, float], Tensor
 
 
 def geglu(x: Tensor, approximate: str) -> Tensor:
-    """GELU(gate) x up of both in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]."""
+    """GELU(gate) x up, of gate and up in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate) * up
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU(gate) x up of both in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]."""
+    """SiLU(gate) x up, of gate and up in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def lean_swiglu(x: Tensor) -> Tensor:
-    """SwiGLU that saves only its input for the backward pass, on every device, and not SiLU(gate) as well."""
+    """SwiGLU that saves only its input for the backward pass, and recomputes SiLU(gate)."""
     return _SwiGLU.apply(x)
 
 
@@ -84,14 +83,14 @@ class _SwiGLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         grads = torch.empty_like(x)
-        of_gate, of_up = grads.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        gate_grad, up_grad = grads.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
         return grads
 
 
 def recomputed(output: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> AbstractContextManager[None]:
-    """Inside, autograd keeps x in place of ``output``, which is function(x) and is computed again when it is needed."""
+    """A context in which autograd saves x instead of ``output`` = function(x), and recomputes it when needed."""
     storage, x = StorageWeakRef(output.untyped_storage()), x.detach()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
@@ -125,4 +124,4 @@ _FUNCTIONS: Mapping[str, Callable[[ModelConfig], Callable[[Tensor], Tensor]]] = 
     "swiglu": lambda config: swiglu if config.compile else lean_swiglu,
     "geglu": lambda config: partial(geglu, approximate=_gelu_kind(config)),
 }
-"""The function of each activation of a model."""
+"""Activation name (``ModelConfig.activation``) to its function."""

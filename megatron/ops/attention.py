@@ -1,6 +1,6 @@
-"""Attention of the heads of one rank, with the kernels chosen for the device, the precision and the model's options.
+"""Attention of the heads of one rank, with kernels chosen by device, precision and model options.
 
-b batch, s sequence, n heads of queries, g heads of keys and values, q queries, k keys, d size of a head
+b batch, s sequence, n query heads, g key and value heads, q queries, k keys, d size of a head
 """
 
 import math
@@ -18,14 +18,14 @@ from megatron.ops.packed_attention import attend_in_blocks, attend_varlen, atten
 
 
 def chosen_kernel(config: ModelConfig, *, causal: bool, has_dropout: bool) -> AttentionKernel:
-    """The kernel on the device of this process, for sequences that are longer than the model's window."""
+    """The attention kernel on the device of this process, for sequences longer than the model's window."""
     device = device_facts(torch.device(get_accelerator().current_device_name()))
     return attention_kernel(config, device, causal=causal, seq_length=config.pre_tokens + 2, has_dropout=has_dropout)
 
 
 @cache
 def device_facts(device: torch.device) -> DeviceFacts:
-    """The facts of any ``device``, of which CUDA has more than its kind."""
+    """The properties of ``device`` that the choice of kernels depends on."""
     if device.type != "cuda" or torch.version.hip:
         return DeviceFacts("rocm" if torch.version.hip and device.type == "cuda" else device.type)
     capability = torch.get_device_module(device).get_device_capability(device)
@@ -48,13 +48,13 @@ class Attention:
         if config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling:
             divisor = layer_number if config.apply_query_key_layer_scaling else 1
             self._explicit = partial(explicit_attention, divisor=divisor, in_fp32=config.attention_softmax_in_fp32)
-        if config.compile:  # documents differ in each batch, and the compiler would start again for every one
+        if config.compile:  # documents differ in each batch, so that it would recompile every time
             self._limited = torch.compiler.disable(self._limited)  # type: ignore[method-assign]
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None, dropout: float = 0.0
     ) -> Tensor:
-        """Attention within segments and windows."""
+        """Attention limited to segments and windows."""
         if segment_ids is None and (self.window is None or self.window >= query.size(2) - 1):
             return self.dense(query, key, value, dropout=dropout)
         return self._limited(query, key, value, segment_ids, dropout)
@@ -69,10 +69,10 @@ class Attention:
         is_causal: bool | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """[b, n, q, d], [b, g, k, d] twice -> [b, n, q, d], with all scores that ``mask`` does not hide.
+        """Dense attention: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
-        ``mask``, [q, k] or [b, 1, q, k], is True where a query attends to a key, or is added to the scores. Without a
-        mask attention is causal if ``is_causal``, by default as the model is.
+        A boolean ``mask``, [q, k] or [b, 1, q, k], is True where a query attends to a key; others are added to the
+        scores. Without a mask attention is causal if ``is_causal``, by default like the model.
         """
         is_causal = mask is None and (self.causal if is_causal is None else is_causal)
         if self._explicit is not None:
@@ -103,9 +103,9 @@ def explicit_attention(
     divisor: int = 1,
     in_fp32: bool = False,
 ) -> Tensor:
-    """Attention step by step, for options that no fused kernel has: a softmax of fp32 scores, and scaled scores.
+    """Unfused attention, for options that no fused kernel supports: softmax in fp32, and query-key layer scaling.
 
-    Scores are divided by ``divisor`` before they are rounded, and multiplied by it again afterwards, in fp32.
+    Scores are divided by ``divisor`` before they are rounded, and multiplied by it again in fp32.
     """
     key, value = repeated_for_queries(query, key, value)
     if in_fp32:  # an fp32 softmax of rounded scores would gain nothing
@@ -120,6 +120,6 @@ def explicit_attention(
 
 
 def repeated_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """key and value [b, g, k, d] -> [b, n, k, d]: each head repeated for the queries that share it."""
+    """Repeat key and value heads for grouped queries: [b, g, k, d] -> [b, n, k, d]."""
     repeats = query.size(1) // key.size(1)
     return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))

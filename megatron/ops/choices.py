@@ -1,51 +1,51 @@
-"""Which kernels a device gets, and why. No torch here: ``--explain`` and the planner ask, too."""
+"""Chooses kernels by device and model, with reasons. No torch here: ``--explain`` and the planner use it as well."""
 
 from typing import NamedTuple
 
 from megatron.config import ModelConfig
 
 SHORTEST_BLOCK, LONGEST_CHUNK = 128, 512
-"""Tokens: documents up to the first are computed together, and windows in chunks up to the second."""
+"""Tokens: shorter documents share a block; windows are computed in chunks of at most LONGEST_CHUNK."""
 
-_STEP_BY_STEP = {
+_UNFUSED_OPTIONS = {
     "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
     "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
 }
-"""Options that no fused kernel has."""
+"""Options that no fused kernel supports."""
 
 
 class DeviceFacts(NamedTuple):
-    """What the kernel of an operation depends on besides the model."""
+    """Properties of a device that the choice of kernels depends on."""
 
     kind: str
-    """cpu, cuda, rocm or another type of torch's devices."""
+    """cpu, cuda, rocm or another torch device type."""
     capability: tuple[int, int] | None = None
-    """CUDA's compute capability, such as (8, 0); None if it is not known, which counts as a new one."""
+    """CUDA compute capability, such as (8, 0); None if unknown, which is treated as a recent one."""
     has_fused_kernels: bool = True
-    """Whether torch was built with them for this device."""
+    """Whether torch was built with fused attention kernels for this device."""
     has_varlen: bool = True
     """Whether torch has a ``varlen_attn`` with windows: 2.11 or later."""
 
 
 class AttentionKernel(NamedTuple):
-    """A choice of ``attention_kernel``."""
+    """An attention kernel chosen by ``attention_kernel``."""
 
     name: str
-    """flash, memory-efficient, plain (scores, softmax and context step by step), or torch's where it decides."""
+    """flash, memory-efficient, plain (unfused), or torch's if torch decides."""
     limits: str
-    """How documents, padding and windows are masked: none if there are none; varlen (one call of torch's
-    ``varlen_attn``); blocks (a call for each document or part of a window); or mask."""
+    """How documents, padding and windows are masked: none; varlen (one call of torch's ``varlen_attn``); blocks (a call
+    for each document or part of a window); or mask."""
     summary: str
-    """One line: the kernel, what it is for, and why it is not another one."""
+    """One line: the kernel, what it is used for, and the reasons."""
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the scores of a token with each that it attends to are kept for the backward pass."""
+        """Whether the attention scores are kept for the backward pass."""
         return self.name == "plain"
 
     @property
     def shares_keys(self) -> bool:
-        """Whether it takes fewer heads of keys and values than of queries, without copies for each."""
+        """Whether it supports grouped-query attention without copying keys and values for each query head."""
         return self.name == "flash"
 
 
@@ -57,11 +57,11 @@ def attention_kernel(
     seq_length: int,
     has_dropout: bool | None = None,
 ) -> AttentionKernel:
-    """The kernel for sequences of ``seq_length`` on ``device``; by default in training.
+    """The attention kernel for sequences of ``seq_length`` on ``device``; by default with the dropout of training.
 
-    Flash attention is for fp16 and bf16, heads up to 256, and compute capability 8.0 or later. The memory-efficient
-    kernel takes fp32 and older devices. Neither stores scores. ``varlen_attn`` is flash attention for documents that
-    are packed into one sequence; it has no dropout.
+    Flash attention supports fp16 and bf16, head sizes up to 256, and compute capability 8.0 or later. The
+    memory-efficient kernel supports fp32 and older devices. Neither stores scores. ``varlen_attn`` is flash attention
+    for documents packed into one sequence; it has no dropout.
     """
     dtype = model.dtype
     has_dropout = bool(model.attention_dropout) if has_dropout is None else has_dropout
@@ -87,7 +87,7 @@ def attention_kernel(
 
 
 def computed_scores(model: ModelConfig, kernel: AttentionKernel, seq_length: int) -> int:
-    """Scores of one head and sample that are computed at most: one document may fill the sequence."""
+    """Maximum number of scores computed for one head and sample, with one document filling the sequence."""
     window = model.pre_tokens
     if kernel.limits != "blocks" or seq_length <= SHORTEST_BLOCK or window >= seq_length - 1:
         return seq_length**2
@@ -98,13 +98,13 @@ def computed_scores(model: ModelConfig, kernel: AttentionKernel, seq_length: int
 
 
 def chunk_size(window: int) -> int:
-    """Tokens of a chunk in which attention of ``window`` tokens back is computed."""
+    """Tokens per chunk in sliding-window attention over ``window`` preceding tokens."""
     return min(max(window, SHORTEST_BLOCK), LONGEST_CHUNK)
 
 
 def _kernel(model: ModelConfig, device: DeviceFacts, dtype: str, has_dropout: bool) -> tuple[str, str]:
     """The kernel's name, and why it is not flash attention."""
-    for field, flag in _STEP_BY_STEP.items():
+    for field, flag in _UNFUSED_OPTIONS.items():
         if getattr(model, field):
             return "plain", f"{flag} needs the scores"
     if model.has_relative_positions:
@@ -146,7 +146,7 @@ def _version(capability: tuple[int, int]) -> str:
 
 
 def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: bool, causal: bool) -> tuple[str, str]:
-    """How tokens are kept from attending to others, and why not by ``varlen_attn``."""
+    """How documents and windows are masked (see ``AttentionKernel.limits``), and why not with ``varlen_attn``."""
     why = ""
     if device.kind == "cuda" and name == "flash":
         if has_dropout:
@@ -157,15 +157,15 @@ def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: boo
             why = "varlen_attn needs torch 2.11"
         else:
             return "varlen", ""
-    # A call for each sample would be slow on a GPU. Samples are short where attention is not causal.
+    # A call for each sample would be slow on a GPU. Samples of bidirectional models are short.
     return ("blocks", why) if causal or device.kind == "cpu" else ("mask", why)
 
 
 def runs_in_fp8(model: ModelConfig, inputs: int, outputs: int, ranks: tuple[int, int] = (1, 1)) -> bool:
-    """Whether the matmuls of a linear layer are in FP8, of whose ``inputs`` and ``outputs`` so many ranks have a part.
+    """Whether a linear layer runs in FP8; ``ranks`` are the numbers of ranks that shard ``inputs`` and ``outputs``.
 
-    Small ones gain nothing; tensor cores need multiples of 16. The unsharded sizes decide what is small, so that all
-    layouts compute alike.
+    Small matmuls gain nothing; tensor cores need multiples of 16. The unsharded sizes decide what is small, so that
+    the result does not depend on the layout.
     """
     if model.fp8_format == "none" or min(inputs, outputs) < model.fp8_min_size:
         return False
@@ -173,7 +173,7 @@ def runs_in_fp8(model: ModelConfig, inputs: int, outputs: int, ranks: tuple[int,
 
 
 def why_no_fp8(device: DeviceFacts) -> str:
-    """Why ``device`` has no FP8; empty if it has."""
+    """Why ``device`` does not support FP8; empty if it does."""
     if device.kind not in ("cpu", "cuda"):
         return f"FP8 on {device.kind} is not supported"
     if (device.capability or (9, 0)) < (8, 9):
@@ -182,16 +182,16 @@ def why_no_fp8(device: DeviceFacts) -> str:
 
 
 ELEMENTS_AT_ONCE = {"cpu": 1 << 19}
-"""Logits that the loss converts at a time, by kind of device; on a CPU as many as fit its caches."""
+"""Logits that the loss converts at a time, by device type; on a CPU as many as fit its caches."""
 MOST_AT_ONCE = 1 << 27
-"""The same on every other device."""
+"""Logits that the loss converts at a time on other devices."""
 
 
 def compiles_loss(device: str) -> bool:
-    """Whether torch's compiler makes one kernel of each pass over the logits: 8 bytes for each in bf16, and not 34."""
+    """Whether the loss is compiled into one kernel per pass over the logits: 8 bytes per bf16 logit instead of 34."""
     return device == "cuda"
 
 
 def rows_at_once(columns: int, device: str) -> int:
-    """Rows of ``columns`` logits that the loss converts together, where it is not compiled."""
+    """Rows of ``columns`` logits that the uncompiled loss converts at a time."""
     return max(1, ELEMENTS_AT_ONCE.get(device, MOST_AT_ONCE) // columns)

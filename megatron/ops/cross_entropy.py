@@ -1,4 +1,4 @@
-"""The parts of the cross entropy that need no other rank: statistics of each row of logits, and their gradient.
+"""The rank-local parts of cross entropy: statistics of each row of logits, and the gradient of the logits.
 
 v/t columns of a rank's logits, with padding, r rows: b x s
 """
@@ -19,58 +19,59 @@ from megatron.ops.choices import compiles_loss, rows_at_once
 
 
 def cross_entropy_kernel() -> "CrossEntropyKernel":
-    """Compiled on a GPU, also without ``--compile``, where Triton finds what it builds its launchers with."""
+    """The cross entropy kernel: compiled on GPUs on which Triton works, regardless of ``--compile``."""
     is_compiled = compiles_loss(get_accelerator().device_name()) and _can_compile()
     return CompiledCrossEntropyKernel() if is_compiled else CrossEntropyKernel()
 
 
 def _can_compile() -> bool:
-    """Whether there are Triton, a C compiler and Python's headers."""
+    """Whether Triton, a C compiler and Python's headers are installed."""
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return find_spec("triton") is not None and headers.exists() and any(map(shutil.which, compilers))
 
 
 class CrossEntropyKernel:
-    """In plain torch, some rows at a time, so that the logits are never all in fp32."""
+    """Cross entropy in plain torch, in chunks of rows, so that only a part of the logits is in fp32 at a time."""
 
     def statistics(self, logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, from_largest: bool) -> Tensor:
-        """logits [r, v/t], of which ``columns`` count, index [r] of the labels -> [3, r] in fp32.
+        """logits [r, v/t], of which the first ``columns`` count, index [r] of the labels -> statistics [3, r], fp32.
 
-        They are the label's log-probability among these columns, a logit, and by how much the logsumexp is larger,
-        computed in ``dtype``. That logit is the largest, so that the rest is accurate, or the label's, which is read.
+        The statistics are the label's log-probability among these columns, a reference logit, and logsumexp minus that
+        logit, computed in ``dtype``. The reference is the largest logit if ``from_largest``, which is more accurate,
+        or else the label's logit, which is read anyway.
         """
-        found = logits.new_empty((3, len(logits)), dtype=torch.float32)
+        statistics = logits.new_empty((3, len(logits)), dtype=torch.float32)
         for rows in _chunks(logits, columns):
-            counted = logits[rows, :columns].to(dtype)
-            log_probabilities = counted.log_softmax(-1)
-            at_label = index[rows].unsqueeze(-1)
-            found[0, rows] = log_probabilities.gather(-1, at_label).squeeze(-1)
+            unpadded = logits[rows, :columns].to(dtype)
+            log_probabilities = unpadded.log_softmax(-1)
+            labels = index[rows].unsqueeze(-1)
+            statistics[0, rows] = log_probabilities.gather(-1, labels).squeeze(-1)
             if from_largest:
-                found[1, rows], found[2, rows] = counted.amax(-1), -log_probabilities.amax(-1)
+                statistics[1, rows], statistics[2, rows] = unpadded.amax(-1), -log_probabilities.amax(-1)
             else:
-                found[1, rows], found[2, rows] = counted.gather(-1, at_label).squeeze(-1), -found[0, rows]
-            del counted, log_probabilities  # before the next rows take as much
-        return found
+                statistics[1, rows], statistics[2, rows] = unpadded.gather(-1, labels).squeeze(-1), -statistics[0, rows]
+            del unpadded, log_probabilities  # free the memory before the next chunk
+        return statistics
 
     def gradient(
         self, logits: Tensor, logsumexp: Tensor, index: Tensor, scale: Tensor, at_label: Tensor, columns: int
     ) -> Tensor:
-        """logits [r, v/t] -> ``scale`` [r] x the softmax of those that count, plus ``at_label`` [r] at the label."""
-        found = torch.empty_like(logits)
-        found[:, columns:] = 0
+        """logits [r, v/t] -> gradient: ``scale`` [r] x softmax of ``columns``, plus ``at_label`` [r] at the labels."""
+        gradient = torch.empty_like(logits)
+        gradient[:, columns:] = 0
         for rows in _chunks(logits, columns):
             probabilities = logits[rows, :columns].to(scale.dtype).softmax(-1)
             at_label[rows] += probabilities.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1) * scale[rows]
-            torch.mul(probabilities, scale[rows].unsqueeze(-1), out=found[rows, :columns])
-            del probabilities  # before the next rows take as much
-        if columns:  # torch's scatter_ on CPUs would convert all of it to fp32 and back
-            found[torch.arange(len(found), device=found.device), index] = at_label.to(found.dtype)
-        return found
+            torch.mul(probabilities, scale[rows].unsqueeze(-1), out=gradient[rows, :columns])
+            del probabilities  # free the memory before the next chunk
+        if columns:  # scatter_ on CPUs would convert the entire gradient to fp32 and back
+            gradient[torch.arange(len(gradient), device=gradient.device), index] = at_label.to(gradient.dtype)
+        return gradient
 
 
 class CompiledCrossEntropyKernel(CrossEntropyKernel):
-    """One compiled kernel for each pass over all rows, which converts what it reads; accurate for any logits."""
+    """Cross entropy with one compiled kernel per pass over all rows, which converts logits as it reads them."""
 
     def statistics(self, logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, from_largest: bool) -> Tensor:
         return _compiled(_statistics)(logits, index, columns)
@@ -82,10 +83,10 @@ class CompiledCrossEntropyKernel(CrossEntropyKernel):
 
 
 def _statistics(logits: Tensor, index: Tensor, columns: int) -> Tensor:
-    counted = logits[:, :columns].float()
-    largest = counted.amax(-1)
-    log_sum = (counted - largest.unsqueeze(-1)).exp().sum(-1).log()
-    at_label = counted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    unpadded = logits[:, :columns].float()
+    largest = unpadded.amax(-1)
+    log_sum = (unpadded - largest.unsqueeze(-1)).exp().sum(-1).log()
+    at_label = unpadded.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return torch.stack([at_label - largest - log_sum, largest, log_sum])
 
 
@@ -95,15 +96,15 @@ def _gradient(
     column = torch.arange(logits.size(-1), device=logits.device)
     probabilities = (logits.to(scale.dtype) - logsumexp.unsqueeze(-1)).exp()
     at_column = torch.where(column == index.unsqueeze(-1), at_label.unsqueeze(-1), 0.0)
-    of_logits = probabilities * scale.unsqueeze(-1) + at_column
-    return torch.where(column < columns, of_logits, 0.0).to(logits.dtype)
+    gradient = probabilities * scale.unsqueeze(-1) + at_column
+    return torch.where(column < columns, gradient, 0.0).to(logits.dtype)
 
 
 _compiled = cache(torch.compile)
 
 
 def _chunks(logits: Tensor, columns: int) -> Iterator[slice]:
-    """Slices of the rows that are converted together; none without columns."""
+    """Slices of the rows that are converted at a time; none if ``columns`` is 0."""
     if columns:
         step = rows_at_once(columns, logits.device.type)
         yield from (slice(start, start + step) for start in range(0, len(logits), step))

@@ -1,6 +1,6 @@
-"""The matmuls of linear layers: output, gradient of the input, gradient of the weight.
+"""Matmuls of linear layers: output, input gradient, weight gradient.
 
-A layer has one weight, or several that each have their own rows, such as experts.
+A layer has one weight, or several weights for different rows, such as experts.
 
 r rows: all tokens of a rank, n rows of all weights, e weights, i inputs, o outputs of a weight
 """
@@ -19,52 +19,51 @@ from megatron.config import ModelConfig
 class LinearKernel:
     """y = x W^T + b and its gradients, in plain torch.
 
-    A layer makes one object for each weight, and passes the weight to every call, since ZeRO 3 gathers it for the call
-    only. A variant of lower precision can so quantize weight, input and gradient where they are used, and keep the
-    quantized weight in the object until ``weight._version`` changes.
+    There is one object for each weight. The weight is passed to every call, since ZeRO 3 gathers it only for the call.
+    A low-precision variant can quantize weight, input and gradient in the methods, and cache the quantized weight until
+    ``weight._version`` changes.
     """
 
     has_own_gradients = False
-    """Whether the gradients of a layer come from the methods below also where autograd could derive those of
-    ``forward``."""
+    """Whether gradients must be computed with the methods below instead of by autograd through ``forward``."""
     recipe = ""
-    """Names the arithmetic for torch's compiler, whose operators take no objects; empty for plain torch."""
+    """Name of the arithmetic for custom operators, which take no objects; empty for plain torch."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [.., i], weight [o, i], bias [o] -> [.., o]."""
         return F.linear(x, weight, bias)
 
     def traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``forward`` with its gradients, for torch's compiler, which does not call the methods below."""
+        """``forward`` for torch.compile, differentiable by autograd without the methods below."""
         return self.forward(x, weight, bias)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad [r, o], weight [o, i] -> [r, i]."""
+        """Gradient of the input: grad [r, o], weight [o, i] -> [r, i]."""
         return grad @ weight
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-        """grad [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
+        """Gradient of the weight: grad [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
         return grad.t() @ x
 
     def encoded(self, x: Tensor, *, is_gradient: bool = False) -> tuple[Tensor, ...]:
-        """What ranks gather in place of their tokens' inputs or gradients [.., k]: tensors [.., n]."""
+        """The tensors [.., n] to all-gather instead of inputs or gradients [.., k], such as quantized ones."""
         return (x,)
 
     def forward_of(self, encoded: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``forward`` of what was gathered."""
+        """``forward`` of gathered ``encoded`` inputs."""
         (x,) = encoded
         return self.forward(x, weight, bias)
 
     def input_gradient_of(self, encoded: tuple[Tensor, ...], weight: Tensor) -> Tensor:
-        """``input_gradient`` of what was gathered: of [.., o] -> [.., i]."""
+        """``input_gradient`` of gathered ``encoded`` gradients: [.., o] -> [.., i]."""
         (grad,) = encoded
         return self.input_gradient(grad.flatten(0, -2), weight).unflatten(0, grad.shape[:-1])
 
 
 class AccumulatingLinearKernel(LinearKernel):
-    """Adds the weight's gradient to ``weight.grad`` from the second micro-batch of a step on, within the matmul.
+    """Accumulates the weight gradient into ``weight.grad`` within the matmul, from the second micro-batch of a step on.
 
-    For engines that do not touch ``weight.grad`` before the step, and weights without hooks, which would receive no
+    Requires engines that do not touch ``weight.grad`` before the step, and weights without hooks, which would get no
     gradient.
     """
 
@@ -78,38 +77,38 @@ class AccumulatingLinearKernel(LinearKernel):
 
 
 def linear_kernel(config: ModelConfig) -> type[LinearKernel]:
-    """The class for the linear layers of a model."""
+    """The kernel class for the linear layers of a model."""
     return AccumulatingLinearKernel if config.gradient_accumulation_fusion else LinearKernel
 
 
 class StackedLinearKernel:
-    """y = x W^T of several weights that each have their own rows, and its gradients: a matmul for each weight.
+    """y = x W^T and its gradients for several weights with different rows: one matmul per weight.
 
-    ``rows`` is what ``rows_of`` makes of the ends of each weight's rows [e], which are on the device. What is computed
-    of rows after the last end is arbitrary. These matmuls need the sizes on the host, which waits for them.
+    ``rows`` is the result of ``rows_of`` for the ends of each weight's rows [e], on the device. Results for rows after
+    the last end are undefined. This variant needs the sizes on the host, which has to wait for them.
     """
 
     def rows_of(self, ends: Tensor) -> Any:
-        """Computed once for all linear layers with the same rows."""
+        """Prepare ``rows`` from the ends of each weight's rows [e], once for all linear layers with the same rows."""
         return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     def forward(self, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
         """x [n, i] sorted by weight, weight [e, o, i] -> [n, o]."""
         output = x.new_empty(x.size(0), weight.size(1))
-        for of_x, matrix, out in zip(_parts(x, rows), weight, _parts(output, rows), strict=True):
-            torch.mm(of_x, matrix.t(), out=out)
+        for x_part, matrix, out in zip(_parts(x, rows), weight, _parts(output, rows), strict=True):
+            torch.mm(x_part, matrix.t(), out=out)
         return output
 
     def input_gradient(self, grad: Tensor, weight: Tensor, rows: Any) -> Tensor:
-        """grad [n, o], weight [e, o, i] -> [n, i]."""
+        """Gradient of the input: grad [n, o], weight [e, o, i] -> [n, i]."""
         return self.forward(grad, weight.transpose(1, 2), rows)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
-        """grad [n, o], x [n, i] -> [e, o, i]."""
-        of_weight = torch.empty_like(weight)
-        for of_grad, of_x, out in zip(_parts(grad, rows), _parts(x, rows), of_weight, strict=True):
-            torch.mm(of_grad.t(), of_x, out=out)
-        return of_weight
+        """Gradient of the weights: grad [n, o], x [n, i] -> [e, o, i]."""
+        weight_grad = torch.empty_like(weight)
+        for grad_part, x_part, out in zip(_parts(grad, rows), _parts(x, rows), weight_grad, strict=True):
+            torch.mm(grad_part.t(), x_part, out=out)
+        return weight_grad
 
 
 def _parts(x: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
@@ -117,7 +116,7 @@ def _parts(x: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
 
 
 class GroupedLinearKernel(StackedLinearKernel):
-    """One matmul for all weights, which reads the ends of their rows on the device: bf16, sizes in multiples of 8."""
+    """Grouped GEMM for all weights, which reads row ends on the device; bf16, sizes in multiples of 8."""
 
     def rows_of(self, ends: Tensor) -> Any:
         return ends.int()
@@ -128,13 +127,13 @@ class GroupedLinearKernel(StackedLinearKernel):
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
         if not len(x):
             return torch.zeros_like(weight)
-        # Not all kernels write the gradient of a weight without rows: https://github.com/pytorch/pytorch/issues/172439
+        # Some kernels do not write the gradient of a weight without rows: https://github.com/pytorch/pytorch/issues/172439
         is_empty = rows == F.pad(rows[:-1], (1, 0))
         return F.grouped_mm(grad.t(), x, offs=rows).masked_fill_(is_empty.view(-1, 1, 1), 0)
 
 
 class EqualLinearKernel(StackedLinearKernel):
-    """One batched matmul for all weights, which have equally many rows."""
+    """Batched matmul for weights with equal numbers of rows."""
 
     def rows_of(self, ends: Tensor) -> Any:
         return None
@@ -143,12 +142,12 @@ class EqualLinearKernel(StackedLinearKernel):
         return torch.bmm(x.unflatten(0, (len(weight), -1)), weight.transpose(1, 2)).flatten(0, 1)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, rows: Any) -> Tensor:
-        of_weight = (len(weight), -1)
-        return torch.bmm(grad.unflatten(0, of_weight).transpose(1, 2), x.unflatten(0, of_weight))
+        by_weight = (len(weight), -1)
+        return torch.bmm(grad.unflatten(0, by_weight).transpose(1, 2), x.unflatten(0, by_weight))
 
 
 def stacked_linear_kernel(config: ModelConfig, *sizes: int) -> StackedLinearKernel:
-    """For weights with these numbers of inputs and outputs."""
+    """The kernel for several weights with these ``sizes`` of inputs and outputs."""
     if config.moe_pad_expert_input_to_capacity:
         return EqualLinearKernel()
     is_grouped = config.moe_grouped_gemm and get_accelerator().device_name() == "cuda" and config.dtype == "bf16"
@@ -156,11 +155,11 @@ def stacked_linear_kernel(config: ModelConfig, *sizes: int) -> StackedLinearKern
 
 
 Defer = Callable[[Callable[[], Tensor], Tensor], bool]
-"""(gradient of a weight, the weight) -> whether the gradient will be computed later."""
+"""(function that computes a weight gradient, the weight) -> whether it is deferred, to be computed later."""
 
 
 def stacked_linear(x: Tensor, weight: Tensor, rows: Any, kernel: StackedLinearKernel, defer: Defer) -> Tensor:
-    """x [n, i] sorted by weight, weight [e, .., o, i] -> [n, .. x o]; ``rows`` are of ``kernel.rows_of``."""
+    """x [n, i] sorted by weight, weight [e, .., o, i] -> [n, .. x o]; ``rows`` is the result of ``kernel.rows_of``."""
     output: Tensor = _StackedLinear.apply(x, weight, rows, kernel, defer)
     return output
 
@@ -181,5 +180,5 @@ class _StackedLinear(torch.autograd.Function):
             return kernel.weight_gradient(grad, x, matrices, rows).view_as(weight)
 
         is_deferred = ctx.defer(weight_gradient, weight)
-        of_x = kernel.input_gradient(grad, matrices, rows)
-        return of_x, None if is_deferred else weight_gradient(), None, None, None
+        x_grad = kernel.input_gradient(grad, matrices, rows)
+        return x_grad, None if is_deferred else weight_gradient(), None, None, None

@@ -1,4 +1,4 @@
-"""Norms of hidden states, created from (size, eps=...): torch's classes, NVIDIA apex's, or one for CPUs."""
+"""LayerNorm and RMSNorm classes, created from (size, eps=...): from torch, NVIDIA apex, or one for CPUs."""
 
 import importlib.util
 from typing import Any
@@ -12,9 +12,9 @@ from megatron.config import ModelConfig
 
 
 def choose_norm(config: ModelConfig, *, fp32_residual: bool) -> type[nn.Module]:
-    """The class of the model's norm; with ``fp32_residual`` its input is fp32 and its output has the weights' type."""
+    """The norm class of the model; with ``fp32_residual`` for fp32 inputs and outputs in the dtype of the weights."""
     if uses_apex(config.fused_kernels):
-        from apex import normalization  # where it is installed; its parameters have torch's names
+        from apex import normalization  # parameters have the same names as in torch
 
         return getattr(normalization, f"{'Mixed' if fp32_residual else ''}Fused{config.normalization}")
     if fp32_residual:
@@ -26,12 +26,12 @@ def choose_norm(config: ModelConfig, *, fp32_residual: bool) -> type[nn.Module]:
 
 def uses_apex(fused_kernels: str) -> bool:
     """Whether ``--fused-kernels`` selects apex on this machine."""
-    found = get_accelerator().device_name() == "cuda" and importlib.util.find_spec("apex") is not None
-    return fused_kernels == "apex" or (fused_kernels == "auto" and found)
+    is_available = get_accelerator().device_name() == "cuda" and importlib.util.find_spec("apex") is not None
+    return fused_kernels == "apex" or (fused_kernels == "auto" and is_available)
 
 
 class Fp32ResidualLayerNorm(nn.LayerNorm):
-    """Normalizes an fp32 residual stream in fp32; its output has the type of the weights."""
+    """LayerNorm of an fp32 residual stream in fp32, with output in the dtype of the weights."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.weight.float(), self.bias.float()
@@ -39,17 +39,17 @@ class Fp32ResidualLayerNorm(nn.LayerNorm):
 
 
 class Fp32ResidualRMSNorm(nn.RMSNorm):
-    """RMSNorm (arXiv 1910.07467) of an fp32 residual stream; its output has the type of the weights."""
+    """RMSNorm (arXiv 1910.07467) of an fp32 residual stream in fp32, with output in the dtype of the weights."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.normalized_shape, self.weight.float(), self.eps).to(self.weight.dtype)
 
 
 class CpuRMSNorm(nn.RMSNorm):
-    """RMSNorm that saves only its input, as the kernel on GPUs does, and computes in fp32.
+    """RMSNorm in fp32 that saves only its input, like torch's kernel on GPUs.
 
-    On a CPU torch's saves the normalized input in fp32, too, and in bf16 a copy of the input in fp32: a small Llama
-    then takes 11 % more memory at its peak (tests/tools/planning/test_measured_memory.py).
+    On a CPU torch's RMSNorm also saves the normalized input in fp32, and in bf16 an fp32 copy of the input: the peak
+    memory of a small Llama is then 11 % higher (tests/tools/planning/test_measured_memory.py).
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -68,6 +68,6 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         normed, weighted = x * scale, grad.float() * weight
-        of_weight = (grad * normed).flatten(0, -2).sum(0)
-        of_x = weighted.sub_(normed * (weighted * normed).mean(-1, keepdim=True)).mul_(scale)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        weight_grad = (grad * normed).flatten(0, -2).sum(0)
+        x_grad = weighted.sub_(normed * (weighted * normed).mean(-1, keepdim=True)).mul_(scale)
+        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None

@@ -1,9 +1,9 @@
-"""Attention of queries to a part of their keys, with what is needed to merge it with attention to the other parts.
+"""Attention of queries to a part of their keys, whose results can be merged (online softmax).
 
-The logsumexp of a query's scores says how much of its attention falls on a part. Given the logsumexp of all parts
-together, the gradient of each part can be computed separately (arXiv 2205.14135, 2310.01889).
+The logsumexp of a query's scores weighs the parts. Given the logsumexp over all parts, the gradient of each part can be
+computed separately (arXiv 2205.14135, 2310.01889).
 
-b batch, n heads of queries, g heads of keys and values, q queries, k keys, d size of a head
+b batch, n query heads, g key and value heads, q queries, k keys, d size of a head
 """
 
 import math
@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron.ops.attention import repeated_for_queries
 
 ROWS = 512
-"""Queries whose scores are computed at a time, step by step."""
+"""Queries whose scores are computed at a time in the unfused kernel."""
 _LEAST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """A kernel: torch's flash attention, or scores and softmax step by step in fp32, which has dropout."""
+    """Kernel for partial attention: torch's flash attention, or unfused in fp32, which supports dropout."""
 
     fused: bool
     dropout: float = 0.0
@@ -30,11 +30,11 @@ class PartialAttention:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """[b, n, q, d], [b, g, k, d] twice -> context [b, n, q, d], and the logsumexp of the scores, fp32 [b, n, q].
+        """query [b, n, q, d], key and value [b, g, k, d] -> context [b, n, q, d], logsumexp of scores, fp32 [b, n, q].
 
-        A query attends to the keys for which ``mask`` [q, k] is True; without it to all of them or, if ``is_causal``,
-        to those up to its own number. Of none, the context is 0 and the logsumexp -inf. A mask of numbers is added to
-        the scores, and leaves each query a key.
+        A query attends to the keys where a boolean ``mask`` [q, k] is True; without a mask to all keys, or to those up
+        to its own index if ``is_causal``. Without any key, its context is 0 and its logsumexp -inf. A floating-point
+        mask is added to the scores, and must leave each query a key.
         """
         key, value = repeated_for_queries(query, key, value)
         if self._has_fused(query, mask):
@@ -58,7 +58,7 @@ class PartialAttention:
         is_causal: bool,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; ``context`` and ``logsumexp`` are of all parts together."""
+        """Gradients of query, key and value; ``context`` and ``logsumexp`` are merged over all parts."""
         groups = key.size(1)
         key, value = repeated_for_queries(query, key, value)
         if self._has_fused(query, mask):
@@ -88,7 +88,7 @@ class PartialAttention:
     def _scores(
         self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, seed: int
     ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """(rows, their scores [b, n, rows, k], what dropout multiplies them by) of some queries at a time."""
+        """(rows, their scores [b, n, rows, k], scaled dropout mask or None) for chunks of queries."""
         scale, wide_key = 1 / math.sqrt(query.size(-1)), key.float().transpose(-1, -2)
         generator = torch.Generator(query.device).manual_seed(seed) if self.dropout else None
         for begin in range(0, query.size(2), ROWS):
@@ -98,7 +98,7 @@ class PartialAttention:
                 later = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).triu(begin + 1)
                 scores.masked_fill_(later, -torch.inf)
             elif mask is not None:
-                scores += _added(mask[rows], scores)
+                scores += _additive(mask[rows], scores)
             kept = None
             if generator is not None:
                 kept = torch.empty_like(scores).bernoulli_(1 - self.dropout, generator=generator) / (1 - self.dropout)
@@ -106,16 +106,16 @@ class PartialAttention:
 
 
 def merge(context: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
-    """Add a part, [b, n, q, d] and [b, n, q], to a context and its logsumexp, in place; both are fp32."""
+    """Merge a part, [b, n, q, d] and [b, n, q], into ``context`` and ``logsumexp`` (both fp32) in place."""
     total = torch.logaddexp(logsumexp, part_logsumexp)
-    finite = total.clamp(min=_LEAST)  # of none so far: exp(-inf) is 0, and would be NaN less -inf
+    finite = total.clamp(min=_LEAST)  # without any key yet total is -inf, and -inf - (-inf) would be NaN
     context.mul_((logsumexp - finite).exp().unsqueeze(-1))
     context.add_(part * (part_logsumexp - finite).exp().unsqueeze(-1))
     logsumexp.copy_(total)
 
 
 def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    """The softmax with this logsumexp of scores; 0 where a query attends to no key."""
+    """Attention weights exp(scores - logsumexp); 0 if a query attends to no key."""
     return (scores - logsumexp.clamp(min=_LEAST).unsqueeze(-1)).exp()
 
 
@@ -125,7 +125,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
         return output[0], output[1]
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     context, logsumexp = kernel(
-        query, key, value, 0.0, is_causal, attn_mask=None if mask is None else _added(mask, query)
+        query, key, value, 0.0, is_causal, attn_mask=None if mask is None else _additive(mask, query)
     )
     if mask is None or mask.dtype != torch.bool:
         return context, logsumexp
@@ -146,21 +146,21 @@ def _fused_backward(
     tensors = (grad, query, key, value, context, logsumexp.contiguous())
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(*tensors, 0.0, is_causal, attn_mask=None if mask is None else _added(mask, query))
-    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        return kernel(*tensors, 0.0, is_causal, attn_mask=None if mask is None else _additive(mask, query))
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused without dropout
     lengths = (None, None, query.size(2), key.size(2))
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *tensors, *lengths, 0.0, is_causal, random_state, random_state
     )
 
 
-def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """``mask`` as what is added to scores: 0 or -inf."""
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """``mask`` as an additive mask of 0 and -inf."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
 
 
 def _sum_of_heads(gradient: Tensor, groups: int) -> Tensor:
-    """The gradient [b, n, k, d] of heads that were repeated -> [b, g, k, d]."""
+    """Sum the gradients of repeated heads: [b, n, k, d] -> [b, g, k, d]."""
     return gradient if gradient.size(1) == groups else gradient.unflatten(1, (groups, -1)).sum(2)
