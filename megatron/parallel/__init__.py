@@ -1,4 +1,4 @@
-"""How ranks share the work: the grid of ranks, and a package for each axis of parallelism. No torch here.
+"""Parallelism: the grid of ranks here, and a package for each axis. No torch here.
 
 rank = ((pipe * data size + data) * sequence size + sequence) * tensor size + tensor
 """
@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron.config import ParallelConfig
 
 AXES = ("pipe", "data", "sequence", "tensor")
-"""From the outermost to the innermost: neighboring ranks differ in their tensor-parallel rank."""
+"""Axes of the grid, outermost first: consecutive ranks differ in their tensor-parallel rank."""
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -38,21 +38,21 @@ def groups_along(parallel: ParallelConfig, *axes: str) -> list[list[int]]:
 
 
 def ulysses_groups(parallel: ParallelConfig) -> list[list[int]]:
-    """The groups that exchange parts of the sequence for heads: neighbors along the sequence axis."""
+    """Rank groups of Ulysses all-to-all, which exchange sequence shards for heads: neighbors on the sequence axis."""
     size = parallel.ulysses_size
     return [ranks[n : n + size] for ranks in groups_along(parallel, "sequence") for n in range(0, len(ranks), size)]
 
 
 def ring_groups(parallel: ParallelConfig) -> list[list[int]]:
-    """The groups that exchange keys and values: ranks with the same index in the groups of ``ulysses_groups``."""
+    """Rank groups of ring attention: ranks with the same index in the groups of ``ulysses_groups``."""
     size = parallel.ulysses_size
     return [ranks[index::size] for ranks in groups_along(parallel, "sequence") for index in range(size)]
 
 
 def expert_groups(parallel: ParallelConfig) -> tuple[list[list[int]], list[list[int]]]:
-    """The groups of ranks that divide the experts among them, and the groups of ranks with the same experts.
+    """Expert-parallel groups, which shard the experts, and expert-data-parallel groups, which have the same experts.
 
-    Both divide the data-parallel groups, in which neighboring ranks have different experts.
+    Both are parts of data-parallel groups, in which consecutive ranks have different experts.
     """
     size, data = parallel.expert_model_parallel_size, groups_along(parallel, "data")
     neighbors = [ranks[begin : begin + size] for ranks in data for begin in range(0, len(ranks), size)]
@@ -65,10 +65,10 @@ def groups(parallel: ParallelConfig) -> dict[str, list[list[int]]]:
 
 
 def p2p_lanes(stages: int, is_ring: bool) -> dict[tuple[int, int], int]:
-    """For each stage and a neighbor to which it sends: the number of the group of ranks in which it does.
+    """(sending stage, receiving stage) of neighbors to the number of their process group for transfers.
 
-    In each of the groups a stage exchanges tensors with one neighbor, in one direction: no transfer waits for another
-    that a late stage delays. With ``is_ring`` the last stage and the first are neighbors, too.
+    In each process group a stage exchanges tensors with one neighbor in one direction, so that no transfer waits for
+    another one that a late stage delays. With ``is_ring`` the last stage and the first are neighbors as well.
     """
     pairs = [(stage, (stage + 1) % stages) for stage in range(stages if is_ring and stages > 2 else stages - 1)]
     lanes = {pair: 2 if pair[0] == stages - 1 and stages % 2 else pair[0] % 2 for pair in pairs}
@@ -77,10 +77,10 @@ def p2p_lanes(stages: int, is_ring: bool) -> dict[tuple[int, int], int]:
 
 @lru_cache
 def steps_within(size: int, apart: int, causal: bool) -> tuple[int, ...]:
-    """Steps r - r' of a ring that bring keys of rank r' to a rank r that attends to them, the same on every rank.
+    """Steps r - r' of ring attention in which some rank r attends to keys of rank r'; the same on every rank.
 
     The ring has ``size`` ranks, rank r with chunks r and 2 size - 1 - r of the sequence (zigzag). Tokens attend to
-    tokens at most ``apart`` chunks away, and if ``causal`` only to earlier ones.
+    tokens at most ``apart`` chunks away, and only to earlier ones if ``causal``.
     """
     apart = min(apart, 2 * size - 1)
     ranks = [min(number, 2 * size - 1 - number) for number in range(2 * size)]

@@ -1,11 +1,11 @@
-"""Expert parallelism: the experts of a layer are divided over a group of data-parallel ranks, in the ranks' order.
+"""Expert parallelism: token dispatch to the experts of a layer, which are sharded over data-parallel ranks in order.
 
-*Routes* bring tokens to the experts that the router has chosen, and the outputs back to the tokens. Experts of all
-ranks of a group receive tokens by all-to-all (arXiv 2006.16668), or each rank gathers the tokens of all ranks, and
-computes only those of its experts. Communication runs during what is computed between its start and its end.
+A ``Route`` sends tokens to the experts that the router has chosen, and their outputs back. Ranks exchange tokens with
+all-to-all (arXiv 2006.16668), or each rank all-gathers the tokens of all ranks and computes those for its experts.
+Communication overlaps with computation between its start and its end.
 
-T tokens of this rank, k chosen experts, h hidden, E experts of the layer, e of this rank, n rows of this rank's tokens,
-m rows that its experts compute
+T tokens of this rank, k chosen experts, h hidden, E experts of the layer, e experts of this rank, n rows of this rank's
+tokens, m rows that its experts compute
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from megatron.parallel.tensor.mappings import (
 
 
 def local_experts(experts: int, layout: ParallelLayout) -> range:
-    """Numbers of the experts of this rank, of ``experts`` in a layer."""
+    """Indices of this rank's experts among the ``experts`` of a layer."""
     group = layout.expert_group
     if group is None:
         return range(experts)
@@ -40,13 +40,13 @@ def local_experts(experts: int, layout: ParallelLayout) -> range:
 
 
 def mark_expert(parameter: nn.Parameter, layout: ParallelLayout) -> nn.Parameter:
-    """Mark ``parameter`` [e, ..] as belonging to experts that expert parallelism divides.
+    """Mark ``parameter`` [e, ..] as sharded by expert parallelism.
 
     DeepSpeed reduces the gradients of marked parameters only over the ranks with the same experts.
     """
     if layout.expert_group is not None:
-        parameter.allreduce = False  # type: ignore[attr-defined]  # DeepSpeed's mark
-        parameter.group_name = group_name(layout.expert_group.size())  # type: ignore[attr-defined]  # the same
+        parameter.allreduce = False  # type: ignore[attr-defined]  # read by DeepSpeed
+        parameter.group_name = group_name(layout.expert_group.size())  # type: ignore[attr-defined]  # read by DeepSpeed
         parameter.expert_group = layout.expert_group  # type: ignore[attr-defined]
     return parameter
 
@@ -57,105 +57,105 @@ def group_name(size: int) -> str:
 
 
 def expert_group_of(parameter: nn.Parameter) -> ProcessGroup | None:
-    """The ranks that divide the experts of ``parameter``; None if it is replicated."""
+    """The expert-parallel group that shards ``parameter``; None if it is replicated."""
     return getattr(parameter, "expert_group", None)
 
 
 Group = ProcessGroup | None
 Arriving = Callable[[], Tensor]
-"""Waits for what a rank receives."""
+"""Waits for a started communication, and returns the received tensor."""
 
 
 class Slots(NamedTuple):
-    """Where rows that are sorted by expert are in the table of tokens and choices, of T x k rows."""
+    """Maps rows sorted by expert to the choices of all tokens, a table of T x k rows."""
 
     numbers: Tensor
-    """[n]: the row of the table; T x k for a row that is in none, and only fills up a fixed size."""
+    """Index of each row in the table [n]; T x k for padding rows."""
     tokens: int
     k: int
     is_permutation: bool
-    """Whether the n rows are exactly those of the table."""
+    """Whether the rows are a permutation of the table."""
 
     @property
     def size(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return self.tokens * self.k
 
 
 class Route:
-    """For experts that this rank has all."""
+    """Token dispatch without expert parallelism: this rank has all experts."""
 
     def __init__(self, weights: Tensor, chosen: Tensor, experts: int, group: Group, drops: bool, capacity: int):
-        """weights [T, k]; chosen [T, k], ``experts`` where the choice is dropped, as some are if ``drops``.
+        """weights [T, k]; chosen [T, k], which is ``experts`` for dropped choices (only if ``drops``).
 
-        With a ``capacity`` each expert gets that many rows, which some rows of no token fill up.
+        With a ``capacity`` each expert gets exactly that many rows, padded if necessary.
         """
         self.weights = weights
         by_expert, order = chosen.flatten().sort(stable=True)
         self.ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
-        """[e]: the ends of the rows of each expert of this rank, on the device; rows after the last one have none."""
+        """[e]: end of the rows of each local expert, on the device; rows after the last end belong to no expert."""
         numbers = order.masked_fill(by_expert == experts, chosen.numel()) if drops else order
         if capacity:
-            numbers, self.ends = _filled_up(numbers, self.ends, capacity, chosen.numel())
+            numbers, self.ends = _pad_to_capacity(numbers, self.ends, capacity, chosen.numel())
         self.slots = Slots(numbers, chosen.size(0), chosen.size(1), is_permutation=not (drops or capacity))
 
     def send(self, x: Tensor) -> Arriving:
-        """x [T, h] -> the rows for the experts of this rank, sorted by expert [m, h]."""
+        """x [T, h] -> rows for this rank's experts, sorted by expert [m, h]."""
         rows = rows_of_tokens(x, self.slots)
         return lambda: rows
 
     def send_back(self, outputs: Tensor) -> Arriving:
-        """Outputs of the experts of this rank [m, h] -> weighted sums for the tokens [T, h]."""
+        """Outputs of this rank's experts [m, h] -> weighted sums for this rank's tokens [T, h]."""
         y = sum_of_choices(outputs, self.slots, self.weights)
         return lambda: y
 
 
 class AllToAllRoute(Route):
-    """Each rank sends rows to the ranks of their experts. Without a capacity the host waits for their numbers."""
+    """Token dispatch with all-to-all. Without a capacity the host waits for the numbers of rows."""
 
     def __init__(self, weights: Tensor, chosen: Tensor, experts: int, group: Group, drops: bool, capacity: int):
         assert group is not None
         self.group = group
         super().__init__(weights, chosen, experts, group, drops, capacity)
-        going = self.ends.diff(prepend=self.ends.new_zeros(1)).view(group.size(), -1)  # [ranks, e]
+        send_counts = self.ends.diff(prepend=self.ends.new_zeros(1)).view(group.size(), -1)  # [ranks, e]
         if capacity:
-            coming, self.sent = going, [going.size(1) * capacity] * group.size()
+            receive_counts, self.sent = send_counts, [send_counts.size(1) * capacity] * group.size()
             self.received = self.sent
         else:
-            coming = torch.empty_like(going)
-            dist.all_to_all_single(coming, going, group=group)
-            self.sent, self.received = rows_of_ranks(going, coming)
+            receive_counts = torch.empty_like(send_counts)
+            dist.all_to_all_single(receive_counts, send_counts, group=group)
+            self.sent, self.received = rows_of_ranks(send_counts, receive_counts)
             self.slots = self.slots._replace(numbers=self.slots.numbers[: sum(self.sent)])
-        numbers = torch.arange(going.size(1), device=chosen.device).repeat(group.size())
-        arrived = numbers.repeat_interleave(coming.flatten(), output_size=sum(self.received))
-        self.by_expert, self.ends = arrived.argsort(stable=True), coming.sum(0).cumsum(0)
+        experts_of_counts = torch.arange(send_counts.size(1), device=chosen.device).repeat(group.size())
+        received = experts_of_counts.repeat_interleave(receive_counts.flatten(), output_size=sum(self.received))
+        self.by_expert, self.ends = received.argsort(stable=True), receive_counts.sum(0).cumsum(0)
 
     def send(self, x: Tensor) -> Arriving:
         arriving = self._exchange(rows_of_tokens(x, self.slots), self.sent, self.received)
         return lambda: arriving().index_select(0, self.by_expert)
 
     def send_back(self, outputs: Tensor) -> Arriving:
-        in_order = outputs.new_empty(outputs.shape).index_copy(0, self.by_expert, outputs)
-        arriving = self._exchange(in_order, self.received, self.sent)
+        by_rank = outputs.new_empty(outputs.shape).index_copy(0, self.by_expert, outputs)
+        arriving = self._exchange(by_rank, self.received, self.sent)
         return lambda: sum_of_choices(arriving(), self.slots, self.weights)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Arriving:
-        forth = partial(async_all_to_all, sent=sent, received=received)
-        return start_mapped(rows, self.group, forth, partial(async_all_to_all, sent=received, received=sent))
+        forward = partial(async_all_to_all, sent=sent, received=received)
+        return start_mapped(rows, self.group, forward, partial(async_all_to_all, sent=received, received=sent))
 
 
 class AllGatherRoute(Route):
-    """Each rank gathers the tokens of all ranks. All sizes are fixed: room for every choice of experts of this rank."""
+    """Token dispatch with all-gather of all tokens. Sizes are fixed, with room for every choice of local experts."""
 
     def __init__(self, weights: Tensor, chosen: Tensor, experts: int, group: Group, drops: bool, capacity: int):
         assert group is not None
         self.group, ranks, e = group, group.size(), experts // group.size()
-        own = all_gather(chosen, group, 0) - e * group.rank()
-        own = own.masked_fill((own < 0) | (own > e), e)
+        local = all_gather(chosen, group, 0) - e * group.rank()
+        local = local.masked_fill((local < 0) | (local > e), e)
         weights = gather_from_sequence_parallel_region(weights, group, 0)
-        super().__init__(weights, own, e, group, True, ranks * capacity)
+        super().__init__(weights, local, e, group, True, ranks * capacity)
         if not capacity:
-            most = own.size(0) * min(own.size(1), e)
+            most = local.size(0) * min(local.size(1), e)
             self.slots = self.slots._replace(numbers=self.slots.numbers[:most])
 
     def send(self, x: Tensor) -> Arriving:
@@ -170,30 +170,30 @@ class AllGatherRoute(Route):
 _GATHER, _REDUCE = partial(async_all_gather, dim=0), partial(async_reduce_scatter, dim=0)
 
 ROUTES = {"alltoall": AllToAllRoute, "allgather": AllGatherRoute}
-"""By ``--moe-token-dispatcher-type``."""
+"""``--moe-token-dispatcher-type`` to its class."""
 
 
-def rows_of_ranks(going: Tensor, coming: Tensor) -> list[list[int]]:
-    """Rows sent to and received from each rank, of their numbers by expert [ranks, e]: the host waits for them."""
-    sizes: list[list[int]] = torch.stack([going.sum(1), coming.sum(1)]).cpu().tolist()
+def rows_of_ranks(send_counts: Tensor, receive_counts: Tensor) -> list[list[int]]:
+    """Rows to send to and receive from each rank, from counts by expert [ranks, e]; the host waits for the device."""
+    sizes: list[list[int]] = torch.stack([send_counts.sum(1), receive_counts.sum(1)]).cpu().tolist()
     return sizes
 
 
-def _filled_up(numbers: Tensor, ends: Tensor, capacity: int, none: int) -> tuple[Tensor, Tensor]:
-    """numbers [n] with ``ends`` [e] -> [e x capacity], with ``none`` after those of each expert, and their ends."""
+def _pad_to_capacity(numbers: Tensor, ends: Tensor, capacity: int, none: int) -> tuple[Tensor, Tensor]:
+    """Pad the rows of each expert to ``capacity`` with index ``none``: numbers [n], ends [e] -> [e x capacity], [e]."""
     places = F.pad(ends[:-1], (1, 0)).unsqueeze(1) + torch.arange(capacity, device=ends.device)  # [e, capacity]
-    own = numbers[places.clamp(max=len(numbers) - 1)]
-    filled = own.masked_fill(places >= ends.unsqueeze(1), none)
-    return filled.flatten(), torch.arange(1, len(ends) + 1, device=ends.device) * capacity
+    rows = numbers[places.clamp(max=len(numbers) - 1)]
+    padded = rows.masked_fill(places >= ends.unsqueeze(1), none)
+    return padded.flatten(), torch.arange(1, len(ends) + 1, device=ends.device) * capacity
 
 
 def rows_of_tokens(x: Tensor, slots: Slots) -> Tensor:
-    """x [T, h] -> [n, h]: each row a copy of its token."""
+    """Copy tokens into rows sorted by expert: x [T, h] -> [n, h]."""
     return conjugate(x, slots, _copies, _sums)
 
 
 def sum_of_choices(outputs: Tensor, slots: Slots, weights: Tensor) -> Tensor:
-    """Outputs [n, h], weights [T, k] -> [T, h]: for each token the weighted sum of its rows, zero for absent ones."""
+    """Weighted sum of each token's rows: outputs [n, h], weights [T, k] -> [T, h]; missing rows count as zero."""
     table = conjugate(outputs, slots, _table, _rows)
     return (weights.unsqueeze(1) @ table.view(slots.tokens, slots.k, -1)).squeeze(1)
 
@@ -203,17 +203,17 @@ def _copies(x: Tensor, slots: Slots) -> Tensor:
 
 
 def _sums(rows: Tensor, slots: Slots) -> Tensor:
-    """The same in every run, as the gradient of indexing would not be on GPUs."""
+    """Gradient of ``_copies``; deterministic, unlike the gradient of indexing on GPUs."""
     return _table(rows, slots).view(slots.tokens, slots.k, -1).sum(1)
 
 
 def _table(rows: Tensor, slots: Slots) -> Tensor:
-    """[n, h] -> [T x k, h], of one more row, which takes the rows of no token, whatever they contain."""
+    """Scatter rows into the table of choices: [n, h] -> [T x k, h]; an extra row absorbs padding rows."""
     make = rows.new_empty if slots.is_permutation else rows.new_zeros
     return make((slots.size + 1, rows.size(1))).index_copy_(0, slots.numbers, rows)[: slots.size]
 
 
 def _rows(table: Tensor, slots: Slots) -> Tensor:
-    """[T x k, h] -> [n, h], with zeros for rows of no token."""
+    """Gather rows from the table of choices: [T x k, h] -> [n, h], with zeros for padding rows."""
     rows = table.index_select(0, slots.numbers.clamp(max=slots.size - 1))
     return rows if slots.is_permutation else rows.masked_fill_((slots.numbers == slots.size).unsqueeze(1), 0)

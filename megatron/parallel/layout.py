@@ -1,4 +1,4 @@
-"""This rank's coordinates and process groups: a value, created once and passed to the functions that need it."""
+"""``ParallelLayout``: this rank's coordinates and process groups, created once and passed as an argument."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,40 +34,40 @@ class ParallelLayout:
     data_group: ProcessGroup
     pipe_group: ProcessGroup
     model_group: ProcessGroup
-    """The ranks that hold one replica of the model: of all stages, and all tensor-parallel ranks."""
+    """The ranks of one model replica: all stages and all tensor-parallel ranks."""
     p2p_groups: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict, hash=False)
-    """For each stage and a neighbor: the group in which the first sends to the second, of this rank's pipeline."""
+    """(sending stage, receiving stage) of this rank's pipeline to the process group for the transfer."""
     sequence_group: ProcessGroup | None = None
     """The ranks that share samples, each with a shard of the sequence; None if each rank has full sequences."""
     replica_group: ProcessGroup | None = None
     """With a sequence group: the ranks with the same weights, along the data and the sequence axis."""
     ulysses_group: ProcessGroup | None = None
-    """The ranks of the sequence group that exchange parts of the sequence for heads around attention."""
+    """The ranks of the sequence group that exchange sequence shards for heads around attention (Ulysses)."""
     ring_group: ProcessGroup | None = None
     """The ranks of the sequence group that exchange keys and values in attention, in zigzag order."""
     ring_gathers: bool = False
-    """Whether the ring group gathers keys and values at once, instead of passing them around."""
+    """Whether the ring group all-gathers keys and values instead of passing them around."""
     expert_group: ProcessGroup | None = None
-    """The ranks of the data group that divide the experts of a layer among them; None without expert parallelism."""
+    """The ranks of the data group that shard the experts of a layer; None without expert parallelism."""
     expert_data_group: ProcessGroup | None = None
     """The ranks of the data group with the same experts; None without expert parallelism."""
     timeout: timedelta = timedelta(minutes=30)
-    """Of collectives."""
+    """Timeout of collectives."""
     sequence_parallel: bool = False
-    """Whether activations that the tensor group does not divide otherwise are sharded along the sequence
-    (Megatron's sequence parallelism)."""
+    """Whether activations that are not sharded otherwise by the tensor group are sharded along the sequence (Megatron's
+    sequence parallelism)."""
     forward_chunks: int = 1
-    """In how many chunks tensor-parallel layers communicate during the matmuls of the forward pass, or ``BY_RANK``."""
+    """Number of chunks in which tensor-parallel layers overlap communication in the forward pass, or ``BY_RANK``."""
     is_v_shaped: bool = False
-    """Whether the model ends on the stage on which it begins."""
+    """Whether the first pipeline stage holds the last layers as well (ZB-V, DualPipeV)."""
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "ParallelLayout":
-        """Form the groups. A collective call: every rank of the world makes it."""
+        """Create the process groups. A collective call of all ranks."""
         assert parallel.world_size == dist.get_world_size()
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         own_group = partial(process_groups.own_group, timeout=timeout)
-        process_groups.count_alike()
+        process_groups.equalize_group_counts()
         has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
         experts, expert_data = expert_groups(parallel) if parallel.expert_model_parallel_size > 1 else (None, None)
         tensor_group = own_group(groups_along(parallel, "tensor"))
@@ -96,9 +96,9 @@ class ParallelLayout:
         )
 
     def group_of_stages(self, stages: Sequence[int]) -> tuple[ProcessGroup, list[int]]:
-        """A new group of the ranks of these ``stages`` of this rank's pipeline, and the ranks. Every rank calls it.
+        """A new process group of the ``stages`` of this rank's pipeline, and its ranks. A collective call of all ranks.
 
-        On a rank of another stage, the group of it alone.
+        On a rank of another stage, a group of only this rank.
         """
         pipes = self.topology.get_axis_comm_lists("pipe")
         parts = [[pipe[stage] for stage in stages] for pipe in pipes]
@@ -107,7 +107,7 @@ class ParallelLayout:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """Whether this rank is on the stage of the embedding."""
         return self.pipe_group.rank() == 0
 
     @property
@@ -117,14 +117,14 @@ class ParallelLayout:
 
     @property
     def pipeline_topology(self) -> PipeModelDataParallelTopology:
-        """The grid as DeepSpeed's pipeline engine knows it: ranks that share samples average gradients like others."""
+        """The grid for DeepSpeed's pipeline engine, in which ranks that share samples count as data-parallel."""
         replicas = self.get_sequence_data_parallel_world_size()
         return PipeModelDataParallelTopology(
             num_pp=self.pipe_group.size(), num_mp=self.tensor_group.size(), num_dp=replicas
         )
 
-    # The methods that DeepSpeed calls on its argument `mpu`. Methods for the sequence group are left out: DeepSpeed
-    # would sum gradients over that group instead of averaging them, except at ZeRO 3.
+    # Methods that DeepSpeed calls on its argument `mpu`. Methods for the sequence group are left out: with them,
+    # DeepSpeed would sum gradients over that group instead of averaging them, except at ZeRO 3.
     def get_model_parallel_group(self) -> ProcessGroup:
         """The ranks that share each layer."""
         return self.tensor_group
@@ -163,7 +163,7 @@ class ParallelLayout:
 
 
 def _topology(parallel: ParallelConfig) -> ProcessTopology:
-    """The same grid for DeepSpeed, which calls the tensor axis "model"."""
+    """The grid as a DeepSpeed topology, which calls the tensor axis "model"."""
     sizes = {"model" if axis == "tensor" else axis: size for axis, size in axis_sizes(parallel).items()}
     if sizes["sequence"] == 1:
         return PipeModelDataParallelTopology(num_pp=sizes["pipe"], num_mp=sizes["model"], num_dp=sizes["data"])
@@ -171,7 +171,7 @@ def _topology(parallel: ParallelConfig) -> ProcessTopology:
 
 
 def _forward_chunks(parallel: ParallelConfig, tensor_group: ProcessGroup) -> int:
-    """Torch's matmuls through symmetric memory divide a sequence."""
+    """Chunks for ``--tp-comm-overlap``: symmetric memory by rank if possible, which needs sequence parallelism."""
     if not parallel.tp_comm_overlap:
         return 1
     device = get_accelerator().device_name()
@@ -179,7 +179,7 @@ def _forward_chunks(parallel: ParallelConfig, tensor_group: ProcessGroup) -> int
 
 
 def _p2p_groups(parallel: ParallelConfig, timeout: timedelta) -> dict[tuple[int, int], ProcessGroup]:
-    """The groups of this rank's pipeline."""
+    """The process groups for transfers between stages of this rank's pipeline."""
     lanes = p2p_lanes(parallel.pipe_stages, parallel.pipeline_schedule == "interleaved")
     pipes = groups_along(parallel, "pipe")
     groups = {

@@ -1,13 +1,12 @@
-"""Process groups: each rank makes only the groups that it is in, and waits for no other rank of the world.
+"""Creates process groups, each rank only those that it belongs to; matmuls with communication via symmetric memory.
 
-Torch names such a group by its ranks and by how many groups this rank has made before, and on a GPU splits the
-communicator of the world, in which every rank takes part. So every rank makes one group in each call of ``own_group``,
-and ``count_alike`` comes first: groups that a program made before, of some of the ranks only, would let names differ,
-and the ranks wait for each other in vain.
+With ``use_local_synchronization`` torch names a group by its ranks and the number of groups that this rank has created
+before, and on a GPU splits the world communicator, in which all ranks take part. Therefore all ranks create one group
+in each call of ``own_group``, after ``equalize_group_counts``: if a program has created groups on only some ranks,
+names would differ, and ranks would wait for each other forever.
 
-And torch's matmuls that communicate through symmetric memory: the ranks of a group read each other's GPU memory. A rank
-multiplies its own part while the copy engines fetch the parts of the others, one rank's after the other's. No kernel of
-a collective takes multiprocessors from the matmuls.
+With symmetric memory the ranks of a group read each other's GPU memory: a rank multiplies its own shard while copy
+engines fetch the shards of the other ranks one by one, so that no collective kernel occupies multiprocessors.
 
 b batch, s sequence, i inputs, o outputs, t ranks of the group
 """
@@ -27,10 +26,10 @@ from megatron.parallel.shared_memory import backend_of_groups
 
 
 def own_group(parts: Sequence[Sequence[int]], *, timeout: timedelta, transfers: bool = False) -> ProcessGroup:
-    """The group of this rank's part; one of this rank alone if it is in none of ``parts``, which do not overlap.
+    """Create the group of the part with this rank, or a group of only this rank; ``parts`` do not overlap.
 
-    Every rank of the world makes this call, with the same ``parts``. A group for ``transfers`` has the backend of the
-    default group.
+    A collective call of all ranks, with the same ``parts``. A group for ``transfers`` has the backend of the default
+    group.
     """
     rank = dist.get_rank()
     ranks = next((part for part in parts if rank in part), [rank])
@@ -38,9 +37,9 @@ def own_group(parts: Sequence[Sequence[int]], *, timeout: timedelta, transfers: 
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
-def count_alike() -> None:
-    """Make groups of this rank alone until every rank of the world has as many. Every rank makes this call."""
-    count = len(dist.distributed_c10d._world.pg_names)  # as torch does for its names; nothing public tells it
+def equalize_group_counts() -> None:
+    """Create one-rank groups until all ranks have created equally many. A collective call of all ranks."""
+    count = len(dist.distributed_c10d._world.pg_names)  # the number in torch's group names; there is no public API
     most = torch.tensor([count], device=get_accelerator().current_device_name())
     dist.all_reduce(most, dist.ReduceOp.MAX)
     for _ in range(int(most) - count):
@@ -48,7 +47,7 @@ def count_alike() -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta) -> ProcessGroup:
-    """A process group of ``ranks``, or of all, with the backend that a run uses on this device. All ranks make it.
+    """A process group of ``ranks`` (default: all), with the backend for this device. A collective call of all ranks.
 
     Without ``timeout`` torch's default would apply: 10 minutes with NCCL, 30 with gloo.
     """
@@ -57,17 +56,17 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta) -> Proc
 
 
 def maps_memory(group: ProcessGroup, device: str) -> bool:
-    """Whether the ranks of ``group`` can map each other's memory: of one host, with links between all their GPUs.
+    """Whether symmetric memory works in ``group``: on one host, with links between all GPUs.
 
-    A collective call, which tries it.
+    A collective call of the group, which tries it.
     """
-    if device != "cuda" or group.size() == 1 or len(set(_of_ranks(pid_namespace(), group))) > 1:
+    if device != "cuda" or group.size() == 1 or len(set(_gather_objects(pid_namespace(), group))) > 1:
         return False
-    if not all(_of_ranks(_succeeds(lambda: symm_mem.empty(1, device=torch.device("cuda"))), group)):
-        return False  # the ranks meet in the next call, where those that can would wait for one that cannot
-    # The call of the matmuls below.
+    if not all(_gather_objects(_succeeds(lambda: symm_mem.empty(1, device=torch.device("cuda"))), group)):
+        return False  # the next call is collective: ranks would wait for a rank that failed here
+    # The matmuls below use this workspace.
     is_mapped = _succeeds(lambda: symm_mem.get_symm_mem_workspace(group.group_name, min_size=1))
-    return all(_of_ranks(is_mapped, group))
+    return all(_gather_objects(is_mapped, group))
 
 
 def _succeeds(call: Callable[[], object]) -> bool:
@@ -78,21 +77,21 @@ def _succeeds(call: Callable[[], object]) -> bool:
     return True
 
 
-def _of_ranks(value: object, group: ProcessGroup) -> list[object]:
-    found: list[object] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+def _gather_objects(value: object, group: ProcessGroup) -> list[object]:
+    values: list[object] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def gather_and_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int) -> Tensor:
-    """The matmul of the ranks' shards along ``dim`` together: x [b, s/t, i], weight [o, i] -> [b, s, o] for 1."""
+    """All-gather along ``dim`` fused with a matmul: x [b, s/t, i], weight [o, i] -> [b, s, o] for ``dim`` 1."""
     gather = torch.ops.symm_mem.fused_all_gather_matmul
     _, (stacked,) = gather(x, [weight.t()], dim, group.group_name, return_A=False)
-    y: Tensor = stacked.contiguous()  # a copy, but for dim 0 or a single sample
+    y: Tensor = stacked.contiguous()  # a copy, except for dim 0 or a single sample
     return y if bias is None else y.add_(bias)
 
 
 def multiply_and_scatter(x: Tensor, weight: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's shard of the sum of the ranks' matmuls: x [b, s, i], weight [o, i] -> [b, s/t, o] for ``dim`` 1."""
+    """Matmul fused with reduce-scatter along ``dim``: x [b, s, i], weight [o, i] -> [b, s/t, o] for ``dim`` 1."""
     summed: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", dim, group.group_name)
     return summed

@@ -1,13 +1,13 @@
-"""A backend of torch.distributed for processes of one host on the CPU: gloo, with collectives through shared memory.
+"""A torch.distributed backend for CPU processes on one host: gloo, with some collectives through shared memory.
 
-gloo sends through sockets. Here each rank of a group writes into memory that all of them have mapped, and reads what
-the others have written. All-reduce, reduce-scatter and all-gather of a tensor do so, and are done when the call
-returns; everything else is left to gloo, as is a group whose ranks do not all see each other's processes.
+gloo sends through sockets. Here each rank of a group writes into memory that all ranks have mapped, and reads what the
+others have written. All-reduce, reduce-scatter and all-gather of a tensor work this way, and are complete when the call
+returns. gloo runs all other operations, and groups whose ranks cannot all see each other's processes.
 
-Each rank counts its messages. It writes one into one of its two slots, in turn, then publishes its number; the others
-read it once they see the number. Two slots suffice: before a rank writes message n+1 it has read message n of all
-others, so all have finished reading its message n-1, whose slot it now reuses. The memory has no name that a killed
-rank could leave behind: it ends with the last process that has mapped it.
+Each rank numbers its messages. It alternates between its two slots: it writes a message, then publishes its number;
+the others read the message once they see the number. Two slots suffice: before a rank writes message n+1 it has read
+message n of all others, so all have finished reading its message n-1, whose slot it reuses. The memory has no name that
+a killed rank could leave behind: it is freed with the last process that has mapped it.
 """
 
 import ctypes
@@ -31,22 +31,22 @@ from megatron.common.environment import ranks_on_host
 from megatron.common.processes import pid_namespace
 
 NAME = "shared_memory"
-"""Of the backend, as ``torch.distributed.new_group(backend=NAME)`` takes it."""
+"""Name of the backend for ``torch.distributed.new_group(backend=NAME)``."""
 SWITCH = "MEGATRON_SHARED_MEMORY"
 """Environment variable: 0 leaves every collective to gloo."""
 SLOT = 2**20
-"""Bytes of a slot. A larger tensor is sent in parts, which stay in the cache between two cores."""
+"""Bytes of a slot. Larger tensors are sent in parts, which stay in the cache."""
 SPIN_SECONDS = 1e-3
-"""How long a rank that waits keeps looking before it sleeps. It does not give way meanwhile: on a busy machine others
-would keep the core far longer, while one that sleeps is among the first to run when it is woken."""
+"""How long a waiting rank spins before it sleeps. It does not yield while spinning: on a busy machine others would keep
+the core much longer, while a sleeping process is among the first to run when it is woken."""
 _LINE = 64
-"""Bytes of a cache line: a rank's counter and the sizes of its last two messages have one of their own."""
+"""Bytes of a cache line. Each rank has one for its message counter and the sizes of its last two messages."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
-"""Types of tensors that go through shared memory."""
+"""Tensor dtypes that go through shared memory."""
 
 
 def backend_of_groups(device: str) -> str | None:
-    """``NAME`` for groups of gloo on the CPU; None for the backend of the default group."""
+    """The backend for new groups: ``NAME`` for gloo on the CPU; otherwise None, which is that of the default group."""
     if device != "cpu" or dist.get_backend() != "gloo":
         return None
     if NAME not in dist.Backend.backend_list:
@@ -60,8 +60,8 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = AllreduceOptions(), ReduceScatterOpt
 def _left_to_gloo(name: str) -> Any:
     """A method of ``SharedMemoryGroup`` that calls gloo's ``name``.
 
-    torch 2.13: what a group in Python does not define itself is called with Python's lock held. A thread of gloo's that
-    needs the lock, to free a tensor, and has gloo's own would wait forever.
+    In torch 2.13, methods that a Python process group does not define run with the GIL held. A gloo thread that holds
+    gloo's lock and needs the GIL, to free a tensor, would then deadlock.
     """
 
     def call(self: "SharedMemoryGroup", *arguments: Any, **options: Any) -> Work:
@@ -71,9 +71,9 @@ def _left_to_gloo(name: str) -> Any:
 
 
 class SharedMemoryGroup(ProcessGroup):
-    """A process group of gloo whose sums and gathers go through shared memory if all its ranks are on this host.
+    """A gloo process group whose sums and all-gathers go through shared memory if all its ranks are on this host.
 
-    They raise RuntimeError, with gloo's words, if another rank has ended or does not come within the group's timeout.
+    These raise RuntimeError, with gloo's message, if another rank has ended or does not arrive within the timeout.
     """
 
     broadcast, barrier, send, recv, recv_anysource = map(
@@ -91,10 +91,10 @@ class SharedMemoryGroup(ProcessGroup):
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         self.memory = join_memory(store, rank, size, timeout)
-        """None where gloo does everything."""
+        """The mapped memory; None if gloo runs all collectives."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = _ALL_REDUCE) -> Work:  # type: ignore[override]
-        """Sum ``tensors[0]`` over the ranks, in place; every rank has the same bits."""
+        """Sum ``tensors[0]`` over the ranks, in place; the result is bitwise equal on all ranks."""
         if self.memory is None or len(tensors) > 1 or not _suits(opts, tensors):
             return self._gloo.allreduce(tensors, opts)
         flat, rank = _flat(tensors[0]), self.memory.rank
@@ -110,20 +110,20 @@ class SharedMemoryGroup(ProcessGroup):
     def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ReduceScatterOptions = _REDUCE_SCATTER
     ) -> Work:
-        """Sum ``inputs[0][rank]`` over the ranks into ``outputs[0]``; each rank may have another number of elements."""
+        """Sum ``inputs[0][rank]`` over the ranks into ``outputs[0]``; numbers of elements may differ between ranks."""
         if self.memory is None or len(outputs) > 1 or not _suits(opts, [*outputs, *inputs[0]]):
             return self._gloo.reduce_scatter(outputs, inputs, opts)
         total, parts = _flat(outputs[0]), [_flat(part) for part in inputs[0]]
         rank, others, step = self.memory.rank, self.memory.others, SLOT // total.element_size() // self.size()
         for begin in range(0, max(map(len, parts)), step):
-            pieces = [part[begin : begin + step] for part in parts]  # a message has one for each other rank
+            pieces = [part[begin : begin + step] for part in parts]  # a message has a piece for each other rank
             slots = [slot.split(step) for slot in self.memory.next_slots(total.dtype, step * self.size())]
             for other in others:
                 slots[rank][other][: len(pieces[other])].copy_(pieces[other])
             self.memory.exchange()
-            summed, own = pieces[rank], total[begin : begin + step]  # which may lie within this rank's part
+            summed, output = pieces[rank], total[begin : begin + step]  # the output may alias this rank's part
             for other in others:
-                summed = torch.add(summed, slots[other][rank][: len(own)], out=own)
+                summed = torch.add(summed, slots[other][rank][: len(output)], out=output)
         return _done(total, outputs[0])
 
     def reduce_scatter_single(  # type: ignore[override]
@@ -136,21 +136,21 @@ class SharedMemoryGroup(ProcessGroup):
         return self.reduce_scatter([output], [list(_flat(input).tensor_split(self.size()))], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions = _ALL_GATHER) -> Work:
-        """Gather ``input`` of every rank, one after the other, in ``output``."""
+        """All-gather ``input`` into ``output``, in the order of ranks."""
         sizes_match = output.numel() == input.numel() * self.size()
         if self.memory is None or not sizes_match or not _suits(opts, [output, input]):
             return self._gloo._allgather_base(output, input, opts)
-        full, own = _flat(output), _flat(input)  # which may lie within the output
-        parts, step, rank = full.tensor_split(self.size()), SLOT // own.element_size(), self.memory.rank
-        for begin in range(0, len(own), step):
-            part = own[begin : begin + step]
-            slots = self.memory.next_slots(own.dtype, len(part))
+        full, local = _flat(output), _flat(input)  # the input may alias the output
+        parts, step, rank = full.tensor_split(self.size()), SLOT // local.element_size(), self.memory.rank
+        for begin in range(0, len(local), step):
+            part = local[begin : begin + step]
+            slots = self.memory.next_slots(local.dtype, len(part))
             slots[rank].copy_(part)
             self.memory.exchange()
             for other in self.memory.others:
                 parts[other][begin : begin + step].copy_(slots[other])
-        if parts[rank].data_ptr() != own.data_ptr():
-            parts[rank].copy_(own)
+        if parts[rank].data_ptr() != local.data_ptr():
+            parts[rank].copy_(local)
         return _done(full, output)
 
     def all_gather_single_coalesced(  # type: ignore[override]
@@ -167,14 +167,14 @@ class SharedMemoryGroup(ProcessGroup):
 
 
 class _Works(Work):
-    """Collectives that are done, or that gloo has under way."""
+    """Collectives that are complete, or that gloo is still running."""
 
     def __init__(self, works: Sequence[Work] = ()) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them."""
+        """Wait for all collectives."""
         return all([work.wait() for work in self._works])
 
     def is_completed(self) -> bool:
@@ -182,7 +182,7 @@ class _Works(Work):
 
 
 def _suits(opts: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether a collective of these ``tensors`` can go through shared memory; the same on every rank."""
+    """Whether a collective of ``tensors`` can go through shared memory; the answer is the same on every rank."""
     dtype, is_sum = tensors[0].dtype, getattr(opts, "reduceOp", ReduceOp.SUM) == ReduceOp.SUM
     are_plain = all(x.dtype == dtype and x.layout == torch.strided and x.is_cpu for x in tensors)
     return is_sum and are_plain and dtype in _TYPES
@@ -193,13 +193,13 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _done(flat: Tensor, target: Tensor) -> Work:
-    if target.data_ptr() != flat.data_ptr():  # of a target that is not contiguous
+    if target.data_ptr() != flat.data_ptr():  # the target is not contiguous
         target.detach().copy_(flat.view(target.shape))
     return _Works()
 
 
 class GroupMemory:
-    """The mapped memory of a group: a line with counter and sizes for each rank, then two slots for each rank."""
+    """The mapped memory of a group: a cache line with counter and sizes per rank, then two slots per rank."""
 
     def __init__(self, mapped: mmap.mmap, rank: int, processes: Sequence[int], timeout: timedelta) -> None:
         self.rank, self.size = rank, len(processes)
@@ -216,17 +216,17 @@ class GroupMemory:
             self._files[other] = os.pidfd_open(processes[other])
 
     def next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
-        """Where each rank has the next message, of that many elements."""
+        """The slots of all ranks for the next message of ``elements``."""
         self._count = (self._count + 1) % 2**32
         self._bytes = elements * dtype.itemsize
         first = _header(self.size) + self._count % 2 * self.size * SLOT
         offsets = (first + rank * SLOT for rank in range(self.size))
-        # New tensors for each message: one made in inference mode could not be written outside of it.
+        # New tensors for each message: tensors created in inference mode cannot be written outside of it.
         slots = (torch.frombuffer(self._mapped, dtype=dtype, count=max(elements, 1), offset=at) for at in offsets)
         return [slot[:elements] for slot in slots]
 
     def exchange(self) -> None:
-        """Let the others read this rank's message, and wait for theirs. Raises RuntimeError if one does not come."""
+        """Publish this rank's message and wait for the others. Raises RuntimeError if one does not arrive."""
         line, size = _line(self.rank), 1 + self._count % 2
         self._words[line + size] = self._bytes
         self._words[line] = self._count
@@ -238,7 +238,7 @@ class GroupMemory:
                 raise RuntimeError(f"ranks {self.rank} and {other} of a group call collectives of different sizes")
 
     def _has_published(self, other: int) -> bool:
-        """Whether ``other`` has published as many messages as this rank; the counters start again at 0 after 2**32."""
+        """Whether ``other`` has published as many messages as this rank; counters wrap around at 2**32."""
         return (self._words[_line(other)] - self._count) % 2**32 < 2**31
 
     def _await(self, other: int) -> None:
@@ -247,38 +247,38 @@ class GroupMemory:
             if self._has_published(other):
                 return
         while not self._has_published(other):
-            seen = (self._count - 1) % 2**32  # of the other, while it has not published
-            _futex(self._address + 4 * _line(other), _WAIT, seen)
-            for lost in self.others:  # the one that is waited for may wait for another that has ended
+            previous = (self._count - 1) % 2**32  # the counter of the other rank until it publishes
+            _futex(self._address + 4 * _line(other), _WAIT, previous)
+            for lost in self.others:  # the rank may itself be waiting for another one that has ended
                 if self._has_ended(lost) and not self._has_published(lost):
                     raise RuntimeError(f"Connection closed by peer: rank {lost} of the group has ended")
             if time.perf_counter() - begin > self._timeout:
                 raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {other} of the group")
 
     def _has_ended(self, other: int) -> bool:
-        poll = select.poll()  # select() refuses the numbers of many open files
+        poll = select.poll()  # select() is limited to low file descriptors
         poll.register(self._files[other], select.POLLIN)
         return bool(poll.poll(0))
 
 
 def _line(rank: int) -> int:
-    """Index of the word with the counter of a rank; the sizes of its messages follow."""
+    """Index of the 32-bit word with the counter of a rank; the sizes of its messages follow."""
     return rank * _LINE // 4
 
 
 def _header(size: int) -> int:
-    """Bytes before the slots: entire pages."""
+    """Bytes before the slots, rounded up to pages."""
     return -(-size * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def join_memory(store: Store, rank: int, size: int, timeout: timedelta) -> GroupMemory | None:
-    """Map the memory of a group, which its first rank creates. None on every rank if one of them cannot.
+    """Map the memory of a group, which its first rank creates. None on every rank if a rank cannot map it.
 
-    Rank 0 creates a file without a name, which the others open as long as it holds it open.
+    Rank 0 creates an anonymous file, which the other ranks open while it is open on rank 0.
     """
     if size == 1:
         return None
-    # On other processors others may see a rank's writes in another order: Python has no barrier for them.
+    # Other architectures may reorder the writes of a rank, and Python has no memory barrier.
     is_supported = platform.machine() == "x86_64" and hasattr(os, "pidfd_open") and os.environ.get(SWITCH) != "0"
     is_here = is_supported and size <= (ranks_on_host(os.environ) or size)
     file = os.memfd_create(NAME) if rank == 0 and is_here else -1
@@ -296,7 +296,7 @@ def join_memory(store: Store, rank: int, size: int, timeout: timedelta) -> Group
 
 
 def _map(places: Sequence[Sequence[str]], rank: int, timeout: timedelta) -> GroupMemory | None:
-    """The memory that rank 0 has created. ``places`` are namespace, process and file of each rank, if all have one."""
+    """Map the memory created by rank 0. ``places``: namespace, process and file of each rank; empty if unsupported."""
     if not places or any(place[0] != places[0][0] for place in places):
         return None
     processes = [int(process) for _, process, _ in places]
@@ -310,11 +310,12 @@ def _map(places: Sequence[Sequence[str]], rank: int, timeout: timedelta) -> Grou
 
 _WAIT, _WAKE = 0, 1
 _SYS_FUTEX = ctypes.c_long(202)  # on x86_64
-_LOOK = (ctypes.c_long * 2)(0, 200_000_000)
-"""How often a sleeping rank looks whether the others still run: seconds and nanoseconds."""
+_LIVENESS_INTERVAL = (ctypes.c_long * 2)(0, 200_000_000)
+"""Interval, (seconds, nanoseconds), at which a sleeping rank checks whether the others still run."""
 _libc = ctypes.CDLL(None)
 
 
 def _futex(address: int, operation: int, value: int) -> None:
-    """Sleep while the word at ``address`` is ``value``, or wake that many that do: futex(2). Frees Python's lock."""
-    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), _LOOK, None, 0)
+    """futex(2): sleep while the word at ``address`` is ``value``, or wake ``value`` sleepers. Releases the GIL."""
+    timeout = _LIVENESS_INTERVAL
+    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), timeout, None, 0)

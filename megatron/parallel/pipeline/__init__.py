@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the partition into stages and the schedule."""
+"""Pipeline parallelism: schedules, and their simulation."""

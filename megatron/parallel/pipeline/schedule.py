@@ -1,18 +1,18 @@
-"""Pipeline schedules: the passes that each stage runs, and their order. No torch here.
+"""Pipeline schedules: the forward and backward passes of each stage in order. No torch here.
 
-The model is a row of *model chunks*, numbered from 0 on in its order. Each of the p stages holds v of them:
+The model is a sequence of *model chunks*, numbered from 0. Each of the p stages holds v chunks:
 
-- ``1f1b``: v = 1. One forward and one backward pass in turn (arXiv 2104.04473, section 2.2).
-- ``interleaved``: v of 2 or more, chunk c on stage c % p (the same section).
-- ``zbh1``: v = 1, the backward pass in two parts, of which the second fills the bubble; no more memory than 1F1B
+- ``1f1b``: v = 1; alternates forward and backward passes (arXiv 2104.04473, section 2.2).
+- ``interleaved``: v >= 2, chunk c on stage c % p (same section).
+- ``zbh1``: v = 1; splits the backward pass and fills the bubble with weight gradients; no more memory than 1F1B
   (ZB-H1 of arXiv 2401.10241, section 2).
-- ``zbv``: v = 2, the chunks in the shape of a V: stage s holds chunks s and 2 p - 1 - s (the same paper, section 6).
-- ``dualpipev``: the same V; forward and full backward passes of different micro-batches in pairs (arXiv 2412.19437,
+- ``zbv``: v = 2, chunks in the shape of a V: stage s holds chunks s and 2 p - 1 - s (same paper, section 6).
+- ``dualpipev``: the same V; pairs of forward and full backward passes of different micro-batches (arXiv 2412.19437,
   folded).
 
-A backward pass B computes the gradients of a chunk's inputs and weights. A schedule may divide it into I, the gradients
-of the inputs, for which the previous chunk waits, and W, the gradients of the weights, for which no stage waits. I is
-sent on before W, even where W follows at once: with both in one pass the bubble of ``zbv`` is three times as long.
+A backward pass B computes the gradients of a chunk's inputs and weights. A schedule may split it into I, the input
+gradients, which the previous chunk waits for, and W, the weight gradients, which no stage waits for. The result of I is
+sent before W, even if W follows immediately: with both in one pass the bubble of ``zbv`` is three times as long.
 """
 
 from collections import Counter
@@ -26,17 +26,17 @@ from typing import NamedTuple
 from megatron.config import ParallelConfig, RunConfig
 
 Passes = list[tuple[int, str]]
-"""Chunk and kind of passes in order; each takes the next micro-batch of its chunk."""
+"""(chunk, kind) of passes in order; each pass takes the next micro-batch of its chunk."""
 
 
 class Instruction(NamedTuple):
-    """One step of a rank, under DeepSpeed's name for it."""
+    """One pipeline instruction of a rank, with DeepSpeed's name."""
 
     name: str
     micro_batch: int | None = None
-    """From 1 on; None for what is done once per batch."""
+    """Number of the micro-batch, from 1; None for an instruction once per batch."""
     phase: int | None = None
-    """With several model chunks to a stage: which of them, from 0 on in the order of the model."""
+    """Index of the model chunk on its stage, from 0, if a stage has several."""
 
     def __str__(self) -> str:
         text = self.name if self.micro_batch is None else f"{self.name} of micro-batch {self.micro_batch}"
@@ -44,7 +44,7 @@ class Instruction(NamedTuple):
 
 
 InstructionHook = Callable[[Instruction], AbstractContextManager]
-"""Called before each instruction of an engine, which then runs inside the context that the hook returns."""
+"""Called before each instruction of an engine; the instruction runs inside the returned context."""
 
 FORWARD, BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS = "F", "B", "I", "W"
 """Kinds of passes."""
@@ -54,25 +54,25 @@ class Action(NamedTuple):
     """A pass of a micro-batch through a model chunk."""
 
     chunk: int
-    """Number of the model chunk in the model."""
+    """Number of the model chunk, from 0."""
     kind: str
     """F, B, I or W."""
     micro_batch: int
-    """From 0 on."""
+    """Number of the micro-batch, from 0."""
 
     def __str__(self) -> str:
-        return f"{self.chunk}{self.kind}{self.micro_batch}"  # as torch.distributed.pipelining writes it
+        return f"{self.chunk}{self.kind}{self.micro_batch}"  # notation of torch.distributed.pipelining
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The passes of all stages for one batch."""
+    """A pipeline schedule for one batch: the passes of all stages."""
 
     name: str
     stages: int
     micro_batches: int
     chunks: int = 1
-    """Model chunks of a stage."""
+    """Model chunks per stage."""
 
     def __post_init__(self) -> None:
         assert has_order(self.name, self.stages, self.micro_batches, self.chunks), self
@@ -87,21 +87,21 @@ class Schedule:
         return chunks_of(self.name, stage, self.stages, self.chunks)
 
     def passes(self, stage: int) -> Passes:
-        """The passes of a stage in their order."""
+        """The passes of a stage in order."""
         return KINDS[self.name].order(self, stage)
 
     def actions(self, stage: int) -> tuple[Action, ...]:
-        """The same with their micro-batches."""
+        """The passes of a stage in order, with their micro-batches."""
         return _actions(self, stage)
 
     @property
     def divides_backward(self) -> bool:
-        """Whether there are passes I and W."""
+        """Whether the backward pass is split into I and W."""
         return KINDS[self.name].splits_backward
 
     @cached_property
     def shortened(self) -> "Schedule":
-        """The same with the fewest micro-batches that have the same idle seconds and passes in flight."""
+        """The schedule with the fewest micro-batches that has the same idle time and passes in flight."""
         if self.micro_batches <= 4 * self.stages:
             return self
         per_round = self.micro_batches // rounds(self.stages, self.micro_batches)
@@ -120,36 +120,36 @@ def _actions(schedule: Schedule, stage: int) -> tuple[Action, ...]:
 
 
 def _numbered(passes: Passes) -> Iterator[Action]:
-    """The passes with their micro-batches."""
+    """Number the micro-batches of passes."""
     done: Counter[tuple[int, str]] = Counter()
     for chunk, kind in passes:
-        counted = INPUT_GRADIENTS + WEIGHT_GRADIENTS if kind == BACKWARD else kind
-        yield Action(chunk, kind, done[chunk, counted[0]])
-        for one in counted:
-            done[chunk, one] += 1
+        parts = INPUT_GRADIENTS + WEIGHT_GRADIENTS if kind == BACKWARD else kind
+        yield Action(chunk, kind, done[chunk, parts[0]])
+        for part in parts:
+            done[chunk, part] += 1
 
 
 def _one_forward_one_backward(schedule: Schedule, stage: int) -> Passes:
-    """1F1B, interleaved or not: some forward passes, then one forward and one backward pass in turn, then the rest.
+    """1F1B, interleaved or not: warm-up forward passes, alternating forward and backward passes, cool-down.
 
-    Micro-batches go through the chunks of a stage in rounds of about p, which ``per_round`` divides evenly.
+    Micro-batches run through the chunks of a stage in equal rounds of ``per_round``, about p.
     """
-    chunks, own = schedule.chunks, schedule.chunks_of(stage)
+    chunks, stage_chunks = schedule.chunks, schedule.chunks_of(stage)
     count, later = chunks * schedule.micro_batches, schedule.stages - 1 - stage
     per_round = schedule.micro_batches // rounds(schedule.stages, schedule.micro_batches)
-    ahead = min((chunks - 1) * per_round + (later if chunks == 1 else 2 * later), count)
-    order = [own[number // per_round % chunks] for number in range(count)]
-    passes = [(chunk, FORWARD) for chunk in order[:ahead]]
-    back = [own[-1 - number // per_round % chunks] for number in range(count)]
-    for number, chunk in enumerate(back):
-        if ahead + number < count:
-            passes.append((order[ahead + number], FORWARD))
+    warmup = min((chunks - 1) * per_round + (later if chunks == 1 else 2 * later), count)
+    forward_order = [stage_chunks[number // per_round % chunks] for number in range(count)]
+    passes = [(chunk, FORWARD) for chunk in forward_order[:warmup]]
+    backward_order = [stage_chunks[-1 - number // per_round % chunks] for number in range(count)]
+    for number, chunk in enumerate(backward_order):
+        if warmup + number < count:
+            passes.append((forward_order[warmup + number], FORWARD))
         passes.append((chunk, BACKWARD))
     return passes
 
 
 def _zbh1(schedule: Schedule, stage: int) -> Passes:
-    """1F1B, with W of a micro-batch after I of the one that is as many later as there are stages before this one."""
+    """ZB-H1: 1F1B with split backward, in which stage s delays W by s micro-batches."""
     passes: Passes = []
     started = 0
     for chunk, kind in _one_forward_one_backward(schedule, stage):
@@ -164,7 +164,7 @@ def _zbh1(schedule: Schedule, stage: int) -> Passes:
 
 
 def _zbv(schedule: Schedule, stage: int) -> Passes:
-    """ZB-V: all passes of each micro-batch, in an order that leaves no bubble if F, I and W take equally long."""
+    """ZB-V, which has no bubble if F, I and W take equally long."""
     out, back = schedule.chunks_of(stage)
     f0, i0, w0 = ((out, kind) for kind in "FIW")
     f1, i1, w1 = ((back, kind) for kind in "FIW")
@@ -177,13 +177,13 @@ def _zbv(schedule: Schedule, stage: int) -> Passes:
         *[f0, i0, w0, f1, i1, w1] * with_f0, *[i0, w0, f1, i1, w1] * (steady - with_f0),
         *[i0, i1] * stage, *[i0, w0] * to_turn, *[w1] * stage, *[w0] * stage,
     ]  # fmt: skip
-    # With fewer micro-batches than that, passes of micro-batches that do not exist are left out.
-    there = (action.micro_batch < schedule.micro_batches for action in _numbered(passes))
-    return passes if count == schedule.micro_batches else list(compress(passes, there))
+    # With fewer micro-batches than ``count``, leave out the passes of micro-batches that do not exist.
+    exists = (action.micro_batch < schedule.micro_batches for action in _numbered(passes))
+    return passes if count == schedule.micro_batches else list(compress(passes, exists))
 
 
 def _dualpipev(schedule: Schedule, stage: int) -> Passes:
-    """DualPipeV in its steps; a pair of a forward and a backward pass is the one after the other."""
+    """DualPipeV; the two passes of a pair run one after the other."""
     out, back = schedule.chunks_of(stage)
     f0, b0, f1, b1 = (out, FORWARD), (out, BACKWARD), (back, FORWARD), (back, BACKWARD)
     later, last = schedule.stages - 1 - stage, stage + 1
@@ -195,15 +195,15 @@ def _dualpipev(schedule: Schedule, stage: int) -> Passes:
 
 
 class Kind(NamedTuple):
-    """What distinguishes a schedule."""
+    """Properties of a kind of schedule."""
 
     order: Callable[[Schedule, int], Passes]
     chunks: int | None
-    """Model chunks of a stage; None: 2 or more."""
+    """Model chunks per stage; None for 2 or more."""
     is_v: bool
-    """Whether every second row of chunks runs back from the last stage to the first."""
+    """Whether every second row of chunks runs from the last stage to the first."""
     splits_backward: bool
-    """Whether there are I and W."""
+    """Whether the backward pass is split into I and W."""
 
 
 KINDS = {
@@ -217,7 +217,7 @@ KINDS = {
 
 
 def schedule_of(run: RunConfig) -> Schedule:
-    """The schedule of ``run``, whose batch is known."""
+    """The schedule of ``run``, whose batch sizes must be known."""
     return schedule_with(run.parallel, run.train.gradient_accumulation_steps)
 
 
@@ -230,14 +230,14 @@ _schedule = lru_cache(maxsize=4096)(Schedule)
 
 
 def rounds(stages: int, micro_batches: int) -> int:
-    """Into how many rounds the interleaved schedule divides the micro-batches, each of as many as stages, or more."""
+    """Number of rounds of the interleaved schedule, each of at least ``stages`` micro-batches."""
     return max(1, micro_batches // stages)
 
 
 def has_order(name: str, stages: int, micro_batches: int, chunks: int) -> bool:
-    """Whether there is such a schedule.
+    """Whether the schedule exists for these sizes.
 
-    ``interleaved`` needs rounds of equally many micro-batches, ``dualpipev`` two micro-batches for each stage.
+    ``interleaved`` needs rounds of equal size, ``dualpipev`` at least two micro-batches per stage.
     """
     known = KINDS[name].chunks
     if (chunks < 2 if known is None else chunks != known) or stages < 1 or micro_batches < 1:

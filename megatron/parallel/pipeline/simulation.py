@@ -1,6 +1,6 @@
-"""A schedule in time: what a stage sends and receives between its passes, and what it keeps. No torch here.
+"""Simulates a pipeline schedule: times of passes, transfers between stages, activations in flight. No torch here.
 
-Each pass begins as early as its stage and the passes before it allow.
+Each pass starts as soon as its stage is free and its inputs have arrived.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron.parallel.pipeline.schedule import (
 )
 
 Output = tuple[int, bool, int]
-"""What a pass hands on: its model chunk, whether it is a forward pass, and the micro-batch."""
+"""Output of a pass: (model chunk, whether it is a forward pass, micro-batch)."""
 
 
 class PassSeconds(NamedTuple):
@@ -27,9 +27,9 @@ class PassSeconds(NamedTuple):
 
     forward: float = 1.0
     inputs: float = 1.0
-    """Gradients of the inputs."""
+    """Input gradients."""
     weights: float = 1.0
-    """Gradients of the weights."""
+    """Weight gradients."""
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -43,12 +43,12 @@ class PassSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All passes of a micro-batch."""
+        """Seconds of all passes of a micro-batch."""
         return self.forward + self.inputs + self.weights
 
 
 class TimedAction(NamedTuple):
-    """A pass of a stage in time."""
+    """A pass of a stage with its begin and end in seconds."""
 
     stage: int
     action: Action
@@ -57,21 +57,21 @@ class TimedAction(NamedTuple):
 
 
 def simulate(schedule: Schedule, seconds: PassSeconds) -> list[TimedAction]:
-    """All passes in time, ordered by their end. Transfers take no time.
+    """All passes with their times, ordered by their end. Transfers take no time.
 
-    A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
+    Raises AssertionError if the stages of the schedule would wait for each other forever.
     """
-    return sorted(timed(schedule, [seconds] * schedule.stages), key=lambda one: (one.end, one.stage))
+    return sorted(timed(schedule, [seconds] * schedule.stages), key=lambda entry: (entry.end, entry.stage))
 
 
 def timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 0.0) -> list[TimedAction]:
-    """All passes in time: ``seconds`` of each stage's passes, and of a ``transfer`` between stages."""
+    """All passes with their times, for the ``seconds`` of each stage's passes and of a ``transfer`` between stages."""
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
     ends: dict[Output, float] = {}
     waiting: dict[Output, int] = {}
     runnable = list(range(schedule.stages))
-    found, durations = [], [one.by_kind for one in seconds]
+    timeline, durations = [], [stage_seconds.by_kind for stage_seconds in seconds]
     while runnable:
         stage = runnable.pop()
         while position[stage] < len(orders[stage]):
@@ -84,7 +84,7 @@ def timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 
                 free[stage], 0.0 if needed is None else ends[needed] + _delay(schedule, needed, stage, transfer)
             )
             free[stage] = begin + durations[stage][action.kind]
-            found.append(TimedAction(stage, action, begin, free[stage]))
+            timeline.append(TimedAction(stage, action, begin, free[stage]))
             position[stage] += 1
             if action.kind != WEIGHT_GRADIENTS:
                 output = (action.chunk, action.kind == FORWARD, action.micro_batch)
@@ -92,11 +92,11 @@ def timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 
                 if output in waiting:
                     runnable.append(waiting.pop(output))
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
-    return found
+    return timeline
 
 
 def _delay(schedule: Schedule, needed: Output, stage: int, transfer: float) -> float:
-    """Seconds until an output is on ``stage``."""
+    """Seconds of the transfer of an output to ``stage``."""
     return 0.0 if schedule.stage_of(needed[0]) == stage else transfer
 
 
@@ -111,59 +111,59 @@ def _needed(schedule: Schedule, action: Action) -> Output | None:
 
 
 class Transfer(NamedTuple):
-    """One end of a transfer of what a pass has computed to the stage of the next pass."""
+    """One end (send or receive) of a transfer of a pass's output to another stage."""
 
     is_send: bool
     is_forward: bool
-    """Whether it carries outputs, not gradients of inputs."""
+    """Whether activations are transferred, not gradients."""
     chunk: int
-    """The model chunk of this end."""
+    """The model chunk at this end."""
     micro_batch: int
-    """From 0 on."""
+    """Number of the micro-batch, from 0."""
     stage: int
-    """The stage of the other end."""
+    """The stage at the other end."""
 
     @property
     def boundary(self) -> int:
-        """The model chunk before the boundary that it crosses."""
+        """The model chunk before the chunk boundary that the transfer crosses."""
         return self.chunk if self.is_send == self.is_forward else self.chunk - 1
 
 
 Step = Action | Transfer
-"""A pass, or an end of a transfer that is started."""
+"""A pass, or the start of one end of a transfer."""
 
 
 @lru_cache(maxsize=64)
 def program(
     schedule: Schedule, stage: int, forward_only: bool = False, receives_early: bool = True
 ) -> tuple[Step, ...]:
-    """The passes and transfers of ``stage`` in order; with ``forward_only`` for an evaluation.
+    """The passes and transfers of ``stage`` in order; ``forward_only`` for an evaluation.
 
-    Ranks that wait for one another in different orders would hang. So the transfers of all stages are ordered by the
-    time at which the pass before each would end if every part of a pass took equally long. Both ends of a transfer
-    start it at that time: a stage starts to receive before its own passes that end then, and to send after them. It
-    waits for a transfer only before the pass that needs it, so for passes and transfers of earlier times only, and no
-    circle of stages can wait for each other, even if a transfer begins only when both ends have started it.
+    To avoid deadlocks, the transfers of all stages are ordered by the simulated end of the pass whose output they
+    transfer, with passes F, I and W of equal length. Both ends start a transfer at that time: a stage starts to receive
+    before its own passes that end then, and to send after them. It waits for a transfer only before the pass that needs
+    it, and so only for passes and transfers of earlier times. No cycle of stages can wait for each other, even if a
+    transfer begins only when both ends have started it.
 
-    Unless it ``receives_early``, all transfers of a time follow the passes, in the same order on all stages, so that a
-    stage may wait for each of them.
+    Without ``receives_early``, all transfers of a time follow the passes, in the same order on all stages, so that a
+    stage may wait for each of them immediately.
     """
     passes = simulate(schedule, PassSeconds())
     if forward_only:
-        passes = [one for one in passes if one.action.kind == FORWARD]
+        passes = [entry for entry in passes if entry.action.kind == FORWARD]
     steps: list[Step] = []
-    for _, group in groupby(passes, key=lambda one: one.end):
+    for _, group in groupby(passes, key=lambda entry: entry.end):
         ending = list(group)
-        transfers = [end for one in ending for end in _ends_at(stage, schedule, one.action)]
+        transfers = [end for entry in ending for end in _ends_at(stage, schedule, entry.action)]
         early = [end for end in transfers if receives_early and not end.is_send]
         steps += early
-        steps += [one.action for one in ending if one.stage == stage]
+        steps += [entry.action for entry in ending if entry.stage == stage]
         steps += [end for end in transfers if end not in early]
     return tuple(steps)
 
 
 def _ends_at(stage: int, schedule: Schedule, action: Action) -> list[Transfer]:
-    """The end at ``stage`` of the transfer after ``action``, if there is one."""
+    """The end on ``stage`` of the transfer after ``action``, if there is one."""
     if action.kind == WEIGHT_GRADIENTS:
         return []
     is_forward = action.kind == FORWARD
@@ -179,47 +179,46 @@ def _ends_at(stage: int, schedule: Schedule, action: Action) -> list[Transfer]:
 
 
 Counts = tuple[int, ...]
-"""For each model chunk of a stage, in the order of the model: micro-batches with activations, and micro-batches with
-tensors for W, after I."""
+"""For each model chunk of a stage in order: number of micro-batches with activations, and with tensors kept for W."""
 
 
 class Moment(NamedTuple):
-    """A pass that is no forward pass, and what its stage keeps before it."""
+    """A pass B, I or W, and what its stage keeps before it."""
 
     kind: str
     chunk: int
-    """Which of the chunks of the stage the pass runs through, from 0 on."""
+    """Index of the chunk on its stage, from 0."""
     is_first: bool
-    """Whether no backward pass of the stage has run yet, so that there are no gradients of its weights."""
+    """Whether it is the first backward pass of the stage, before which there are no weight gradients."""
     counts: Counts
 
 
 def in_flight(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """For each chunk of a stage the forward passes whose activations are kept, at the moment with most of them."""
+    """Micro-batches with kept activations for each chunk of a stage, at the moment with the largest sum."""
     return max(counts_in_flight(schedule, stage), key=sum)
 
 
 @lru_cache(maxsize=4096)
 def counts_in_flight(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
-    """For each chunk of a stage the forward passes whose B or W is not done; all counts before a B, I or W."""
-    counts = (moment.counts for moment in moments(schedule, stage))
-    return tuple(dict.fromkeys(tuple(map(add, one[::2], one[1::2])) for one in counts))
+    """Distinct counts of forward passes without their B or W yet, for each chunk of a stage, before every B, I or W."""
+    all_counts = (moment.counts for moment in moments(schedule, stage))
+    return tuple(dict.fromkeys(tuple(map(add, counts[::2], counts[1::2])) for counts in all_counts))
 
 
 @lru_cache(maxsize=4096)
 def moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
-    """Every B, I and W of ``stage``; of equal moments the first."""
+    """The distinct moments of ``stage``: before every B, I and W."""
     index = {chunk: number for number, chunk in enumerate(schedule.chunks_of(stage))}
-    counts, found = [0, 0] * schedule.chunks, dict[Moment, None]()
+    counts, distinct = [0, 0] * schedule.chunks, dict[Moment, None]()
     for chunk, kind in schedule.passes(stage):
         number = index[chunk]
         if kind != FORWARD:
-            found.setdefault(Moment(kind, number, not found, tuple(counts)))
+            distinct.setdefault(Moment(kind, number, not distinct, tuple(counts)))
         activations, deferred = _CHANGES[kind]
         counts[2 * number] += activations
         counts[2 * number + 1] += deferred
-    return tuple(found)
+    return tuple(distinct)
 
 
 _CHANGES = {FORWARD: (1, 0), BACKWARD: (-1, 0), INPUT_GRADIENTS: (-1, 1), WEIGHT_GRADIENTS: (0, -1)}
-"""What a pass adds to the counts of its chunk."""
+"""Pass to the change of both counts of its chunk."""

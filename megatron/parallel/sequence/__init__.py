@@ -1,16 +1,15 @@
-"""Parallelism along the sequence: operations on tensors whose sequence dimension is sharded.
+"""Sequence and context parallelism: operations on tensors with a sharded sequence dimension.
 
-Two groups may shard the sequence: the sequence group, and within its shards the tensor group, which shards
-whatever it does not shard otherwise (Megatron's sequence parallelism, arXiv 2205.05198). The sequence group
-consists of rings, whose ranks see one another's keys and values (arXiv 2310.01889), of groups that
-exchange parts of the sequence for heads around attention (DeepSpeed-Ulysses, arXiv 2309.14509), or of both:
-then each rank of a ring is such a group.
+Two groups may shard the sequence: the sequence group, and within its shards the tensor group, for activations that it
+does not shard otherwise (Megatron's sequence parallelism, arXiv 2205.05198). The sequence group consists of rings for
+ring attention (arXiv 2310.01889), of all-to-all groups that exchange sequence shards for heads around attention
+(DeepSpeed-Ulysses, arXiv 2309.14509), or of both: rings of all-to-all groups.
 
-Each rank of a ring has two chunks of the sequence, the r-th and the r-th from the end, so that attention to earlier
-tokens is as much work for each (zigzag). Queries stay; keys and values come to every rank, one rank's at a time: passed
-around the ring while attention to the previous ones is computed, or all of them gathered at once.
+Each rank of a ring has two chunks of the sequence, the r-th from the start and the r-th from the end (zigzag), so that
+causal attention is equal work for all ranks. Queries stay on their rank. Keys and values are passed around the ring
+while attention to the previous ones is computed, or all-gathered.
 
-b batch, s sequence, or this rank's shard of it, h hidden, n heads, d size of a head, t ranks of the group, R of a ring
+b batch, s sequence or this rank's shard of it, h hidden, n heads, d size of a head, t ranks of a group, R of a ring
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,21 +34,21 @@ from megatron.parallel.tensor.mappings import (
 def sequence_parallel_dim(config: ModelConfig, layout: ParallelLayout) -> int | None:
     """The dimension along which the tensor group shards hidden states; None without sequence parallelism.
 
-    Sharded they are [b, s/t, h], or [s/t, b, h] for ``--shape-order SBH``.
+    Sharded hidden states are [b, s/t, h], or [s/t, b, h] for ``--shape-order SBH``.
     """
     return config.sequence_dim if layout.sequence_parallel else None
 
 
 def sequence_groups(layout: ParallelLayout) -> list[ProcessGroup]:
-    """The groups that shard the sequence, in the order in which they do."""
+    """The groups that shard the sequence, outermost first."""
     tensor_group = layout.tensor_group if layout.sequence_parallel else None
     return [group for group in (layout.sequence_group, tensor_group) if group is not None]
 
 
 def sequence_shard(x: Tensor, layout: ParallelLayout, dim: int, *, of_tensor_group: bool = False) -> Tensor:
-    """This rank's shard of ``x`` along ``dim``, the sequence; all of ``x`` if nothing shards it.
+    """This rank's shard of ``x`` along the sequence dimension ``dim``; ``x`` itself if the sequence is not sharded.
 
-    With ``of_tensor_group`` it is the tensor group's shard of that. Without gradient.
+    ``of_tensor_group`` also applies the sharding of the tensor group. Without gradient.
     """
     if layout.ring_group:
         x = zigzag(x, layout.ring_group, dim)
@@ -60,20 +59,20 @@ def sequence_shard(x: Tensor, layout: ParallelLayout, dim: int, *, of_tensor_gro
 
 
 def first_token(hidden: Tensor, layout: ParallelLayout, dim: int) -> Tensor:
-    """hidden [b, s, h], complete or sharded along ``dim`` -> the sequence's first token [b, h], on every rank."""
+    """hidden [b, s, h], complete or sharded along ``dim`` -> first token of the sequence [b, h], on every rank."""
     first = hidden.select(dim, 0)
     for group in sequence_groups(layout):
         first = reduce_from_model_parallel_region(first * (group.rank() == 0), group)
-    if layout.sequence_group:  # averages gradients: the rank that holds the token needs the sum of all ranks'
+    if layout.sequence_group:  # gradients are averaged over it: the rank with the token needs the sum of all ranks
         first = copy_to_model_parallel_region(first, layout.sequence_group)
     return first
 
 
 def all_to_all(x: Tensor, group: ProcessGroup, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Send the n-th part of ``split_dim`` to rank n, and concatenate what is received along ``concat_dim``.
+    """All-to-all: send the n-th part of ``split_dim`` to rank n, and concatenate received parts along ``concat_dim``.
 
-    Backward is the same with both dimensions swapped. For heads [b, n, s/t, d] with ``split_dim=1, concat_dim=2``
-    each rank receives a part of the heads for the entire sequence, [b, n/t, s, d] (arXiv 2309.14509).
+    The backward pass swaps both dimensions. For heads [b, n, s/t, d] with ``split_dim=1, concat_dim=2`` each rank gets
+    a part of the heads for the entire sequence, [b, n/t, s, d] (arXiv 2309.14509).
     """
     forward = partial(_all_to_all, split_dim=split_dim, concat_dim=concat_dim)
     return mapped(x, group, forward, partial(_all_to_all, split_dim=concat_dim, concat_dim=split_dim))
@@ -87,26 +86,26 @@ def _all_to_all(x: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int)
 
 
 Contribution = Callable[[int, Tensor], Tensor]
-"""contribution(rank, tensor of that rank) -> what this rank adds to its gradient, of the same shape."""
+"""contribution(rank, tensor of that rank) -> this rank's contribution to the gradient of that tensor."""
 
 
 def zigzag(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """Chunks r and 2R - 1 - r of the 2R chunks of ``x`` along ``dim``. Without gradient."""
+    """This rank's zigzag shard: chunks r and 2R - 1 - r of the 2R chunks of ``x`` along ``dim``. Without gradient."""
     chunks = x.chunk(2 * group.size(), dim)
     return torch.cat([chunks[number] for number in chunks_of(group.rank(), group.size())], dim)
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Numbers of the chunks that a rank of a ring of ``size`` ranks has, of 2 x size."""
+    """The two chunks (of 2 x ``size``) that a rank of a ring of ``size`` ranks holds."""
     return rank, 2 * size - 1 - rank
 
 
 def of_each_rank(
     x: Tensor, group: ProcessGroup, *, gathers: bool, steps: Sequence[int]
 ) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its ``x``) for ranks of ``group``: that many ``steps`` before this one, from 0, the same on every rank.
+    """Ring exchange: yields (rank, its ``x``) for the ranks ``steps`` before this one; steps start with 0.
 
-    A step that is left out is not passed around, either.
+    The steps are the same on every rank. Steps that are left out are not sent either.
     """
     rank, size = group.rank(), group.size()
     if gathers:
@@ -123,9 +122,9 @@ def of_each_rank(
 def gradient_of_each_rank(
     x: Tensor, group: ProcessGroup, contribution: Contribution, *, gathers: bool, steps: Sequence[int]
 ) -> Tensor:
-    """The sum over all ranks of their ``contribution`` to the gradient of this rank's ``x``, in the type that it has.
+    """Gradient of ``of_each_rank``: the sum over ranks of their ``contribution`` to the gradient of this rank's ``x``.
 
-    Passed around, the gradient of a rank's ``x`` follows it and comes home last. ``steps`` as in ``of_each_rank``.
+    In the ring the gradient of ``x`` follows ``x`` from rank to rank, and returns to its own rank last.
     """
     size = group.size()
     if gathers:
@@ -136,31 +135,31 @@ def gradient_of_each_rank(
             parts[source] = contribution(source, gathered[source]) if source else total
         dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=group)
         return total
-    following: Callable[[], Tensor] | None = None
+    arriving: Callable[[], Tensor] | None = None
     distances = [later - step for step, later in pairwise([*steps, size])]
     sources = of_each_rank(x, group, gathers=False, steps=steps)
-    del x  # which its last user frees
-    for (source, of_source), distance in zip(sources, distances, strict=True):
-        total = contribution(source, of_source)
-        if following is not None:
-            total += following()
-            following = None
+    del x  # so that it is freed after its last use
+    for (source, source_x), distance in zip(sources, distances, strict=True):
+        total = contribution(source, source_x)
+        if arriving is not None:
+            total += arriving()
+            arriving = None
         if distance == size:
             return total
-        following = _pass_on(total, group, distance)
-    assert following is not None
-    return following()
+        arriving = _pass_on(total, group, distance)
+    assert arriving is not None
+    return arriving()
 
 
 def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``x`` [n, ..] of each rank: [R, n, ..]."""
+    """All-gather ``x`` [n, ..] -> [R, n, ..]."""
     gathered = x.new_empty(group.size() * x.size(0), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered.unflatten(0, (group.size(), -1))
 
 
 def _pass_on(x: Tensor, group: ProcessGroup, distance: int) -> Callable[[], Tensor]:
-    """Start to send ``x`` to the rank ``distance`` after this one. The result waits for that of the rank before."""
+    """Start to send ``x`` to the rank ``distance`` after this one; the result waits for the received tensor."""
     rank, size = group.rank(), group.size()
     sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     works = dist.batch_isend_irecv(
@@ -175,5 +174,5 @@ def _pass_on(x: Tensor, group: ProcessGroup, distance: int) -> Callable[[], Tens
             work.wait()
         return received
 
-    arrived.sent = sent  # type: ignore[attr-defined]  # its memory is in use until then
+    arrived.sent = sent  # type: ignore[attr-defined]  # keeps the send buffer alive until then
     return arrived

@@ -1,7 +1,7 @@
-"""Attention over a sequence that a ring of ranks shards (context parallelism).
+"""Ring attention: attention over a sequence that is sharded over a ring of ranks (context parallelism).
 
-b batch, n heads of queries, g heads of keys and values, s sequence, R ranks of the ring, c = s/2R tokens of a chunk,
-d size of a head
+b batch, n query heads, g key and value heads, s sequence, R ranks of the ring, c = s/2R tokens of a chunk, d size of a
+head
 """
 
 import hashlib
@@ -22,32 +22,31 @@ from megatron.parallel.sequence import chunks_of, gradient_of_each_rank, of_each
 
 
 class Block(NamedTuple):
-    """Queries of this rank and keys of another, or of this one, that one call of the kernel is for."""
+    """A block of scores computed in one kernel call: queries of this rank and keys of one rank."""
 
     queries: slice
     keys: slice
     limit: Literal["none", "causal", "window", "documents"] = "none"
-    """Which keys a query attends to: all; those up to itself, where both are the same tokens; or those that a mask
-    says, of a window or of short documents."""
+    """Keys that a query attends to: all; those up to itself (causal, for equal tokens); or according to a mask, for a
+    window or for short documents."""
     rows: range = range(0)
-    """Which tokens of the sequence the queries are, where there is a mask."""
+    """Positions of the queries in the sequence, if there is a mask."""
     columns: range = range(0)
-    """The same of the keys."""
+    """Positions of the keys in the sequence, if there is a mask."""
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """[b, n, s/R, d], [b, g, s/R, d] twice -> [b, n, s/R, d]: attention of this rank's tokens to all tokens.
+    """Attention of this rank's tokens to the entire sequence: [b, n, s/R, d], 2 x [b, g, s/R, d] -> [b, n, s/R, d].
 
-    ``causal`` attention is limited to earlier tokens, at most ``window`` back. The call takes the segment ids of the
-    entire sequence, int [b, s], if a token attends to its own segment only. The largest mask is for a chunk of a
-    window, as of attention on one rank, and keys that no query attends to are not computed with. A step of the ring
-    that brings no rank a key that it attends to is left out; with ``gathers`` the keys of all ranks come at once.
+    ``causal`` attention is limited to earlier tokens, at most ``window`` back. Segment ids of the entire sequence, int
+    [b, s], limit a token to its own segment. No mask is larger than a window chunk, as on one rank, and blocks without
+    visible keys are skipped, as are steps of the ring that are useless on all ranks.
     """
 
     group: ProcessGroup
     gathers: bool
-    """Whether keys and values are gathered at once, instead of passed around."""
+    """Whether keys and values are all-gathered instead of passed around the ring."""
     causal: bool
     window: int
     kernel: PartialAttention
@@ -58,7 +57,7 @@ class RingAttention:
         return _RingAttention.apply(query, key, value, segment_ids, self)
 
     def steps(self, length: int, segment_ids: Tensor | None) -> Sequence[int]:
-        """Those that bring keys of other ranks; ``length`` is s/R."""
+        """The steps of the ring in which some rank needs the keys; ``length`` is s/R."""
         size, chunk = self.group.size(), length // 2
         apart = -(-self.window // chunk) if self.causal else 2 * size
         if segment_ids is not None:
@@ -68,7 +67,7 @@ class RingAttention:
     def blocks(
         self, source: int, query: Tensor, segment_ids: Tensor | None
     ) -> Iterator[tuple[slice, Block, Tensor | None]]:
-        """(samples, a block of this rank's queries and the keys of rank ``source``, its mask)."""
+        """The (samples, block, mask) triples for this rank's queries and the keys of rank ``source``."""
         ranks = self.group.rank(), source, self.group.size(), query.size(2) // 2, self.causal, self.window
         if segment_ids is None:
             yield from ((slice(None), block, self.mask(block, None, query)) for block in attending(*ranks))
@@ -78,10 +77,7 @@ class RingAttention:
                 yield slice(sample, sample + 1), block, self.mask(block, segment_ids[sample], query)
 
     def mask(self, block: Block, ids: Tensor | None, query: Tensor) -> Tensor | None:
-        """Whether each query of ``block`` attends to each of its keys, or what is added to its scores [q, k].
-
-        ``ids`` [s] are the segment ids of a sample.
-        """
+        """The mask [q, k] of ``block``, boolean or additive, or None. ``ids`` [s] are the sample's segment ids."""
         rows, columns = block.rows, block.columns
         if block.limit == "window":
             chunk = chunk_size(self.window)
@@ -92,7 +88,7 @@ class RingAttention:
             return None
         assert ids is not None
         visible = ids[rows.start : rows.stop].unsqueeze(-1) == ids[columns.start : columns.stop]
-        if self.causal:  # token rows.start + i attends to columns.start + j if that is not later, and near
+        if self.causal:  # token rows.start + i attends to columns.start + j if that is not later and within the window
             offset = rows.start - columns.start
             visible = visible.tril(offset).triu(offset - self.window)
         return visible
@@ -101,11 +97,11 @@ class RingAttention:
 def attending(
     rank: int, source: int, size: int, chunk: int, causal: bool, window: int, lengths: Sequence[int] = ()
 ) -> Iterator[Block]:
-    """The blocks of queries of ``rank`` and keys of ``source``, each with two chunks of ``chunk`` tokens.
+    """The blocks for queries of ``rank`` and keys of ``source``, which both have two chunks of ``chunk`` tokens.
 
-    ``lengths`` of documents limit attention to a document. Without them, or a window that reaches less far, causal
-    attention is one block: each query of a rank attends to the first chunk of an earlier rank and to none of its second
-    one, and each query of the second chunk to both chunks of a later rank.
+    ``lengths`` of documents limit attention to a document. Without documents and window, causal attention is one block:
+    all queries attend to the first chunk of an earlier rank and not to its second chunk; the queries of the second
+    chunk attend to both chunks of a later rank.
     """
     first, second, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
     if not lengths and (not causal or window >= 2 * size * chunk - 1):
@@ -117,19 +113,19 @@ def attending(
     begin = 0
     for documents in short_together(lengths or [2 * size * chunk]):
         tokens = range(begin, begin := begin + sum(documents))
-        for of_query in chunks_of(rank, size):
-            rows = _common(tokens, _tokens(of_query, chunk))
-            for of_key in chunks_of(source, size) if rows else ():
-                columns = _common(tokens, _tokens(of_key, chunk))
+        for query_chunk in chunks_of(rank, size):
+            rows = _intersection(tokens, _tokens(query_chunk, chunk))
+            for key_chunk in chunks_of(source, size) if rows else ():
+                columns = _intersection(tokens, _tokens(key_chunk, chunk))
                 for block in _blocks(rows, columns, causal, window, len(documents)) if columns else ():
                     yield block._replace(
-                        queries=_of_rank(block.rows, rank, size, chunk),
-                        keys=_of_rank(block.columns, source, size, chunk),
+                        queries=_local_slice(block.rows, rank, size, chunk),
+                        keys=_local_slice(block.columns, source, size, chunk),
                     )
 
 
 def _blocks(rows: range, columns: range, causal: bool, window: int, documents: int) -> Iterator[Block]:
-    """The blocks of ``rows`` and ``columns``, each a part of a chunk, of one document or of several short ones."""
+    """The blocks for ``rows`` and ``columns``, each within a chunk and within one document or several short ones."""
     everything = slice(None)
     if causal and (rows.stop <= columns.start or rows.start - columns[-1] > window):
         return
@@ -144,44 +140,44 @@ def _blocks(rows: range, columns: range, causal: bool, window: int, documents: i
 def _in_window(
     rows: range, columns: range, window: int
 ) -> Iterator[tuple[Literal["none", "causal", "window"], range, range]]:
-    """Limit, rows and columns of each block, in chunks of rows, of which each attends to some of the columns.
+    """(limit, rows, columns) of the blocks within a window, for chunks of rows.
 
-    Only the edge of the window needs a mask, or all of a short window.
+    Only the edge of the window needs a mask; a window shorter than a chunk is masked entirely.
     """
     chunk = chunk_size(window)
     for begin in range(rows.start, min(rows.stop, columns.stop + window), chunk):
-        some = range(begin, min(begin + chunk, rows.stop, columns.stop + window))
+        chunk_rows = range(begin, min(begin + chunk, rows.stop, columns.stop + window))
         if window < chunk:
-            if near := _common(columns, range(begin - window, some.stop)):
-                yield "window", some, near
+            if near := _intersection(columns, range(begin - window, chunk_rows.stop)):
+                yield "window", chunk_rows, near
             continue
-        if edge := _common(columns, range(begin - window, begin - window + chunk)):
-            yield "window", some, edge
-        if between := _common(columns, range(begin - window + chunk, begin)):
-            yield "none", some, between
-        if _common(columns, some):
-            yield "causal", some, some
+        if edge := _intersection(columns, range(begin - window, begin - window + chunk)):
+            yield "window", chunk_rows, edge
+        if between := _intersection(columns, range(begin - window + chunk, begin)):
+            yield "none", chunk_rows, between
+        if _intersection(columns, chunk_rows):
+            yield "causal", chunk_rows, chunk_rows
 
 
-def _common(one: range, other: range) -> range:
-    """The numbers that are in both."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _intersection(first: range, second: range) -> range:
+    """The intersection of two ranges."""
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def _tokens(number: int, chunk: int) -> range:
-    """The tokens of a chunk of the sequence."""
+    """Positions of the tokens of chunk ``number``."""
     return range(number * chunk, (number + 1) * chunk)
 
 
-def _of_rank(tokens: range, rank: int, size: int, chunk: int) -> slice:
-    """Where a rank has these tokens of one of its chunks."""
+def _local_slice(tokens: range, rank: int, size: int, chunk: int) -> slice:
+    """Indices of these tokens, which lie within one chunk, in the shard of ``rank``."""
     number = tokens.start // chunk
     begin = tokens.start % chunk + chunk * chunks_of(rank, size).index(number)
     return slice(begin, begin + len(tokens))
 
 
 def _most_apart(lengths: Sequence[int], chunk: int) -> int:
-    """How many chunks the first and the last token of a document, or of short ones in a call, are apart at most."""
+    """Maximum number of chunks between the first and the last token of a block of documents."""
     begin, most = 0, 0
     for documents in short_together(lengths):
         end = begin + sum(documents)
@@ -190,7 +186,7 @@ def _most_apart(lengths: Sequence[int], chunk: int) -> int:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Contexts are merged, and gradients added up, in fp32."""
+    """Autograd function of ring attention; contexts and gradients are accumulated in fp32."""
 
     @staticmethod
     def forward(
@@ -198,15 +194,15 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.ring, ctx.seed = ring, _draw_seed(query.device) if ring.kernel.dropout else 0
         b, n, length, d = query.shape
-        context = query.new_zeros(b, length, n, d, dtype=torch.float32).transpose(1, 2)  # as its user needs it
+        context = query.new_zeros(b, length, n, d, dtype=torch.float32).transpose(1, 2)  # memory order of the output
         logsumexp = context.new_full(query.shape[:3], -torch.inf)
         steps = ring.steps(query.size(2), segment_ids)
         sources = of_each_rank(torch.stack([key, value]), ring.group, gathers=ring.gathers, steps=steps)
         for source, (keys, values) in sources:
             for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
                 rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
-                of_block = mask, block.limit == "causal", _seed_of(ctx.seed, source, number)
-                part = ring.kernel.forward(query[rows], keys[columns], values[columns], *of_block)
+                options = mask, block.limit == "causal", _block_seed(ctx.seed, source, number)
+                part = ring.kernel.forward(query[rows], keys[columns], values[columns], *options)
                 merge(context[rows], logsumexp[rows], *part)
         context = context.to(query.dtype)
         ctx.save_for_backward(query, key, value, context, logsumexp, segment_ids)
@@ -222,21 +218,21 @@ class _RingAttention(torch.autograd.Function):
             keys, values = keys_values
             for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
                 rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
-                of_rows = (tensor[rows] for tensor in (grad, query))
                 grads = ring.kernel.backward(
-                    *of_rows,
+                    grad[rows],
+                    query[rows],
                     keys[columns],
                     values[columns],
                     context[rows],
                     logsumexp[rows],
                     mask,
                     block.limit == "causal",
-                    _seed_of(ctx.seed, source, number),
+                    _block_seed(ctx.seed, source, number),
                 )
-                for gradient, of_block in zip(
+                for gradient, block_gradient in zip(
                     (query_grad[rows], total[0][columns], total[1][columns]), grads, strict=True
                 ):
-                    gradient.add_(of_block)
+                    gradient.add_(block_gradient)
             return total
 
         key_grad, value_grad = gradient_of_each_rank(
@@ -250,12 +246,12 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Of the stream that dropout draws from, so that recomputation draws the same; without waiting for the device."""
-    state = get_accelerator().get_rng_state().numpy().tobytes()  # the host has it
-    torch.rand((), device=device)  # the stream moves on
+    """A seed from the dropout stream, the same in recomputation; does not wait for the device."""
+    state = get_accelerator().get_rng_state().numpy().tobytes()  # is in host memory
+    torch.rand((), device=device)  # advances the stream
     return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
 
 
-def _seed_of(seed: int, source: int, number: int) -> int:
-    """Of the dropout of one of the blocks of a rank's keys."""
+def _block_seed(seed: int, source: int, number: int) -> int:
+    """The dropout seed of block ``number`` with the keys of rank ``source``."""
     return seed + (source << 32) + number

@@ -1,1 +1,1 @@
-"""Tensor parallelism: Megatron's layers and the communication between their ranks."""
+"""Tensor parallelism: Megatron's sharded layers and their communication."""

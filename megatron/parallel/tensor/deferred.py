@@ -1,14 +1,14 @@
-"""Weight gradients that are computed later than the gradients of inputs (Zero Bubble, arXiv 2401.10241).
+"""Deferred weight gradients: computed later than input gradients (split backward, Zero Bubble, arXiv 2401.10241).
 
-The stage before waits for the gradient of a linear layer's input; only the step waits for the gradient of its weight.
-A schedule that splits the backward pass lets linear layers defer the second matmul, and runs it in what would otherwise
-be a bubble. Gradients of other parameters, such as norms and biases, are computed with the gradients of the inputs. The
-output projection is no ``DeferringModule``: gradients of logits are the largest tensors of a model, and would be kept
-for as many micro-batches as there are stages.
+The previous stage waits for the input gradient of a linear layer; only the optimizer step waits for its weight
+gradient. A schedule that splits the backward pass lets linear layers defer the weight gradient, and computes it in a
+pipeline bubble. Gradients of other parameters, such as norms and biases, are computed with the input gradients. The
+output projection is not a ``DeferringModule``: gradients of logits are the largest tensors of a model, and would be
+kept for several micro-batches.
 
-With tensor parallelism a weight gradient that is not deferred is computed while the ranks sum the gradient of the
-input. With a deferred one the first part of the backward pass waits for its sums. What sequence parallelism gathers for
-the second part is gathered during the matmul before.
+With tensor parallelism a weight gradient that is not deferred overlaps with the all-reduce of the input gradient. With
+deferred ones the input-gradient pass waits for its all-reduces. The all-gather of sequence parallelism for a deferred
+weight gradient overlaps with the previous matmul.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 WeightGradient = Callable[[], Callable[[], Tensor | None]]
-"""Starts its communication; what it returns computes the gradient of a weight, or adds it to ``weight.grad`` and
-returns None."""
+"""Starts communication for a weight gradient, and returns a function that computes the gradient, or adds it to
+``weight.grad`` and returns None."""
 Collected = list[tuple[WeightGradient, Tensor]]
-"""Weight gradients that are not computed yet, and the weights."""
+"""Deferred weight gradients and their weights."""
 
 
 class DeferringModule(nn.Module):
-    """A module that asks ``deferred``, where a schedule has set it, whether to compute weight gradients now."""
+    """Base class of modules that can defer weight gradients, to ``deferred`` if a schedule has set it."""
 
     deferred: "DeferredWeightGradients | None" = None
 
     def defer(self, gradient: Callable[[], Tensor | None], weight: Tensor) -> bool:
-        """Defer a ``gradient`` that needs no communication; False if it is to be computed now."""
+        """Defer a ``gradient`` without communication; returns False if it has to be computed now."""
         if self.deferred is None or not self.deferred.is_open:
             return False
         self.deferred.add(lambda: gradient, weight)
@@ -48,7 +48,7 @@ class DeferredWeightGradients:
 
     @contextmanager
     def collected(self) -> Iterator[Collected]:
-        """While inside, backward passes add weight gradients to the list, and do not compute them."""
+        """A context in which backward passes add weight gradients to the list instead of computing them."""
         assert self._collected is None
         collected: Collected = []
         self._collected = collected
@@ -59,24 +59,24 @@ class DeferredWeightGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward pass defers weight gradients now."""
+        """Whether weight gradients are deferred at the moment."""
         return self._collected is not None
 
     def add(self, gradient: WeightGradient, weight: Tensor) -> None:
-        """Defer ``gradient``, which belongs to ``weight``."""
+        """Defer the ``gradient`` of ``weight``."""
         assert self._collected is not None
         self._collected.append((gradient, weight))
 
 
 def compute_weight_gradients(collected: Collected) -> None:
-    """Compute deferred weight gradients, and empty the list. Hooks of the weights run as in a backward pass.
+    """Compute deferred weight gradients and empty the list. Hooks of the weights run as in a backward pass.
 
-    The input of each matmul is gathered during the matmul before.
+    The all-gather for each matmul overlaps with the previous matmul.
     """
     collected.reverse()
-    following = _started(collected)
-    while following is not None:
-        (compute, weight), following = following, _started(collected)
+    started = _start_next(collected)
+    while started is not None:
+        (compute, weight), started = started, _start_next(collected)
         with torch.no_grad():
             gradient = compute()
         if gradient is not None:
@@ -84,8 +84,8 @@ def compute_weight_gradients(collected: Collected) -> None:
         del compute, gradient
 
 
-def _started(collected: Collected) -> tuple[Callable[[], Tensor | None], Tensor] | None:
-    """The last weight gradient, taken from the list and started, and its weight."""
+def _start_next(collected: Collected) -> tuple[Callable[[], Tensor | None], Tensor] | None:
+    """Pop the last weight gradient from the list and start its communication; None if the list is empty."""
     if not collected:
         return None
     start, weight = collected.pop()

@@ -1,9 +1,9 @@
-"""Layers whose weights are sharded over a process group.
+"""Megatron's tensor-parallel layers, with weights sharded over a process group.
 
 t ranks of the group, i inputs, o outputs, v rows of the embedding, h hidden
 
-Between layers every rank holds full hidden states; with ``sequence_dim`` it holds its shard along that
-dimension, such as [b, s/t, ..] for 1.
+Between layers every rank has full hidden states or, with ``sequence_dim``, a shard along that dimension, such as
+[b, s/t, ..] for 1.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from megatron.parallel.tensor.mappings import (
 
 @dataclass(frozen=True)
 class WeightInit:
-    """Initial values of one weight: normal with deviation ``std``, from a random stream of its own.
+    """Initialization of one weight: normal with standard deviation ``std``, from a separate random stream.
 
-    The stream follows from ``seed`` and ``name``, which is unique in the model. ``device`` is where the numbers are
-    drawn: CPU and GPU draw different ones from the same seed.
+    The stream is seeded by ``seed`` and ``name``, which is unique in the model. Numbers are drawn on ``device``: CPU
+    and GPU draw different ones from the same seed.
     """
 
     std: float
@@ -39,17 +39,17 @@ class WeightInit:
     device: str = "cpu"
 
     def draw(self, shape: tuple[int, ...]) -> Tensor:
-        """The unsharded weight in fp32; on the meta device only its shape."""
+        """Draw the unsharded weight in fp32; only its shape on the meta device."""
         if torch.get_default_device().type == "meta":
             return torch.empty(shape, dtype=torch.float32)
         digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        # torch.normal and no empty().normal_(): inside zero.Init DeepSpeed makes the latter draw in half precision.
+        # torch.normal instead of empty().normal_(), which draws in half precision inside DeepSpeed's zero.Init.
         return torch.normal(0.0, self.std, shape, generator=generator, device=self.device, dtype=torch.float32)
 
 
 def sharded_parameter(full: Tensor, *, dim: int, group: ProcessGroup) -> nn.Parameter:
-    """This rank's slice of ``full`` along ``dim``, marked as one."""
+    """A parameter with this rank's shard of ``full`` along ``dim``, marked as sharded."""
     part = full.chunk(group.size(), dim)[group.rank()].clone()
     return mark_sharded(nn.Parameter(part), dim)
 
@@ -60,13 +60,13 @@ def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     DeepSpeed sums the gradient norms of parameters marked ``model_parallel`` over the tensor
     group, and counts all others once; checkpoints are merged along ``partition_dim``.
     """
-    parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's mark
-    parameter.partition_dim = dim  # type: ignore[attr-defined]  # Megatron's mark
+    parameter.model_parallel = True  # type: ignore[attr-defined]  # read by DeepSpeed
+    parameter.partition_dim = dim  # type: ignore[attr-defined]  # named as in Megatron-LM
     return parameter
 
 
 class _GradientSum:
-    """A hook that sums a gradient over ``group``. A deferred gradient comes later; until then there is None."""
+    """A hook that sums a gradient over ``group``. The gradient is None if it is deferred."""
 
     def __init__(self, group: ProcessGroup):
         self.group = group
@@ -78,8 +78,8 @@ class _GradientSum:
 def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     """Register a hook that sums the gradient of ``parameter`` over ``group``, until ``take_gradient_sums`` removes it.
 
-    For a replicated parameter that each rank applies to its shard of the sequence. The sum precedes DeepSpeed's own
-    hooks at every ZeRO stage, and the accumulation of gradients.
+    For replicated parameters that each rank applies to its shard of the sequence. The hook runs before DeepSpeed's
+    hooks of all ZeRO stages, and before gradient accumulation.
     """
     if group.size() > 1:
         parameter.register_hook(_GradientSum(group))
@@ -87,7 +87,7 @@ def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Para
 
 
 def take_gradient_sums(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> list[nn.Parameter]:
-    """The ``parameters`` whose gradients are summed over ``group``, without hooks from now on: the caller sums them."""
+    """Remove the hooks that sum gradients over ``group``; returns their parameters, whose gradients the caller sums."""
     taken = []
     for parameter in parameters:
         hooks = parameter._backward_hooks or {}
@@ -98,26 +98,26 @@ def take_gradient_sums(parameters: Iterable[nn.Parameter], group: ProcessGroup) 
 
 
 def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
-    """The sum of the ranks' partial outputs, on every rank or sharded along the sequence."""
+    """Sum the partial outputs of all ranks: all-reduce, or reduce-scatter along ``sequence_dim``."""
     if sequence_dim is None:
         return reduce_from_model_parallel_region(x, group)
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
 def sharded_norm(norm: nn.Module, group: ProcessGroup) -> nn.Module:
-    """``norm`` for a rank's part of the sequence or of the heads: gradients of its replicated weights are summed."""
+    """Prepare a replicated ``norm`` for a shard of the sequence or of the heads: its gradients are summed."""
     for parameter in norm.parameters():
         all_reduce_gradient(parameter, group)
     return norm
 
 
 class ColumnParallelLinear(DeferringModule):
-    """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t].
+    """Column-parallel linear layer, y = x W^T + b with W sharded along the outputs: [.., i] -> [.., o/t].
 
     ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
-    of the same layout, is added. With ``parts`` there are that many matrices, each
-    of which is sharded, W [parts, o, i]; their outputs are concatenated, [.., parts x o/t]. ``kernel`` computes the
-    matmuls, whose input is gathered in ``chunks``, or ``BY_RANK``.
+    of the same layout, is added. With ``parts`` there are several matrices W [parts, o, i], each of which is sharded;
+    their outputs are concatenated, [.., parts x o/t]. ``kernel`` computes the matmuls. Their input is gathered in
+    ``chunks``, or ``BY_RANK``.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class ColumnParallelLinear(DeferringModule):
         self.chunks = chunks
         register_group(group)
         self.activation = activation
-        more = () if parts == 1 else (parts,)
-        self.weight = sharded_parameter(init.draw((*more, output_size, input_size)), dim=len(more), group=group)
+        stack = () if parts == 1 else (parts,)
+        self.weight = sharded_parameter(init.draw((*stack, output_size, input_size)), dim=len(stack), group=group)
         self.bias = None
         if has_bias:
-            self.bias = mark_sharded(nn.Parameter(torch.zeros(*more, output_size // group.size())), dim=len(more))
+            self.bias = mark_sharded(nn.Parameter(torch.zeros(*stack, output_size // group.size())), dim=len(stack))
         self.lora = lora
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ class ColumnParallelLinear(DeferringModule):
 
 
 class RowParallelLinear(DeferringModule):
-    """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
+    """Row-parallel linear layer, y = x W^T + b with W sharded along the inputs: [.., i/t] -> [.., o].
 
-    The output of ``lora(x)``, if given, is added. ``kernel`` computes the matmul, whose output is summed in
-    ``chunks``, or ``BY_RANK``.
+    The output of ``lora(x)``, an adapter, is added. ``kernel`` computes the matmul. Its output is summed in ``chunks``,
+    or ``BY_RANK``.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class RowParallelLinear(DeferringModule):
         self.lora = lora
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias if self.group.size() == 1 else None  # otherwise it is added to the ranks' sum
+        bias = self.bias if self.group.size() == 1 else None  # otherwise it is added after the reduction
         y = linear(
             x,
             self.weight,
@@ -220,9 +220,9 @@ class RowParallelLinear(DeferringModule):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table sharded by rows: tokens [b, s] -> hidden [b, s, h], and back to logits [b, s, v/t].
+    """Embedding sharded along the vocabulary: tokens [b, s] -> hidden [b, s, h], or hidden -> logits [b, s, v/t].
 
-    ``padded_size`` rows are stored; those from ``num_embeddings`` on are zero and never looked up.
+    It has ``padded_size`` rows; rows from ``num_embeddings`` on are zero and never looked up.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = group
         self.sequence_dim = sequence_dim
-        full = init.draw((num_embeddings, embedding_dim))  # before padding, which depends on the layout
+        full = init.draw((num_embeddings, embedding_dim))  # without padding, which depends on the layout
         full = F.pad(full, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
         self.rows = full.size(0) // group.size()
         self.weight = sharded_parameter(full, dim=0, group=group)
@@ -250,9 +250,9 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight)
         local = tokens - self.rows * self.group.rank()
         elsewhere = (local < 0) | (local >= self.rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_output(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
+        local_hidden = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_output(local_hidden.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
+        """The embedding as output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
         return linear(hidden, self.weight, None, self.group, self.sequence_dim, kernel=self.kernel)

@@ -1,4 +1,4 @@
-"""The linear operation of parallel layers, which communicates during its matmuls.
+"""The linear operation of tensor-parallel layers, which overlaps communication with its matmuls.
 
 t ranks of the group, i inputs, o outputs, r rows: all tokens of a rank, b x s
 """
@@ -25,7 +25,7 @@ from megatron.parallel.tensor.mappings import (
 )
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of x, weight and bias."""
+"""Gradients of x, weight and bias."""
 
 PLAIN = LinearKernel()
 
@@ -42,13 +42,13 @@ def linear(
     sums_outputs: bool = False,
     chunks: int = 1,
 ) -> Tensor:
-    """x [.., i], weight [o, i], bias [o] -> [.., o]; with ``group`` the gradient of x is the sum over its ranks.
+    """Linear operation with communication: x [.., i], weight [o, i], bias [o] -> [.., o].
 
-    With ``sequence_dim`` x is this rank's shard along it, such as [b, s/t, i] for 1: the output is for all shards,
-    [b, s, o], and the gradient of x is this rank's shard of the sum. With ``sums_outputs`` it is the other way round:
-    the output is summed, or this rank's shard of the sum, and the gradient of x is this rank's. The forward pass
-    communicates in ``chunks`` during its matmul; ``BY_RANK`` needs ``sequence_dim``, and matmuls of plain torch.
-    ``deferred`` may collect the gradient of the weight in place of computing it.
+    Column-parallel by default: the gradient of x is all-reduced over ``group``. With ``sequence_dim``, x is a shard
+    along it, such as [b, s/t, i] for 1: it is all-gathered, the output is [b, s, o], and the gradient of x is
+    reduce-scattered. Row-parallel with ``sums_outputs``: the output is all-reduced, or with ``sequence_dim`` reduce-
+    scattered, and its gradient all-gathered. The forward pass overlaps communication in ``chunks``; ``BY_RANK`` needs
+    ``sequence_dim`` and the plain torch kernel. ``deferred`` may collect the weight gradient instead of computing it.
     """
     if group is None or group.size() == 1:
         group = sequence_dim = None
@@ -63,9 +63,9 @@ def linear(
 
 
 class _Overlap:
-    """Forward and backward pass of a linear layer, with communication during the matmuls.
+    """Forward and backward pass of a column-parallel linear layer, with overlapped communication.
 
-    The input is gathered, and its gradient is summed.
+    The input is all-gathered (with ``sequence_dim``), and its gradient is summed.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class _Overlap:
         return gather_and_multiply(x, encode, multiply, self.group, self.sequence_dim, **sizes)
 
     def backward(self, grad: Tensor, x: Tensor | None, weight: Tensor, needed: Sequence[bool]) -> Gradients:
-        """Gradients that are ``needed``, in the order of arXiv 2205.05198, section 4.2.2.
+        """The gradients that are ``needed``, computed in the order of arXiv 2205.05198, section 4.2.2.
 
-        The shards are gathered while the gradient of x is computed, and its sum is formed while the gradient of the
-        weight is computed. x is None if the weight's is not needed.
+        The all-gather of x overlaps with the input gradient, and the reduction of the input gradient with the weight
+        gradient. x is None if the weight gradient is not needed.
         """
         grad_weight = weight_gradient = summed = None
         rows = grad.flatten(0, -2)  # [r, o]
@@ -110,14 +110,14 @@ class _Overlap:
         return summed() if summed is not None else None, grad_weight, grad_bias
 
     def _start_weight_gradient(self, rows: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor | None]:
-        """Start to gather the shards of x; the function returned waits for them, and computes the weight's gradient."""
+        """Start to all-gather x; the returned function waits for it and computes the weight gradient."""
         if self.group is None or self.sequence_dim is None:
             return lambda: self.kernel.weight_gradient(rows, x.flatten(0, -2), weight)
         gathered = async_all_gather(x, self.group, self.sequence_dim)
         return lambda: self.kernel.weight_gradient(rows, gathered().flatten(0, -2), weight)
 
     def _start_sum(self, grad: Tensor) -> Callable[[], Tensor]:
-        """Start to sum the ranks' ``grad``; the function returned waits for the sum, or this rank's shard of it."""
+        """Start to all-reduce or reduce-scatter ``grad``; the returned function waits for the result."""
         if self.group is None:
             return lambda: grad
         if self.sequence_dim is None:
@@ -126,7 +126,7 @@ class _Overlap:
 
 
 class _SumOverlap(_Overlap):
-    """The same if the output is summed, and its gradient is gathered."""
+    """Forward and backward pass of a row-parallel linear layer: the output is summed, its gradient all-gathered."""
 
     group: ProcessGroup
 
@@ -145,29 +145,29 @@ class _SumOverlap(_Overlap):
             encoded = self.kernel.encoded(grad, is_gradient=True)
             gathered = _gathered(encoded, self.group, self.sequence_dim)
             return self.kernel.input_gradient_of(gathered, weight), None, None
-        if self.sequence_dim is not None:  # as it is, which the gradient of the weight needs
+        if self.sequence_dim is not None:  # not encoded, since the weight gradient needs it as it is
             grad = all_gather(grad, self.group, self.sequence_dim)
         return _Overlap(None, None, self.kernel, self.deferred).backward(grad, x, weight, needed)
 
 
 def _gathered(tensors: tuple[Tensor, ...], group: ProcessGroup, dim: int) -> tuple[Tensor, ...]:
-    return tuple(all_gather(one, group, dim) for one in tensors)
+    return tuple(all_gather(tensor, group, dim) for tensor in tensors)
 
 
 _OVERLAPS = {False: _Overlap, True: _SumOverlap}
-"""By whether the output is summed."""
+"""Whether the output is summed (row-parallel) to the class."""
 
 
 class _Linear(torch.autograd.Function):
-    """Saves only a shard of the sequence, and gathers it again in the backward pass.
+    """Autograd function that saves only a shard of the sequence, and gathers it again in the backward pass.
 
-    For a weight that is not trained nothing is saved or gathered.
+    If the weight is not trained, the input is neither saved nor gathered.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, overlap: _Overlap) -> Tensor:
         ctx.overlap = overlap
-        # Hooks of saved tensors return another tensor in its place, which would get the gradient that comes later.
+        # Saved-tensor hooks may return a different tensor, which would get the deferred gradient: keep the parameter.
         ctx.parameter = weight if isinstance(weight, nn.Parameter) else None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return overlap.forward(x, weight, bias)
@@ -179,14 +179,15 @@ class _Linear(torch.autograd.Function):
         return *ctx.overlap.backward(grad, x, weight, ctx.needs_input_grad), None
 
 
-# ``_Linear`` as an operator that the compiler does not look into: it supports no asynchronous collectives, and keeps
-# what is gathered, since it never repeats a collective. Its kernels keep no weights and accumulate no gradients.
+# ``_Linear`` as a custom operator that is opaque to torch.compile: the compiler does not support asynchronous
+# collectives, and would keep gathered tensors, since it never recomputes a collective. The operator's kernels cache no
+# weights and accumulate no gradients.
 
 _groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 
 
 def register_group(group: ProcessGroup) -> ProcessGroup:
-    """Let compiled layers find ``group`` by its name: operators have no process groups as arguments."""
+    """Register ``group`` by name for compiled layers: operators cannot take process groups as arguments."""
     _groups[group.group_name] = group
     return group
 
@@ -226,7 +227,7 @@ def _linear_shape(
 
 
 def _empty(x: Tensor, size: int, group: str, sequence_dim: int | None, *, gathers: bool) -> Tensor:
-    """For x [b, s, ..] of all tokens or of a rank's shard a tensor [b, s, size] of the others."""
+    """An empty tensor [b, s, size] for x [b, s, ..], with the sequence gathered or scattered."""
     shape, ranks = [*x.shape[:-1], size], _groups[group].size()
     if sequence_dim is not None:
         shape[sequence_dim] = shape[sequence_dim] * ranks if gathers else shape[sequence_dim] // ranks
@@ -259,8 +260,8 @@ def _gradient_shapes(
     sums_outputs: bool = False,
     recipe: str = "",
 ) -> list[Tensor]:
-    of_x = _empty(grad, weight.size(1), group, sequence_dim, gathers=sums_outputs)
-    gradients = (of_x, grad.new_empty(weight.shape), grad.new_empty(weight.shape[:1]))
+    x_grad = _empty(grad, weight.size(1), group, sequence_dim, gathers=sums_outputs)
+    gradients = (x_grad, grad.new_empty(weight.shape), grad.new_empty(weight.shape[:1]))
     return [gradient for gradient, is_needed in zip(gradients, needed, strict=True) if is_needed]
 
 

@@ -1,6 +1,6 @@
-"""Low-rank adapters of tensor-parallel layers (LoRA, arXiv 2106.09685): y + scale x B(A(x)), with trained A and B.
+"""Low-rank adapters for tensor-parallel layers (LoRA, arXiv 2106.09685): y + scale x B(A(x)), with trained A and B.
 
-t ranks of the group, i inputs, o outputs, r rank. A's output is as small as r, and all that these layers communicate.
+t ranks of the group, i inputs, o outputs, r rank. Adapters communicate only the output of A, of size r.
 """
 
 import math
@@ -22,7 +22,7 @@ from megatron.parallel.tensor.linear import linear, register_group
 from megatron.parallel.tensor.random import random_stream
 
 ADAPTER = "lora"
-"""Name of the adapter in the layer that it belongs to."""
+"""Name of the adapter module within its layer."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class LowRank:
 
     rank: int
     scale: float
-    """What the adapter's output is multiplied by: alpha / r."""
+    """Factor of the adapter's output: alpha / r."""
     dropout: float
-    """Of the adapter's input."""
+    """Dropout probability of the adapter's input."""
 
 
 class ParallelAdapter(DeferringModule):
-    """A, drawn as ``nn.Linear`` is, whatever the layout; and B, which is 0 at first.
+    """LoRA adapter of a tensor-parallel layer: A is initialized like ``nn.Linear``, equal for all layouts, B with 0.
 
-    Of a column-parallel layer, [.., i] -> [.., parts x o/t], A [r, i] is replicated, and B [o, r] or [parts, o, r] is
-    sharded along o. Of a row-parallel one, [.., i/t] -> [.., o], A is sharded along i, and B is replicated.
+    For a column-parallel layer, [.., i] -> [.., parts x o/t], A [r, i] is replicated, and B [o, r] or [parts, o, r] is
+    sharded along o. For a row-parallel layer, [.., i/t] -> [.., o], A is sharded along i, and B is replicated.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class ParallelAdapter(DeferringModule):
         super().__init__()
         self.is_column_parallel, self.settings = is_column_parallel, settings
         self.group, self.sequence_dim = register_group(group), sequence_dim
-        own_init = replace(init, name=f"{init.name}.{ADAPTER}", std=1 / math.sqrt(3 * input_size))
-        a, outputs = own_init.draw((settings.rank, input_size)), (output_size,) if parts == 1 else (parts, output_size)
+        a_init = replace(init, name=f"{init.name}.{ADAPTER}", std=1 / math.sqrt(3 * input_size))
+        a, outputs = a_init.draw((settings.rank, input_size)), (output_size,) if parts == 1 else (parts, output_size)
         b = torch.zeros(*outputs, settings.rank)
         self.A = nn.Parameter(a) if is_column_parallel else sharded_parameter(a, dim=1, group=group)
         self.B = sharded_parameter(b, dim=len(outputs) - 1, group=group) if is_column_parallel else nn.Parameter(b)
-        if sequence_dim is not None:  # each rank applies the replicated one to its shard of the sequence
+        if sequence_dim is not None:  # each rank applies the replicated matrix to its shard of the sequence
             all_reduce_gradient(self.A if is_column_parallel else self.B, group)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Mappings into and out of a tensor-parallel region, in conjugate pairs: each is another's backward.
+"""Mappings into and out of tensor-parallel regions, in conjugate pairs: each is the backward pass of another.
 
-Outside the region every rank of the group holds the same tensor; inside, each holds its own.
-The first four mappings are Megatron-LM's (arXiv 1909.08053, section 3). The last three
-map to and from a region in which each rank holds a shard of the sequence (arXiv 2205.05198,
-section 4.2.2): all-gather and reduce-scatter, which together move as much as one all-reduce.
+Outside the region all ranks of the group have the same tensor; inside, each rank has a different one.
+The first four mappings are from Megatron-LM (arXiv 1909.08053, section 3). The other three
+map to and from a region in which each rank has a shard of the sequence (arXiv 2205.05198,
+section 4.2.2): all-gather and reduce-scatter, which together transfer as much as one all-reduce.
 
 b batch, s sequence, h hidden, t ranks of the group
 """
@@ -42,7 +42,7 @@ def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Keep this rank's part of the sequence forward, all-gather backward: [b, s, h] -> [b, s/t, h] for ``dim`` 1.
 
-    For tensors that are equal on every rank.
+    The input must be equal on all ranks.
     """
     return mapped(x, group, partial(_local_shard, dim=dim), partial(all_gather, dim=dim))
 
@@ -63,11 +63,11 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, d
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, group: ProcessGroup
 ) -> dict[str, Tensor]:
-    """Send the tensors named ``keys`` from the first rank of the group to the others.
+    """Broadcast the tensors named ``keys`` from the first rank of the group.
 
-    ``data`` is read on that rank only. Shapes are sent first, then all tensors in one message of type ``dtype``.
+    ``data`` is read only on that rank. Shapes are sent first, then all tensors in one message of type ``dtype``.
 
-    Raises ValueError on the first rank if a tensor is of another type.
+    Raises ValueError on the first rank if a tensor has another dtype.
     """
     device = get_accelerator().current_device_name()
     source = dist.get_global_rank(group, 0)
@@ -88,9 +88,9 @@ def broadcast_data(
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part of the elements in their order: [...] of n elements -> [n/t]; a view of a contiguous tensor.
+    """This rank's part of the flattened tensor: [...] of n elements -> [n/t]; a view if the tensor is contiguous.
 
-    Raises ValueError if the ranks cannot share the elements equally.
+    Raises ValueError if n is not divisible by the number of ranks.
     """
     if tensor.numel() % group.size():
         raise ValueError(f"{tensor.numel()} elements cannot be divided equally over {group.size()} ranks")
@@ -98,7 +98,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: ProcessGroup) -> Te
 
 
 def gather_split_1d_tensor(part: Tensor, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks: [n/t] -> [n], the inverse of ``split_tensor_into_1d_equal_chunks``. Without gradient."""
+    """Inverse of ``split_tensor_into_1d_equal_chunks``: all-gather [n/t] -> [n]. Without gradient."""
     full = part.new_empty(part.numel() * group.size())
     dist.all_gather_into_tensor(full, part.contiguous(), group=group)
     return full
@@ -119,31 +119,30 @@ class _Conjugate(torch.autograd.Function):
 
 
 conjugate = _Conjugate.apply
-"""conjugate(x, context, forward, backward) -> forward(x, context), whose gradient is ``backward`` of the output's."""
+"""conjugate(x, context, forward, backward) -> forward(x, context); its gradient is backward(grad, context)."""
 
 
 def mapped(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
-    """``forward`` of ``x``, whose gradient is ``backward`` of the output's; ``x`` itself in a group of one rank."""
+    """forward(x, group), with gradient backward(grad, group); ``x`` itself in a group of one rank."""
     return conjugate(x, group, forward, backward) if group.size() > 1 else x
 
 
 AsyncCollective = Callable[[Tensor, ProcessGroup], Callable[[], Tensor]]
-"""Starts communication; the function returned waits for its result."""
+"""Starts a collective; the returned function waits for its result."""
 
 
 def start_mapped(
     x: Tensor, group: ProcessGroup, forward: AsyncCollective, backward: AsyncCollective
 ) -> Callable[[], Tensor]:
-    """Start ``forward`` of ``x``; the function returned waits for it. What is computed meanwhile runs beside it.
+    """Start the collective ``forward`` of ``x``; the returned function waits for it. Computation in between overlaps.
 
-    Autograd runs the latest operation first: in the backward pass the gradients of the same operations are computed
-    beside ``backward``.
+    In the backward pass, the gradients of the same operations overlap with the collective ``backward``.
     """
     running: list[Callable[[], Tensor]] = []
 
     def start(collective: AsyncCollective, x: Tensor, group: ProcessGroup) -> Tensor:
         running.append(collective(x, group))
-        return x.new_empty(0)  # which leads autograd from one to the other
+        return x.new_empty(0)  # connects both nodes in the autograd graph
 
     def wait(_: Tensor, group: ProcessGroup) -> Tensor:
         return running.pop()()
@@ -157,14 +156,14 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def largest_of_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The maximum over the ranks of x, which is overwritten."""
+    """The maximum of x over the ranks, in place."""
     if group.size() > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
     return x
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' ``x``, in a new tensor."""
+    """All-reduce (sum) into a new tensor."""
     summed = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not be overwritten
     dist.all_reduce(summed, group=group)
     return summed
@@ -175,25 +174,25 @@ def _local_shard(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """The ranks' parts along ``dim`` together: [b, s/t, h] -> [b, s, h] for ``dim`` 1."""
+    """All-gather along ``dim``: [b, s/t, h] -> [b, s, h] for ``dim`` 1."""
     stacked, _ = _start_all_gather(x, group, async_op=False)
     return _unstack(stacked, group, dim)
 
 
 def async_all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
-    """Start ``all_gather``. The function returned waits for the result; its memory is freed with the function."""
+    """Start ``all_gather``; the returned function waits for the result, and owns its memory."""
     stacked, work = _start_all_gather(x, group, async_op=True)
     return lambda: _unstack(_when_done(stacked, work), group, dim)
 
 
 def async_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start the sum of the ranks' ``x``, in place. The function returned waits for it."""
+    """Start an all-reduce (sum) in place; the returned function waits for it."""
     work = dist.all_reduce(x, group=group, async_op=True)
     return lambda: _when_done(x, work)
 
 
 def async_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
-    """Start the sum of the ranks' ``x``. The function returned waits for this rank's part of it along ``dim``."""
+    """Start a reduce-scatter (sum) along ``dim``; the returned function waits for this rank's part."""
     summed, work = _start_reduce_scatter(x, group, dim, async_op=True)
     return lambda: _when_done(summed, work)
 
@@ -201,7 +200,7 @@ def async_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Callable[[
 def async_all_to_all(
     rows: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]
 ) -> Callable[[], Tensor]:
-    """Start to send the first ``sent[0]`` rows to the first rank, and so on: [n, h] -> [m, h], when it has come."""
+    """Start an all-to-all of rows, ``sent[r]`` to and ``received[r]`` from rank r: [n, h] -> [m, h]."""
     output = rows.new_empty((sum(received), *rows.shape[1:]))
     work = dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group, async_op=True)
     return lambda: _when_done(output, work)
@@ -217,13 +216,13 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _start_all_gather(x: Tensor, group: ProcessGroup, *, async_op: bool) -> tuple[Tensor, dist.Work]:
-    """The ranks' parts one after the other: [b, s/t, h] -> [t x b, s/t, h]."""
+    """All-gather along the first dimension: [b, s/t, h] -> [t x b, s/t, h]."""
     stacked = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
     return stacked, dist.all_gather_into_tensor(stacked, x.contiguous(), group=group, async_op=async_op)
 
 
 def _unstack(stacked: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """[t x b, s/t, h] -> [b, s, h] for ``dim`` 1. A copy, but for dim 0 or a single sample, which are views."""
+    """[t x b, s/t, h] -> [b, s, h] for ``dim`` 1; a view for dim 0 or a single sample, otherwise a copy."""
     dim = dim % stacked.dim()
     return stacked.unflatten(0, (group.size(), -1)).movedim(0, dim).flatten(dim, dim + 1)
 
