@@ -1,9 +1,9 @@
-"""The seam to DeepSpeed: subclasses of its engines and optimizers, and what a process corrects before they are built.
+"""The seam to DeepSpeed: subclasses of its engines and optimizers, and process-wide patches applied before.
 
-``engine.py``, ``pipeline.py`` and ``schedules.py`` override methods of DeepSpeed's engines, ``zero.py`` those of its
-optimizers. ``overrides.py`` compares all of it with the installed DeepSpeed. Each override states what DeepSpeed
-``TESTED_VERSION`` does instead, and the test that fails without it. Nothing outside of this package uses private parts
-of DeepSpeed.
+``engine.py``, ``pipeline.py`` and ``schedules.py`` override methods of DeepSpeed's engines, ``zero.py`` methods of its
+optimizers. ``overrides.py`` checks all overridden names and signatures against the installed DeepSpeed. Each override
+states what DeepSpeed ``TESTED_VERSION`` does instead, and the test that fails without it. Code outside of this package
+uses no private parts of DeepSpeed.
 """
 
 import functools
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TESTED_VERSION = "0.19.8"
-"""The version of DeepSpeed that this package is for."""
+"""The DeepSpeed version that this package is tested with."""
 
 _KNOWN_WARNINGS = (
     "all_gather_into_tensor",
@@ -30,7 +30,7 @@ _KNOWN_WARNINGS = (
 
 
 def discover_mpi_ranks(port: int) -> None:
-    """Set the environment variables of this rank under mpirun, with the local rank that Open MPI has given it.
+    """Set the environment variables of this rank under mpirun, including Open MPI's local rank.
 
     DeepSpeed: comm/comm.py, ``mpi_discovery`` numbers the ranks of a host in the order of their global ranks, while
     Open MPI may number them otherwise; then the constructor in runtime/engine.py asserts that the numbers are equal.
@@ -44,10 +44,10 @@ def discover_mpi_ranks(port: int) -> None:
 
 
 def silence_known_warnings() -> None:
-    """Filter, by message, warnings of torch that every run would print.
+    """Filter torch warnings that every run would print.
 
     DeepSpeed: comm/torch.py and runtime/pipe/p2p.py call deprecated functions of torch.distributed, and barrier() on a
-    GPU without its number, which set_device() has set. torch's compiler looks into cached functions, and says so.
+    GPU without a device number, although set_device() was called. torch.compile warns when it traces cached functions.
     Test: tests/launch/test_launchers.py, tests/launch/test_timeouts.py. Remove when DeepSpeed no longer does so.
     """
     for message in _KNOWN_WARNINGS:
@@ -55,7 +55,7 @@ def silence_known_warnings() -> None:
 
 
 def nothing_compiled_for_collectives() -> None:
-    """Let DeepSpeed start on a CPU without compiling its all-reduce for inference, which training does not call.
+    """Keep DeepSpeed from compiling its shared-memory all-reduce for inference on a CPU, which training does not use.
 
     DeepSpeed: comm/torch.py, the constructor of TorchBackend compiles and loads ``deepspeed_shm_comm``: 20 seconds in
     each new environment, and for each rank that the launcher gives LOCAL_SIZE 66 MiB of /dev/shm that outlive the run.
@@ -66,11 +66,11 @@ def nothing_compiled_for_collectives() -> None:
 
 
 def set_groups_of_deepspeed(new_group: Callable[..., Any]) -> None:
-    """Let ``new_group(ranks)`` form DeepSpeed's process groups, such as the pipeline engine's, from now on.
+    """Make DeepSpeed create its process groups, such as the pipeline engine's, with ``new_group(ranks)``.
 
-    DeepSpeed: comm/torch.py, TorchBackend.new_group() passes neither, so that a group gets torch's timeout, 10 minutes
-    with NCCL, and the backend of the default group.
-    Test: tests/launch/test_timeouts.py. Remove when new_group() takes them, or passes those of init_distributed().
+    DeepSpeed: comm/torch.py, TorchBackend.new_group() passes neither timeout nor backend, so that a group gets torch's
+    default timeout, 10 minutes with NCCL, and the backend of the default group.
+    Test: tests/launch/test_timeouts.py. Remove when new_group() accepts both, or passes on those of init_distributed().
     """
     from deepspeed import comm
 
@@ -79,11 +79,11 @@ def set_groups_of_deepspeed(new_group: Callable[..., Any]) -> None:
 
 @contextmanager
 def deepspeed_silenced(verbose: bool) -> Iterator[None]:
-    """Keep the prints of DeepSpeed and of gloo (from C++) off stdout. DeepSpeed's errors stay.
+    """Suppress output of DeepSpeed and of gloo (from C++) on stdout, except for DeepSpeed's errors.
 
-    With ``verbose`` nothing is kept off, and DeepSpeed's logger prints its information, too.
+    With ``verbose`` nothing is suppressed, and DeepSpeed logs at level INFO.
 
-    DeepSpeed: prints hundreds of lines while an engine is built, some of them not through its logger.
+    DeepSpeed prints hundreds of lines while an engine is built, some of them not through its logger.
     Test: tests/launch/test_launchers.py. Remove when one log level silences all of it.
     """
     if verbose:
@@ -106,11 +106,11 @@ def deepspeed_silenced(verbose: bool) -> Iterator[None]:
 
 
 def continue_without_reports(engine: Any) -> None:
-    """Do not end a run because a profile or a file of DeepSpeed's monitors cannot be written: print a warning, once.
+    """Continue a run, with one warning, if a profile or a file of DeepSpeed's monitors cannot be written.
 
-    DeepSpeed: runtime/engine.py, ``step`` lets the OSError of a full disk end the run, and
-    profiling/flops_profiler/profiler.py leaves stdout redirected to the file. It replaces a file that exists, and waits
-    for a reader of a named pipe: the profile gets another name then.
+    DeepSpeed: in runtime/engine.py, an OSError in ``step``, such as a full disk, ends the run, and
+    profiling/flops_profiler/profiler.py leaves stdout redirected to the file. It also overwrites existing files, and
+    blocks on a named pipe: the profile gets another name then.
     Test: tests/engines/test_deepspeed.py.
     """
     for part, name, what in (
@@ -123,7 +123,7 @@ def continue_without_reports(engine: Any) -> None:
 
 @contextmanager
 def reports_optional() -> Iterator[None]:
-    """The same for the file of TensorBoard, which DeepSpeed opens while it builds an engine."""
+    """Like ``continue_without_reports``, for the TensorBoard file that DeepSpeed opens while it builds an engine."""
     from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
     opened = TensorBoardMonitor.get_summary_writer
@@ -138,9 +138,9 @@ _MONITORS = "the files of DeepSpeed's monitors"
 
 
 def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., None]:
-    """``write``, which does nothing any more after an OSError."""
+    """Wrap ``write``: after an OSError it prints a warning, and does nothing from then on."""
     works = True
-    unused = functools.cache(_unused)  # of an iteration's micro-batches the last one's profile is kept
+    unused = functools.cache(_unused)  # each micro-batch of an iteration overwrites the profile of the previous one
 
     def guarded(*args: Any, **settings: Any) -> None:
         nonlocal works
@@ -159,7 +159,7 @@ def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., No
 
 
 def _unused(name: str) -> str:
-    """``name`` with the first number that makes it new, if there is such a file already; devices are not files."""
+    """``name``, or with a number appended if the file exists already; devices such as /dev/null are kept."""
     numbered = (f"{name}.{number}" if number else name for number in itertools.count())
     free = next(path for path in numbered if not os.path.lexists(path) or path.startswith("/dev/"))
     if free != name:

@@ -1,4 +1,4 @@
-"""Build the engine of a run: the model, its optimizer and its learning-rate schedule in one of DeepSpeed's engines."""
+"""Builds the engine of a run: a subclass of a DeepSpeed engine with model, optimizer and learning-rate schedule."""
 
 import importlib
 import sys
@@ -31,14 +31,14 @@ from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import schedule_of
 
-check_overrides()  # all modules that override something are imported above
+check_overrides()  # all modules with overrides are imported above
 
 Scheduler = Callable[[Optimizer], LRScheduler]
-"""Makes the learning-rate schedule of an optimizer."""
+"""Creates the learning-rate schedule for an optimizer."""
 
 
 def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler) -> Engine:
-    """The engine that ``run.parallel`` requires. ``train_batch`` and ``eval_batch`` of all of them work alike."""
+    """Build the sequential or pipelined engine of ``run``; both have the same ``train_batch`` and ``eval_batch``."""
     if not run.model.compile:
         import_compiler_late()
     else:
@@ -48,7 +48,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
     module = build_module(run, layout)
     freeze(module, run.model)
     if run.model.compile and run.zero.zero_stage == 3:
-        # Weights are gathered by hooks of modules, for which the compiler would end a graph: not within a layer.
+        # ZeRO 3 gathers weights in module hooks, which break compiled graphs: gather for entire layers only.
         set_z3_leaf_modules(module, [ParallelTransformerLayer], raise_if_not_found=False)
     groups = parameter_groups(module, run)
     optimizer = client_optimizer(run, module, groups, layout)
@@ -59,17 +59,17 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
             optimizer=optimizer,
             config=_engine_config(run, module, has_optimizer=optimizer is not None),
             lr_scheduler=lr_scheduler,
-            mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine makes its own
+            mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine creates its own
         )
-    assert isinstance(engine, Engine), "DeepSpeed chooses the engine elsewhere"
+    assert isinstance(engine, Engine), "deepspeed.initialize has not used the replaced engine classes"
     return engine
 
 
 def learn_functions_of_torch() -> None:
-    """Let torch's compiler learn which functions it can trace, before ZeRO 3 replaces some of them.
+    """Make torch.compile build its table of traceable functions before ZeRO 3 replaces some of them.
 
-    DeepSpeed 0.19.8: runtime/zero/partition_parameters.py replaces torch.arange and others while a model is built. In a
-    list that is made meanwhile the real ones are missing, and every use of RoPE ends a graph.
+    DeepSpeed 0.19.8: runtime/zero/partition_parameters.py replaces torch.arange and others while a model is built. A
+    table built during that time lacks the real functions, and every use of RoPE breaks the graph.
     Test: tests/training/test_compile.py.
     """
     from torch._dynamo import trace_rules
@@ -85,7 +85,10 @@ def freeze(module: nn.Module, model: ModelConfig) -> None:
 
 
 def our_engines(run: RunConfig, layout: ParallelLayout) -> Any:
-    """While inside, ``deepspeed.initialize`` makes our engines. It chooses between two by the class of the module."""
+    """A context in which ``deepspeed.initialize`` creates the engines of this package.
+
+    It chooses one of the two engines by the class of the module.
+    """
     return replaced(
         deepspeed,
         DeepSpeedEngine=partial(SequentialEngine, run=run, layout=layout),
@@ -125,10 +128,10 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
 
 
 def _engine_config(run: RunConfig, module: nn.Module, *, has_optimizer: bool) -> dict[str, Any]:
-    """The DeepSpeed config, without its optimizer if there is one, as the engine counts samples.
+    """The DeepSpeed config with ``train_batch_size`` as the engine counts samples; without optimizer if one is passed.
 
-    ZeRO's bucket for the reduction of gradients is no larger than the model: DeepSpeed allocates all of it, and on the
-    CPU maps that much memory again in every step.
+    ZeRO's reduce bucket is limited to the size of the model: DeepSpeed allocates all of it, and on the CPU maps that
+    much memory again in every step.
     """
     config = dict(run.ds_config)
     if has_optimizer:
@@ -148,14 +151,14 @@ _NAME = "torch._dynamo"
 
 
 def import_compiler_late() -> None:
-    """Let a run that compiles no layers, and has not imported torch's compiler, start without it.
+    """Delay the import of torch._dynamo until it is used, in a run without ``--compile``.
 
-    Not for a run with ``--compile``: what is excluded from compilation before the compiler is imported stays included.
+    Not for a run with ``--compile``: functions excluded from compilation before the import would not stay excluded.
 
     torch: optimizers and DeepSpeed's ZeRO 3 import torch._dynamo to exclude functions from compilation.
-    DeepSpeed: runtime/zero/muon/original_muon.py, which every ZeRO optimizer imports and no run of ours uses, compiles
-    functions where it defines them. A rank starts in 1.7 s instead of 2.9 s (ZeRO 0) or 3.7 s (ZeRO 1), and
-    takes 70 to 110 MB less memory.
+    DeepSpeed: runtime/zero/muon/original_muon.py, which every ZeRO optimizer imports but no run uses here, decorates
+    functions with torch.compile. A rank starts in 1.7 s instead of 2.9 s (ZeRO 0) or 3.7 s (ZeRO 1), and takes 70 to
+    110 MB less memory.
     Tests: tests/engines/test_late_compiler.py, tests/launch/test_launchers.py. Remove when a run without ``--compile``
     does not import torch._dynamo.
     """
@@ -169,25 +172,25 @@ def import_compiler_late() -> None:
 
 
 class _Placeholder(ModuleType):
-    """torch._dynamo for those who only exclude functions from compilation. Any other use imports the real module."""
+    """Stands in for torch._dynamo while only ``disable`` and ``graph_break`` are used; then imports the real one."""
 
     @staticmethod
     def disable(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
-        """``fn`` itself, or a decorator that returns what it is given."""
+        """Return ``fn`` unchanged, or a decorator that does so."""
         return fn if fn is not None else lambda function: function
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
-        """Nothing is traced here."""
+        """Do nothing: nothing is traced."""
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the real module; of the module's own ones only the path, by which submodules are found."""
+        """An attribute of the real module. Dunder names are not forwarded, except ``__path__`` for submodules."""
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         return getattr(self._real(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set it in the real module, as the import of a submodule does."""
+        """Set the attribute of the real module, as the import of a submodule does."""
         setattr(self._real(), name, value)
 
     def _real(self) -> ModuleType:

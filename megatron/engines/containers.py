@@ -1,4 +1,4 @@
-"""The layers of a model, made from its specs, and the container that DeepSpeed's engine without a pipeline runs.
+"""Builds DeepSpeed layers from layer specs, and the model container for the engine without a pipeline.
 
 b batch, s sequence, v padded vocabulary, t tensor-parallel size
 """
@@ -24,14 +24,14 @@ from megatron.parallel.layout import ParallelLayout
 
 Layer = Callable[[HiddenStates], HiddenStates]
 Layers = Sequence[UnbuiltLayer | Layer]
-"""A model in order, not yet built. A layer's index is its number in parameter names and checkpoint files."""
+"""Unbuilt layers of a model in order. The index of a layer is its number in parameter names and checkpoint files."""
 
 
 def build_layers(specs: Sequence[LayerSpec], config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers of ``specs`` for a container, which builds the layers of its pipeline stage.
+    """Unbuilt layers for ``specs``; a container builds the layers of its pipeline stage.
 
-    Transformer layers are numbered from 1 on. Of a tied layer, the first use builds the module and has a file in
-    checkpoints; the others are functions of it.
+    Transformer layers are numbered from 1. The first use of a tied layer builds the module and has a file in
+    checkpoints; further uses call functions of that module.
     """
     layers: list[UnbuiltLayer | Layer] = []
     number, tied = 0, set[str]()
@@ -53,7 +53,7 @@ def build_layers(specs: Sequence[LayerSpec], config: ModelConfig, layout: Parall
 
 
 class _SpecifiedLayer(UnbuiltLayer):
-    """A layer that a function builds. DeepSpeed's own takes classes only, and the class of a norm is chosen late."""
+    """A layer spec with a build function. DeepSpeed's takes only classes, but the class of a norm is chosen late."""
 
     def build(self, log: bool = False) -> nn.Module:
         (build,) = self.module_args
@@ -61,7 +61,7 @@ class _SpecifiedLayer(UnbuiltLayer):
 
 
 class _SpecifiedTiedLayer(_SpecifiedLayer, UnbuiltTiedLayer):
-    """The same, of a layer whose parameters other layers share."""
+    """A tied layer spec with a build function."""
 
 
 def _call(module: nn.Module, hidden_states: HiddenStates) -> HiddenStates:
@@ -69,12 +69,12 @@ def _call(module: nn.Module, hidden_states: HiddenStates) -> HiddenStates:
 
 
 def loss_parts(container: nn.Module) -> dict[str, Tensor]:
-    """The terms of the last loss of a container by name; none if its loss has no ``parts``."""
+    """The terms of the container's last loss by name; empty if its loss function has no ``parts``."""
     return getattr(getattr(container, "loss_fn", None), "parts", {})
 
 
 class SequentialModel(nn.Module):
-    """A model without pipeline stages; any ZeRO stage. Its parameters have the same names as in a pipeline."""
+    """A model without pipeline stages, for any ZeRO stage. Parameters have the same names as in a pipeline."""
 
     def __init__(self, layers: Layers, loss_fn: LossFn, activation: ActivationConfig):
         super().__init__()
@@ -97,22 +97,22 @@ class SequentialModel(nn.Module):
         return partial(spec.forward_fn, tied) if spec.forward_fn else tied
 
     def forward(self, inputs: Tensor, targets: tuple[Tensor, ...] | None = None) -> Any:
-        """The loss, or without targets the output of the last layer: for GPT-2 the logits [b, s, v/t]."""
+        """The loss; without targets the output of the last layer, such as logits [b, s, v/t]."""
         outputs = run_layers(self.forward_funcs, inputs, self.layers_per_checkpoint if self.training else 0)
         return outputs if targets is None else self.loss_fn(outputs, targets)
 
 
 def sequential_model(config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout) -> SequentialModel:
-    """The model of ``config`` without pipeline stages."""
+    """Build the model of ``config`` without pipeline stages."""
     architecture = architecture_of(config)
     layers = build_layers(architecture.layers(config), config, layout)
     return SequentialModel(layers, architecture.build_loss(config, layout), activation)
 
 
 class ProvidedModel(nn.Module):
-    """A model that is no list of layers, with its loss; any ZeRO stage.
+    """A user's model that is not a list of layers, with its loss; for any ZeRO stage.
 
-    ``loss(model, inputs, targets)`` calls the model itself.
+    ``loss(model, inputs, targets)`` must call the model.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, tuple[Tensor, ...]], Tensor]):
@@ -125,7 +125,7 @@ class ProvidedModel(nn.Module):
 
 
 def run_layers(layers: Sequence[Layer], hidden_states: Any, layers_per_checkpoint: int = 0) -> Any:
-    """Run the layers in order. Of each ``layers_per_checkpoint`` transformer layers only the input is kept."""
+    """Run the layers in order, with activation checkpointing of ``layers_per_checkpoint`` transformer layers each."""
     for is_recomputed, neighbors in groupby(layers, _is_recomputed):
         if is_recomputed and layers_per_checkpoint:
             hidden_states = _run_recomputed(list(neighbors), hidden_states, layers_per_checkpoint)
@@ -135,12 +135,12 @@ def run_layers(layers: Sequence[Layer], hidden_states: Any, layers_per_checkpoin
 
 
 def _is_recomputed(layer: Layer) -> bool:
-    module = layer.args[0] if isinstance(layer, partial) else layer  # of a tied layer's further use
+    module = layer.args[0] if isinstance(layer, partial) else layer  # a partial is a further use of a tied layer
     return isinstance(module, ParallelTransformerLayer | RelativePositions)
 
 
 def _run_recomputed(layers: Sequence[Any], hidden_states: Any, layers_per_checkpoint: int) -> Any:
-    """Run transformer layers, which the backward pass runs again; but not the relative positions in front of them."""
+    """Run transformer layers with activation checkpointing; relative positions in front of them are not recomputed."""
     remaining, bias = [layer for layer in layers if isinstance(layer, ParallelTransformerLayer)], None
     if len(remaining) < len(layers):
         hidden_states, bias = with_bias_apart(layers[0], hidden_states)

@@ -1,6 +1,6 @@
-"""DeepSpeed's engine as this suite corrects it, and how to run it: steps over global batches, and evaluations.
+"""Subclasses of DeepSpeed's engine with corrections, and functions that run a training step or an evaluation.
 
-Each method says what DeepSpeed 0.19.8 does instead, and the test.
+Each overriding method says what DeepSpeed 0.19.8 does instead, and which test covers it.
 """
 
 import math
@@ -40,22 +40,19 @@ from megatron.parallel.tensor.layers import take_gradient_sums
 
 
 class Engine(DeepSpeedEngine):
-    """What both kinds of engines need.
-
-    While ``hooks`` is not empty, they are called for each instruction of a step.
-    """
+    """Base class of both engines. The ``hooks`` are called for each instruction of a step."""
 
     hooks: Sequence[InstructionHook] = ()
     step_learning_rate: float
-    """Of the last step."""
+    """Learning rate of the last step."""
     skipped_before: int
-    """Steps that were skipped before the last one."""
+    """Number of skipped steps before the last step."""
     step_outcome: HostCopy
-    """Whether the last step was "skipped", and the "loss_scale" after it."""
+    """"skipped": whether the last step was skipped; "loss_scale": the loss scale after it."""
     _is_settled = True
     _summed_over_tensor_ranks: Sequence[nn.Parameter] = ()
     mean_loss_parts: Mapping[str, Tensor]
-    """The terms of the loss of the last global batch by name, [], averaged like the loss."""
+    """Terms of the loss of the last global batch by name, [] each, averaged like the loss."""
 
     def __init__(self, *arguments: Any, run: RunConfig, layout: ParallelLayout, **options: Any):
         self.layout = layout
@@ -67,30 +64,30 @@ class Engine(DeepSpeedEngine):
         self.routers = routers(self.module)
         self._fp8_layers = fp8_layers(self.module)
         for _, kernel in self._fp8_layers:
-            kernel.keeps_weights = run.zero.zero_stage < 3  # which gathers them for each call
+            kernel.keeps_weights = run.zero.zero_stage < 3  # ZeRO 3 gathers weights for each call
         continue_without_reports(self)
         if isinstance(self.optimizer, ZeroOptimizer) and run.overlaps_param_gather:
             self.optimizer.gather_before(layer for name, layer in self.module.named_children() if name.isdigit())
 
     def inside_hooks(self, instruction: Instruction) -> AbstractContextManager:
-        """Enter the contexts of all ``hooks`` for ``instruction``."""
+        """A context that runs all ``hooks`` for ``instruction``."""
         stack = ExitStack()
         for hook in self.hooks:
             stack.enter_context(hook(instruction))
         return stack
 
     def moved(self, batch: Batch) -> Batch:
-        """``batch`` on the device of this rank; what is there already is not copied."""
+        """``batch`` on the device of this rank; tensors already there are not copied."""
         tokens, targets = batch
-        inputs = tokens.to(self.device) if isinstance(tokens, Tensor) else tuple(one.to(self.device) for one in tokens)
+        inputs = tokens.to(self.device) if isinstance(tokens, Tensor) else tuple(x.to(self.device) for x in tokens)
         return Batch(inputs, tuple(target.to(self.device) for target in targets))
 
     @overrides(DeepSpeedEngine, "(self, model)")
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """Recognize the layers of experts, whose marked parameters are reduced over the ranks with the same experts.
+        """Make DeepSpeed recognize MoE layers, and reduce their gradients over the ranks with the same experts.
 
-        DeepSpeed recognizes its own class only, which drops tokens depending on the batch of each rank and fails with
-        tensor parallelism on gloo; utils/groups.py forms groups that know no pipeline stages.
+        DeepSpeed recognizes only its own MoE class, which drops tokens depending on the batch of each rank and fails
+        with tensor parallelism on gloo; the groups of utils/groups.py do not support pipeline stages.
         Test: tests/training/test_moe_layouts_agree.py.
         """
         layout = self.layout
@@ -109,7 +106,7 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, client_optimizer, model_parameters)")
     def _configure_optimizer(self, client_optimizer: Optimizer | None, model_parameters: Any) -> None:
-        """Wrap the optimizer in one of ``megatron.engines.zero``."""
+        """Use the ZeRO optimizers of ``megatron.engines.zero``."""
         with corrected_optimizers(
             layout=self.layout,
             positions={parameter: position for position, parameter in enumerate(self.module.parameters())},
@@ -121,7 +118,7 @@ class Engine(DeepSpeedEngine):
         ):
             super()._configure_optimizer(client_optimizer, model_parameters)
         keeps_hooks = isinstance(self.optimizer, ZeROOptimizer)
-        trained = [one for one in self.module.parameters() if one.requires_grad and not keeps_hooks]
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad and not keeps_hooks]
         self._summed_over_tensor_ranks = take_gradient_sums(trained, self.layout.tensor_group)
         accept_any_adam(self.basic_optimizer)
         if isinstance(self.basic_optimizer, Muon) and self.zero_optimization():
@@ -129,17 +126,17 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, optimizer)")
     def _configure_bf16_optimizer(self, optimizer: Optimizer) -> Any:
-        """ZeRO 1 in bf16 with sums of gradients in fp32: its wrapper, too.
+        """Use the ZeRO optimizer also for ZeRO 1 in bf16 with fp32 gradient accumulation.
 
-        DeepSpeed has one of its own, which all-reduces gradients in bf16 after the backward pass, waits for their norm
-        before the optimizer starts, and knows no parts of gradients. Test: tests/engines/test_gradients.py.
+        DeepSpeed's BF16_Optimizer all-reduces gradients in bf16 after the backward pass, waits for their norm before
+        the optimizer starts, and does not shard gradients. Test: tests/engines/test_gradients.py.
         """
         return self._configure_zero_optimizer(optimizer)
 
     def _reduced_last(self) -> set[nn.Parameter]:
-        """Parameters whose gradients are complete only after the backward pass: tied ones.
+        """Tied parameters, whose gradients are complete only after the backward pass.
 
-        They get several of a micro-batch: also in a stage that has both ends of the model, in passes of their own.
+        They get several gradients per micro-batch; in a stage with both ends of the model even in separate passes.
         """
         counts = Counter(parameter for _, parameter in self.module.named_parameters(remove_duplicate=False))
         tied = getattr(self.module, "tied_modules", nn.ModuleDict())
@@ -147,12 +144,12 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, lr_kwargs)")
     def _take_model_step(self, lr_kwargs: dict | None) -> None:
-        """Update the weights, unless the gradient is not finite, which the host may learn from a GPU later.
+        """Update the weights unless the gradient is not finite; with a GPU the host learns the outcome later.
 
-        DeepSpeed reads the norm before it starts the optimizer, so that a GPU has nothing to do meanwhile. In fp32 at
-        ZeRO 0 it applies any gradient; its ``clip_fp32_gradients`` counts a tied weight once for each stage that holds
-        it, omits norms and row-parallel biases of all stages but the first, and discards the norm, so that the update
-        depends on the layout.
+        DeepSpeed reads the norm before it starts the optimizer, so that the GPU idles. In fp32 at ZeRO 0 it applies
+        non-finite gradients; its ``clip_fp32_gradients`` counts a tied weight once for each stage that holds it, omits
+        norms and row-parallel biases of all stages but the first, and discards the norm, so that the update depends on
+        the layout.
         Tests: tests/training/test_layouts_agree.py, test_anomaly_detection.py, test_synchronizations.py.
         """
         self.settle()
@@ -177,7 +174,7 @@ class Engine(DeepSpeedEngine):
             self._end_step()
 
     def settle(self) -> None:
-        """End the last step: wait for its weights, and advance the learning-rate schedule unless it was skipped."""
+        """Complete the last step: wait for its weights, and advance the learning rate unless it was skipped."""
         self.wait_for_weights()
         if not self._is_settled:
             self._end_step()
@@ -193,20 +190,20 @@ class Engine(DeepSpeedEngine):
             self.lr_scheduler.step()
 
     def weights_changed(self) -> None:
-        """Forget what is quantized of weights that are trained, after a step or a checkpoint that was loaded."""
+        """Drop cached FP8 copies of trained weights, after a step or after loading a checkpoint."""
         for layer, kernel in self._fp8_layers:
             if layer.weight.requires_grad:
                 kernel.forget()
 
     def wait_for_weights(self) -> None:
-        """Wait for the weights of the last step, before anything but a forward pass reads or changes them."""
+        """Wait for the all-gather of updated weights, before anything other than a forward pass uses them."""
         if isinstance(self.optimizer, ZeroOptimizer):
             self.optimizer.wait_for_weights()
 
     def _clip(self) -> bool | Tensor:
-        """In fp32 at ZeRO 0: clip the gradient of the whole model. Returns whether it is not finite.
+        """Clip the gradient of the entire model, in fp32 at ZeRO 0. Returns whether it is not finite.
 
-        torch's fused Adam clips and skips on the device, without the host.
+        With torch's fused Adam, clipping and skipping happen on the device.
         """
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         self._global_grad_norm = norm = gradient_norm(parameters, self.layout)
@@ -218,24 +215,25 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self)")
     def clip_fp32_gradients(self) -> None:
-        """``_take_model_step`` has clipped them."""
+        """Do nothing: ``_take_model_step`` has clipped the gradients already."""
 
     @overrides(DeepSpeedEngine, "(self, grads=None, elements_per_buffer=500000000)")
     def buffered_allreduce_fallback(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """Reduce gradients, unless one rank would copy all of them into a buffer and back.
+        """Reduce gradients; with a single data-parallel rank skip the useless copy into a buffer and back.
 
-        Those that the tensor-parallel ranks sum are summed here, once per step.
+        Gradients to be summed over the tensor-parallel ranks are summed here, once per step.
         """
         if self._data_group.size() > 1:
             super().buffered_allreduce_fallback(grads, elements_per_buffer)
-        gradients = [one.grad for one in self._summed_over_tensor_ranks if one.grad is not None]
+        summed = self._summed_over_tensor_ranks
+        gradients = [parameter.grad for parameter in summed if parameter.grad is not None]
         sum_together(gradients, self.layout.tensor_group)
 
     @overrides(DeepSpeedEngine, "(self, train_batch_size)")
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Let the next steps and evaluations have this many samples, in micro-batches of the same size.
+        """Set the global batch size of the next steps and evaluations; the micro-batch size stays.
 
-        DeepSpeed does not restart the count of micro-batches, from which it concludes which one is the last of a step.
+        DeepSpeed does not reset its count of micro-batches, which determines the last one of a step.
         Test: tests/training/test_ramp_up.py.
         """
         if self.train_batch_size() != train_batch_size:
@@ -244,7 +242,7 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, checkpoints_path, tag)")
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
-        """This rank's file in place of each: DeepSpeed reads the first one on every rank, to compare their number.
+        """This rank's own file for each rank: DeepSpeed only reads the first one, to compare the number of ranks.
 
         Test: tests/checkpoint/test_folders.py.
         """
@@ -252,24 +250,24 @@ class Engine(DeepSpeedEngine):
 
     @overrides(DeepSpeedEngine, "(self, save_path)")
     def _copy_recovery_script(self, save_path: str) -> None:
-        """DeepSpeed's writes a script that unpickles checkpoints into the folder, through any link that lies there.
+        """Do nothing: DeepSpeed copies a script that unpickles checkpoints into the folder, following any symlink.
 
         Test: tests/checkpoint/test_saving.py.
         """
 
 
 class SequentialEngine(Engine):
-    """The engine without pipeline stages; any ZeRO stage. ``train_batch`` and ``eval_batch`` as of a pipeline."""
+    """The engine without pipeline stages, for any ZeRO stage; same ``train_batch`` and ``eval_batch`` as a pipeline."""
 
     def __init__(self, *arguments: Any, **options: Any):
         self.mean_loss_parts = {}
         self._reduces = False
-        """Whether a step has run all backward passes, so that leaving ``coalesce_grad_reduction`` may reduce."""
+        """Whether all backward passes of a step have run, so that leaving ``coalesce_grad_reduction`` may reduce."""
         super().__init__(*arguments, **options)
 
     def train_batch(self, batches: Iterator[Batch]) -> Tensor:
         """Run one optimizer step over a global batch. Returns its loss [], the same on every rank."""
-        if not self.module.training:  # which goes through all modules
+        if not self.module.training:  # train() visits all modules
             self.train()
         numbers = range(1, self.gradient_accumulation_steps() + 1)
         losses = []
@@ -294,7 +292,7 @@ class SequentialEngine(Engine):
         return self._mean_over_ranks(losses)[0]
 
     def _forward_and_backward(self, batches: Iterator[Batch], number: int) -> Tensor:
-        """Run a micro-batch. Returns its loss and the terms of it, [1 + terms]."""
+        """Run forward and backward of a micro-batch. Returns its loss and the loss terms, [1 + terms]."""
         with self.inside_hooks(Instruction("LoadMicroBatch", number)):
             batch = next(batches)
         with self.inside_hooks(Instruction("ForwardPass", number)):
@@ -311,7 +309,7 @@ class SequentialEngine(Engine):
         return self(*self.moved(batch))
 
     def _mean_over_ranks(self, losses: list[Tensor]) -> Tensor:
-        """The mean over micro-batches and ranks of each of their values, [n], in one all-reduce."""
+        """The mean over micro-batches and ranks of each loss term, [n], with one all-reduce."""
         mean = torch.stack(losses).mean(dim=0)
         if self._data_group.size() > 1:
             dist.all_reduce(mean, group=self._data_group)
@@ -319,10 +317,10 @@ class SequentialEngine(Engine):
 
     @contextmanager
     def _reduced_once(self) -> Iterator[None]:
-        """While inside, the backward passes of a step at ZeRO 2 and 3 add up gradients here; leaving reduces them.
+        """Context for ZeRO 2 and 3 in which backward passes accumulate gradients locally; leaving it reduces them.
 
-        DeepSpeed also reduces after an error, when other ranks may not be there, and leaves counting the micro-batches
-        to ``step``, which must not be called inside. Test: tests/training/test_layouts_agree.py.
+        DeepSpeed also reduces after an error, when other ranks may be gone, and counts micro-batches only in ``step``,
+        which must not be called inside. Test: tests/training/test_layouts_agree.py.
         """
         self._reduces = False
         with self.coalesce_grad_reduction():
@@ -382,7 +380,7 @@ def step_status(engine: Engine) -> StepStatus:
 
 
 def _do_nothing() -> None:
-    """In place of an optimizer's step."""
+    """Replaces the step of an optimizer when a step is skipped."""
 
 
 def _loss_scale(engine: Engine) -> float | Tensor:

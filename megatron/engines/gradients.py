@@ -1,12 +1,12 @@
-"""The gradients of ZeRO 1 and 2 in flat buckets, reduced over the data-parallel ranks; the norm of all gradients.
+"""Flat gradient buckets for ZeRO 1 and 2, reduced over the data-parallel ranks, and the global gradient norm.
 
-A bucket is a parameter group of the optimizer, whose flat weights DeepSpeed divides evenly over the data-parallel
-ranks. The gradients lie in the same order, so that one reduce-scatter of the bucket gives every rank the gradient of
-its part, without another copy. ``parameter_groups`` makes groups of a suitable size, in the order of the layers. The
+A bucket is a parameter group of the optimizer, whose flat weights DeepSpeed shards evenly over the data-parallel
+ranks. Gradients have the same order, so that one reduce-scatter of the bucket gives every rank the gradient of its
+shard without another copy. ``parameter_groups`` forms groups of a suitable size in the order of the layers. The
 backward pass completes them from the last to the first, and each is reduced as soon as it is complete.
 
 DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py copies each gradient into a bucket, reduces it to all ranks, and copies
-what this rank needs out of it; at ZeRO 1, and in a pipeline, after the backward pass.
+this rank's part out of it; at ZeRO 1, and in a pipeline, after the backward pass.
 Test: tests/engines/test_gradients.py.
 """
 
@@ -26,10 +26,10 @@ from megatron.parallel.layout import ParallelLayout
 
 
 class Reduction(NamedTuple):
-    """A reduce-scatter that has been started."""
+    """A reduction that has been started."""
 
     work: Work | None
-    """None with one rank."""
+    """None with a single rank."""
     sent: Tensor
     received: Tensor
 
@@ -38,17 +38,17 @@ class GradientBucket:
     """The gradients of one parameter group.
 
     Args:
-        parameters: in the order of the flat weights.
+        parameters: the parameters in the order of the flat weights.
         master: this rank's part of the flat weights in fp32, [part].
-        group: the ranks that divide the flat weights.
-        paddings: elements after each of ``parameters`` in the flat weights; after the last come as many as are left.
-        dtype: in which the gradients of micro-batches are added up.
-        sent_dtype: in which ranks add them up.
-        divisor: of the sum over the ranks, which makes it a mean.
-        divisor_before: of the gradients before they are sent.
-        scatters: whether ranks reduce-scatter them, and do not all-reduce them.
-        is_sharded: ZeRO 2. Each micro-batch's gradients are reduced and freed; else they stay in a buffer of their own.
-        is_last: whether something else changes the gradients after the backward pass, so that they are reduced last.
+        group: the ranks that shard the flat weights.
+        paddings: padding elements after each parameter in the flat weights; the rest follows after the last one.
+        dtype: accumulation dtype of the gradients of micro-batches.
+        sent_dtype: dtype of the reduction over ranks.
+        divisor: divisor of the sum over ranks, which makes it a mean.
+        divisor_before: divisor of the gradients before the reduction.
+        scatters: whether gradients are reduce-scattered instead of all-reduced.
+        is_sharded: ZeRO 2: the gradients of each micro-batch are reduced and freed; otherwise they stay in a buffer.
+        is_last: whether gradients still change after the backward pass, so that they are reduced last.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GradientBucket:
             self._adds = dtype != parameters[0].dtype
 
     def _views_of(self, flat: Tensor) -> Sequence[Tensor]:
-        """The elements of each parameter in ``flat``, [elements]."""
+        """Views of the elements of each parameter in ``flat``."""
         sizes = map(nn.Parameter.numel, self.parameters)
         return flat.split(list(chain(*zip(sizes, self._paddings, strict=True))))[::2]
 
@@ -98,23 +98,24 @@ class GradientBucket:
                 parameter.grad = view.view_as(parameter)
 
     def add(self, number: int, parameter: nn.Parameter) -> None:
-        """Add the gradient that a backward pass has left in ``parameter`` in another type than the bucket's."""
+        """Accumulate ``parameter.grad`` into the bucket, if the bucket has another dtype."""
         if self._flat is not None and self._adds and parameter.grad is not None:
             self._views[number].add_(parameter.grad.flatten())
             parameter.grad = None
 
     def has_all(self, passes: int) -> bool:
-        """Count a gradient; whether it was the last one, if each parameter gets one in each of the ``passes``."""
+        """Count a gradient. Returns whether the bucket is complete, with one gradient per parameter and pass."""
         assert self._started is None, "a gradient arrives after its bucket was reduced"
         self._arrived += 1
         return self._arrived == passes * len(self.parameters)
 
     def view(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the gradient of ``parameter`` is added up; None if it is not in this bucket."""
-        return next((view for one, view in zip(self.parameters, self._views, strict=True) if one is parameter), None)
+        """The view of the gradient of ``parameter``; None if it is not in this bucket."""
+        views = zip(self.parameters, self._views, strict=True)
+        return next((view for candidate, view in views if candidate is parameter), None)
 
     def start(self) -> None:
-        """Start to reduce the gradients."""
+        """Start the reduction of the gradients."""
         sent = self._gathered() if self._flat is None else self._flat.to(self._sent_dtype)
         if self._divisor_before != 1:
             sent.div_(self._divisor_before)
@@ -128,7 +129,7 @@ class GradientBucket:
         self._started = Reduction(work, sent, received)
 
     def _gathered(self) -> Tensor:
-        """The gradients of a micro-batch, which leave the parameters, in one flat tensor."""
+        """Move the gradients of a micro-batch from the parameters into one flat tensor."""
         arrived = [number for number, parameter in enumerate(self.parameters) if parameter.grad is not None]
         is_full = len(arrived) == len(self.parameters) and not any(self._paddings)
         new = torch.empty if is_full else torch.zeros
@@ -141,30 +142,30 @@ class GradientBucket:
         return flat
 
     def finish(self) -> Tensor:
-        """Wait for the reduction. Returns this rank's part of the sum, [part], of no further use elsewhere."""
+        """Wait for the reduction. Returns this rank's part of the sum, [part], which the caller owns."""
         assert self._started is not None
         if self._started.work is not None:
             self._started.work.wait()
         received, self._started, self._arrived = self._started.received, None, 0
         if self._flat is None and not self._scatters:
-            received = received.clone()  # of a rank's part, so that the parts of all ranks are freed
+            received = received.clone()  # so that the memory of the other ranks' parts is freed
         for parameter in self.parameters:
             parameter.grad = None
         return received
 
     @property
     def gradient_elements(self) -> int:
-        """Of the flat gradients of all ranks' parts."""
+        """Elements of the flat gradients of all ranks."""
         return self._part * self.group.size()
 
 
 class Gradients:
-    """The buckets of an optimizer, which are reduced in the same order on all ranks.
+    """All gradient buckets of an optimizer, reduced in the same order on all ranks.
 
-    ``passes`` returns the backward passes from one reduction to the next. A bucket in which each parameter has got that
-    many gradients is reduced at once, whatever the schedule; without it all are reduced by ``reduce``. ``first_uses``
-    has the position in the model of each bucket's first parameter, whose gradient completes it: the bucket of all norms
-    and biases is complete last.
+    ``passes`` returns the number of backward passes between reductions. A bucket in which each parameter has got that
+    many gradients is reduced immediately, regardless of the schedule; without ``passes`` all buckets are reduced in
+    ``reduce``. ``first_uses`` is the position in the model of each bucket's first parameter, whose gradient completes
+    the bucket: the bucket of all norms and biases is complete last.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket], passes: Callable[[], int] | None, first_uses: Sequence[int]):
@@ -173,7 +174,7 @@ class Gradients:
         self._in_order = sorted(buckets, key=lambda bucket: (bucket.is_last, -uses[bucket]))
         self._complete: set[GradientBucket] = set()
         self.parts: list[Tensor] = []
-        """This rank's part of the gradient of each group, [part]."""
+        """This rank's part of the gradient of each bucket, [part]."""
         self.number_started = 0
         for bucket in buckets:
             for number, parameter in enumerate(bucket.parameters):
@@ -199,7 +200,7 @@ class Gradients:
         self.number_started += 1
 
     def reduce(self) -> None:
-        """Reduce the buckets that have not been, wait for all, and add the means to this rank's parts."""
+        """Reduce the remaining buckets, wait for all, and add the means to this rank's parts."""
         while self.number_started < len(self._in_order):
             self._start_next()
         first = self._buckets[0]
@@ -214,12 +215,12 @@ class Gradients:
         self._complete.clear()
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of ``parameter`` on this rank, before it is reduced; ZeRO 1."""
+        """The unreduced gradient of ``parameter`` on this rank; ZeRO 1 only."""
         return next(filter(lambda view: view is not None, (bucket.view(parameter) for bucket in self._buckets)), None)
 
 
 def in_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """``tensors`` in ``dtype``, all converted by one copy unless they have it."""
+    """``tensors`` converted to ``dtype`` with one fused copy, if necessary."""
     if tensors[0].dtype == dtype:
         return tensors
     converted = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
@@ -228,27 +229,28 @@ def in_type(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def sum_together(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Sum each of ``tensors`` over the ranks of ``group``, all of them in one all-reduce."""
+    """Sum ``tensors`` over the ranks of ``group`` in place, with a single all-reduce."""
     if tensors:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(list(tensors), [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
+        sums = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(list(tensors), sums)
 
 
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
-    """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
+    """2-norm of the gradient of the entire model, with each weight counted once; the same on every rank."""
     counted = counted_once(parameters, layout)
     gradients = ((is_moe_param(one), one.grad) for one in counted if one.grad is not None)
     return sum_over_model(sums_of_squares(gradients, parameters[0].device), layout).sqrt()
 
 
 def sums_of_squares(gradients: Iterable[tuple[bool, Tensor]], device: torch.device) -> Tensor:
-    """The sums [2] of the squares of all elements, in fp32: of those that are not of experts, and of those that are."""
+    """Sums [2] of squared elements, in fp32, over gradients (is of experts, gradient): dense ones, and experts'."""
     parts: list[list[Tensor]] = [[], []]
     for is_of_experts, gradient in gradients:
         parts[is_of_experts].append(gradient)
-    return torch.stack([_sum_of_squares(some) if some else torch.zeros((), device=device) for some in parts])
+    return torch.stack([_sum_of_squares(part) if part else torch.zeros((), device=device) for part in parts])
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
@@ -260,42 +262,42 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
-    """The sum [] over the ranks that share a replica of the model, on every rank.
+    """The sum [] over the ranks of a model replica, on every rank.
 
-    ``values`` [2] are sums over this rank's parameters that are ``counted_once``: of those that all ranks of an expert
-    group hold, and of the experts that are divided over them.
+    ``values`` [2] are this rank's sums over parameters that are ``counted_once``: first those that are replicated in
+    the expert group, then experts.
     """
     if layout.expert_group is not None:
         dist.all_reduce(values[1], group=layout.expert_group)
     total = values.sum()
     for group in (layout.tensor_group, layout.pipe_group):
-        if group.size() > 1:  # with itself, a rank would wait for the thread that communicates
+        if group.size() > 1:  # with a single rank, it would needlessly wait for the communication thread
             dist.all_reduce(total, group=group)
     return total
 
 
 def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> Iterator[nn.Parameter]:
-    """The parameters that this rank contributes to a sum over the tensor-parallel ranks and the stages."""
+    """The parameters that this rank contributes to a sum over tensor-parallel ranks and stages, without duplicates."""
     for parameter in parameters:
-        is_replica = getattr(parameter, "ds_pipe_replicated", False)  # the first stage that holds a tied weight has it
+        is_replica = getattr(parameter, "ds_pipe_replicated", False)  # a tied weight on other stages than the first
         if not is_replica and (is_model_parallel_parameter(parameter) or layout.tensor_group.rank() == 0):
             yield parameter
 
 
 _BLOCK = 1 << 16
-"""Elements of a block, few enough for an accurate sum of squares in fp32."""
+"""Elements per block: few enough for an accurate sum of squares in fp32."""
 _BLOCKS = 16
-"""Blocks that are converted together, and fit a core's cache."""
+"""Blocks that are converted at a time, so that they fit into the cache of a core."""
 
 
 def block_norms(tensor: Tensor) -> Tensor:
-    """2-norms in fp32 of blocks of ``tensor``. The norm of the result is the norm of the tensor.
+    """2-norms in fp32 of blocks of ``tensor``; their 2-norm is the norm of the tensor.
 
-    torch on CPU adds squares in fp32 one by one: for 40 million elements the third digit of the norm is wrong.
+    torch on CPU accumulates squares in fp32 sequentially: for 40 million elements the third digit is wrong.
     """
-    if tensor.device.type != "cpu" or tensor.numel() < _BLOCK:  # other devices add in a tree
+    if tensor.device.type != "cpu" or tensor.numel() < _BLOCK:  # other devices use tree reductions
         return torch.linalg.vector_norm(tensor, dtype=torch.float32).view(1)
     flat, in_blocks = tensor.flatten(), tensor.numel() // _BLOCK * _BLOCK
     blocks = flat[:in_blocks].view(-1, _BLOCK).split(_BLOCKS)
-    norms = [torch.linalg.vector_norm(some.float(), dim=1) for some in blocks]
+    norms = [torch.linalg.vector_norm(chunk.float(), dim=1) for chunk in blocks]
     return torch.cat([*norms, torch.linalg.vector_norm(flat[in_blocks:].float()).view(1)])

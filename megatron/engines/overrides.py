@@ -1,7 +1,7 @@
-"""What this package knows of DeepSpeed's private parts, compared with the installed version when it is imported.
+"""Checks that the installed DeepSpeed has the names and signatures that this package overrides or replaces.
 
-An overridden or replaced name that another version has renamed would silently do nothing. So each is declared with the
-signature that it has in ``TESTED_VERSION``, and ``check_overrides`` raises one error that lists every difference.
+If another version renamed one, the override would silently do nothing. Therefore each is declared with its signature
+in ``TESTED_VERSION``, and ``check_overrides`` raises one error that lists all differences.
 """
 
 import inspect
@@ -23,7 +23,7 @@ _differences: list[str] = []
 
 
 def overrides(owner: type, signature: str) -> Callable[[Method], Method]:
-    """Mark a method as an override of the method of ``owner`` with the same name, which has this ``signature``."""
+    """Declare a method as an override of the method of ``owner`` with the same name and this ``signature``."""
 
     def declared(method: Method) -> Method:
         expect(owner, getattr(method, "__name__"), signature)  # noqa: B009, a bound of Callable has no name
@@ -33,21 +33,21 @@ def overrides(owner: type, signature: str) -> Callable[[Method], Method]:
 
 
 def expect(owner: Any, name: str, signature: str) -> None:
-    """Declare that ``owner``, a class or a module, has a function ``name``; the signature is without types."""
+    """Declare that ``owner``, a class or module, has a function ``name`` with this signature (without annotations)."""
     place = f"{owner.__name__}.{name}"
     if not hasattr(owner, name):
         _differences.append(f"{place}{signature} is missing")
-    elif (found := _signature(getattr(owner, name))) != signature:
-        _differences.append(f"{place} takes {found}, and is known to take {signature}")
+    elif (installed := _signature(getattr(owner, name))) != signature:
+        _differences.append(f"{place} takes {installed}, and is known to take {signature}")
 
 
 def _signature(function: Callable) -> str:
     signature = inspect.signature(function)
-    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
-# What ``megatron.engines`` replaces or calls before an engine is built.
+# Names that ``megatron.engines`` replaces or calls before an engine is built.
 expect(comm.comm, "mpi_discovery", "(distributed_port=29500, verbose=True)")
 expect(sys.modules[TorchBackend.__module__], "build_shm_op", "()")
 expect(TorchBackend, "new_group", "(self, ranks)")
@@ -56,7 +56,7 @@ expect(TorchBackend, "new_group", "(self, ranks)")
 def check_overrides() -> None:
     """Raise ConfigError if the installed DeepSpeed differs from the declared names and signatures.
 
-    It is not a LaunchError: the elastic agent starts a run again after that, and another start cannot help.
+    It is not a LaunchError, after which the elastic agent would restart the run in vain.
     """
     if _differences:
         version = deepspeed.__version__
@@ -67,7 +67,7 @@ def check_overrides() -> None:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """While inside, ``owner`` has these attributes in place of its own, or of its class's."""
+    """A context in which ``owner`` has these attributes instead of its own or its class's."""
     originals = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
@@ -91,15 +91,15 @@ _BACKEND_REFERENCES = {
     "all_gather_function": "all_gather_into_tensor",
     "reduce_scatter_function": "reduce_scatter_tensor",
 }
-"""Functions to which DeepSpeed's backend holds a reference, by the name of its attribute."""
+"""Attributes of DeepSpeed's backend that refer to collectives, to the name of the function."""
 
 
 @contextmanager
 def collectives_wrapped(wrap: Callable[[str, Callable], Callable]) -> Iterator[None]:
-    """While inside, ``torch.distributed.NAME`` is ``wrap(NAME, what it is)`` for each collective.
+    """A context in which each collective ``torch.distributed.NAME`` is replaced by ``wrap(NAME, function)``.
 
-    torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced, and
-    DeepSpeed's references to them, in comm/torch.py, as well. Test: tests/tools/reporting/test_trace.py.
+    torch 2.13 has no hook for collectives of all backends, so the functions are replaced, and DeepSpeed's references to
+    them in comm/torch.py as well. Test: tests/tools/reporting/test_trace.py.
     """
     backend = comm.comm.cdb
     references = {

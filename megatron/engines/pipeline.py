@@ -1,9 +1,9 @@
-"""The container of a pipeline: a model divided into chunks, of which each stage holds one or several.
+"""``PipelinedModel``: the model container of the pipeline engine, with one or several model chunks per stage.
 
-DeepSpeed 0.19.8: runtime/pipe/module.py. ``_partition_layers`` accepts neither a list of boundaries nor the operations
-of each layer, and knows one run of layers for each stage. ``forward`` decides by class names which layers are
-recomputed, and silently keeps all activations of a group that mixes layers of different classes.
-``_index_tied_modules`` makes the groups of all ranks on every rank.
+DeepSpeed 0.19.8: runtime/pipe/module.py. ``_partition_layers`` accepts neither a list of boundaries nor FLOPs of
+layers, and assumes one run of layers per stage. ``forward`` decides by class names which layers are recomputed, and
+silently keeps all activations of a group that mixes layers of different classes. ``_index_tied_modules`` creates the
+groups of all ranks on every rank.
 Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpointing.py, test_adapter_training.py,
 test_schedules_agree.py, tests/engines/test_grid.py.
 """
@@ -32,9 +32,9 @@ expect(PipelineModule, "_set_bounds", "(self, start=None, stop=None)")
 
 
 class PipelinedModel(PipelineModule):
-    """A model divided at ``partition_boundaries`` of its list of layers into the chunks of ``schedule``; ZeRO 0 or 1.
+    """A model whose list of layers is split at ``partition_boundaries`` into the chunks of ``schedule``; ZeRO 0 or 1.
 
-    One chunk of a stage is exposed at a time. The number of micro-batches of ``schedule`` does not matter here.
+    One chunk of a stage is exposed at a time. The number of micro-batches in ``schedule`` is not used.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class PipelinedModel(PipelineModule):
 
     @overrides(PipelineModule, "(self, forward_input)")
     def forward(self, forward_input: HiddenStates) -> Any:
-        """The chunk that is exposed."""
+        """Run the exposed chunk."""
         outputs = run_layers(self.forward_funcs, forward_input, self.layers_per_checkpoint if self.training else 0)
         return outputs if isinstance(outputs, Tensor) else without_bias(outputs)
 
     @overrides(PipelineModule, "(self)")
     def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """The terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
+        """Terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
         return loss_parts(self) or None
 
     @overrides(PipelineModule, "(self, layer_idx)")
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that holds a layer, by its number in the model."""
+        """The stage that holds the layer with this index."""
         chunk = next(number for number, end in enumerate(self.parts[1:]) if layer_idx < end)
         return self.schedule.stage_of(chunk)
 
     @overrides(PipelineModule, "(self)")
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """For each weight that stages share: the ranks of this pipeline that hold it, and their group."""
+        """Tied key to the ranks of this pipeline that hold the module, and their process group."""
         stages: dict[str, set[int]] = {}
         for index, spec in enumerate(self._layer_specs):
             if isinstance(spec, TiedLayerSpec):
@@ -106,7 +106,7 @@ class PipelinedModel(PipelineModule):
         self.expose(0)
 
     def expose(self, number: int) -> None:
-        """Let ``forward`` run the chunk of this number among those of the stage."""
+        """Make ``forward`` run the chunk with this index on the stage."""
         self.forward_funcs = self._layers_of_chunks[number]
         chunk = self.chunks[number]
         self._set_bounds(self.parts[chunk], self.parts[chunk + 1])
@@ -138,10 +138,10 @@ class PipelinedModel(PipelineModule):
 
 
 class LayoutGrid(PipelineParallelGrid):
-    """The grid of ``layout``, whose groups it uses.
+    """DeepSpeed's pipeline grid with the process groups of ``layout``.
 
-    DeepSpeed 0.19.8: runtime/pipe/topology.py, ``PipelineParallelGrid`` makes the groups of all ranks of the world on
-    every rank, one after the other, and for each rank searches the lists of all pipelines.
+    DeepSpeed 0.19.8: runtime/pipe/topology.py, ``PipelineParallelGrid`` creates the groups of all ranks of the world on
+    every rank sequentially, and searches the lists of all pipelines for each rank.
     Test: tests/engines/test_grid.py. Remove when it accepts groups.
     """
 
@@ -160,4 +160,4 @@ class LayoutGrid(PipelineParallelGrid):
         self.slice_proc_group, self.slice_group = (
             layout.tensor_group, dist.get_process_group_ranks(layout.tensor_group),
         )  # fmt: skip
-        self.p2p_groups: list[list[int]] = []  # for versions of torch without send and receive
+        self.p2p_groups: list[list[int]] = []  # only for torch versions without send and recv

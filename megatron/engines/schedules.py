@@ -1,14 +1,14 @@
-"""The engine of a pipeline: DeepSpeed's, which runs the schedules of ``megatron.parallel.pipeline``.
+"""``PipelinedEngine``: DeepSpeed's pipeline engine with the schedules of ``megatron.parallel.pipeline``.
 
-A subclass of DeepSpeed's engine that runs the steps of ``megatron.parallel.pipeline.simulation``, and not
-torch.distributed.pipelining under DeepSpeed's optimizer: the subclass keeps DeepSpeed's loss scale, ZeRO, bf16 sums in
-fp32, tied weights, evaluation and checkpoints as they are, and replaces only which tensors go where and when. torch's
-stages would need a second path for each of these, and divide a backward pass by walking through its graph, which fails
-for recomputed layers; here linear layers defer the gradients of their weights (``megatron.parallel.tensor.deferred``).
+It runs the program of ``megatron.parallel.pipeline.simulation``. Why not torch.distributed.pipelining with DeepSpeed's
+optimizer: a subclass keeps DeepSpeed's loss scale, ZeRO, fp32 accumulation in bf16, tied weights, evaluation and
+checkpoints, and replaces only when which tensors are sent where. torch's stages would need a second implementation of
+each, and they split a backward pass by walking its graph, which fails for recomputed layers; here linear layers defer
+weight gradients (``megatron.parallel.tensor.deferred``).
 
-DeepSpeed 0.19.8: runtime/pipe/engine.py has one model chunk per stage and 1F1B, and waits while it sends. Its
-dualpipev.py, with two chunks, waits for all transfers that were started together, and keeps stages idle that do not
-need them yet.
+DeepSpeed 0.19.8: runtime/pipe/engine.py supports only 1F1B with one model chunk per stage, and blocks while it sends.
+Its dualpipev.py, with two chunks, waits for all transfers that were started together, so that stages idle although
+they do not need them yet.
 Test: tests/training/test_schedules_agree.py, test_transfers.py.
 """
 
@@ -40,16 +40,16 @@ from megatron.parallel.tensor.deferred import Collected, DeferredWeightGradients
 
 
 class PipelinedEngine(Engine, PipelineEngine):
-    """Runs the schedule of a ``PipelinedModel``: passes, and between them transfers that later passes need.
+    """Pipeline engine that runs the schedule of a ``PipelinedModel``: passes, and transfers between them.
 
-    A buffer belongs to a micro-batch in a chunk: number of the chunk in the stage x micro-batches + micro-batch.
+    There is a buffer per chunk and micro-batch: index of the chunk on the stage x micro-batches + micro-batch.
     """
 
     grad_layer: Any
     _is_ready = False
-    """Whether the constructor has ended."""
+    """Whether the constructor has finished."""
     _chunk: int | None = None
-    """The model chunk that runs now."""
+    """The model chunk that is running."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -69,15 +69,15 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @property
     def mean_loss_parts(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """The terms of the loss of the last global batch by name, [], averaged like the loss."""
+        """Terms of the loss of the last global batch by name, [] each, averaged like the loss."""
         return self.get_additional_losses() or {}
 
     @overrides(PipelineEngine, "(self)")
     def _exec_reduce_tied_grads(self) -> None:
-        """At ZeRO 1: sum a tied weight's gradient over its stages where it is.
+        """Sum the gradients of tied weights over their stages, in the buckets at ZeRO 1.
 
-        DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in another tensor in fp32. Each stage
-        then updates its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
+        DeepSpeed sums ``weight.grad``, which is None if gradients are accumulated in fp32 in another tensor: each stage
+        would update its copy of the weight with its own part of the gradient. Test: tests/training/test_fp16.py.
         """
         if not isinstance(self.optimizer, ZeroOptimizer):
             super()._exec_reduce_tied_grads()
@@ -97,8 +97,8 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @overrides(PipelineEngine, "(self)")
     def is_last_stage(self) -> bool:
-        """Whether the chunk that runs is the last; outside of passes, whether this stage holds it."""
-        if not self._is_ready:  # DeepSpeed's constructor asks for the place of the stage
+        """Whether the running chunk is the last chunk; outside of passes, whether this stage holds it."""
+        if not self._is_ready:  # in DeepSpeed's constructor it means the last stage of the grid
             return super().is_last_stage()
         return self._last_chunk in self.module.chunks if self._chunk is None else self._chunk == self._last_chunk
 
@@ -108,7 +108,7 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @overrides(PipelineEngine, "(self)")
     def _aggregate_total_loss(self) -> Tensor:
-        """The loss of a batch, []. Other stages receive it in zeros of the device; the host's would have to wait."""
+        """The loss of a batch, []. Other stages receive it into a device tensor; a host tensor would synchronize."""
         if self.is_last_stage():
             return super()._aggregate_total_loss()
         parts = self.module.get_additional_losses()
@@ -121,7 +121,7 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @overrides(PipelineEngine, "(self)")
     def reset_activation_shape(self) -> None:
-        """Exchange the shapes of tensors between chunks again."""
+        """Make stages exchange the shapes of tensors again."""
         super().reset_activation_shape()
         self._transfers.forget_shapes()
 
@@ -135,7 +135,7 @@ class PipelinedEngine(Engine, PipelineEngine):
         return self._program(forward_only=True)
 
     def _program(self, *, forward_only: bool = False) -> tuple[Step, ...]:
-        """The steps of a batch. Where shapes are not known yet, stages wait for them as soon as they could receive."""
+        """The steps of a batch; without early receives if shapes are not known yet, which stages have to wait for."""
         steps = program(self._schedule, self.stage_id, forward_only)
         if all(self._transfers.knows_shape(step) for step in steps if isinstance(step, Transfer)):
             return steps
@@ -143,7 +143,7 @@ class PipelinedEngine(Engine, PipelineEngine):
 
     @overrides(PipelineEngine, "(self, pipe_schedule)")
     def _exec_schedule(self, pipe_schedule: tuple[Step, ...]) -> None:
-        """Run the steps of a batch, inside ``hooks``, and unless it is an evaluation update the weights."""
+        """Run the steps of a batch with ``hooks``, and update the weights unless it is an evaluation."""
         self._reserve_pipe_buffers(len(self.module.chunks) * self.micro_batches)
         self.fwd_outputs: list[Tensor] = []
         self._transfers.most_sends = 2 * sum(in_flight(self._schedule, self.stage_id))
@@ -166,15 +166,15 @@ class PipelinedEngine(Engine, PipelineEngine):
                     execute()
         self._transfers.finish()
 
-    def _start(self, one: Transfer) -> None:
-        if not one.is_send:
-            self._transfers.receive(one)
+    def _start(self, transfer: Transfer) -> None:
+        if not transfer.is_send:
+            self._transfers.receive(transfer)
             return
-        with self._instruction("SendActivation" if one.is_forward else "SendGrad", one):
-            self._transfers.send(one, self._sent(one))
+        with self._instruction("SendActivation" if transfer.is_forward else "SendGrad", transfer):
+            self._transfers.send(transfer, self._sent(transfer))
 
     def _received(self, action: Action) -> Any:
-        """What another stage has sent for a pass."""
+        """The input of a pass from another stage; waits for it."""
         is_forward = action.kind == FORWARD
         source = self._schedule.stage_of(action.chunk + (-1 if is_forward else 1))
         with self._instruction("RecvActivation" if is_forward else "RecvGrad", action):
@@ -189,12 +189,12 @@ class PipelinedEngine(Engine, PipelineEngine):
         return self.module.chunks.index(chunk) * self.micro_batches + micro_batch
 
     def _is_elsewhere(self, chunk: int) -> bool:
-        """Whether there is such a chunk, on another stage."""
+        """Whether the chunk exists and is on another stage."""
         return 0 <= chunk <= self._last_chunk and chunk not in self.module.chunks
 
     @contextmanager
     def _running(self, chunk: int) -> Iterator[None]:
-        """While inside, the module and the engine are those of one chunk."""
+        """A context in which module and engine run ``chunk``."""
         self._chunk = chunk
         self.module.expose(self.module.chunks.index(chunk))
         try:
@@ -203,9 +203,9 @@ class PipelinedEngine(Engine, PipelineEngine):
             self._chunk = None
 
     def _load(self, chunk: int, micro_batch: int) -> None:
-        """Read a micro-batch: the first chunk gets the inputs, the last one the labels.
+        """Load a micro-batch: its inputs to the buffer of the first chunk, its labels to the one of the last chunk.
 
-        DeepSpeed copies the inputs, twice, so that the host no longer knows them.
+        DeepSpeed copies the inputs twice, and the copies lose the values that are kept on the host.
         """
         with self.inside_hooks(Instruction("LoadMicroBatch", micro_batch + 1)):
             batch = self.moved(next(self.data_iterator))
@@ -219,7 +219,7 @@ class PipelinedEngine(Engine, PipelineEngine):
         buffers, buffer, trains = self.pipe_buffers, self._buffer(chunk, number), torch.is_grad_enabled()
         if self._is_elsewhere(chunk - 1):
             buffers["inputs"][buffer] = _inputs(self._received(action))
-        # The stage that holds both ends of the model reads each micro-batch once.
+        # A stage that holds both ends of the model reads each micro-batch only once.
         if chunk == 0 or (chunk == self._last_chunk and 0 not in self.module.chunks):
             self._load(chunk, number)
         with self._instruction("ForwardPass", action), self._running(chunk):
@@ -236,7 +236,7 @@ class PipelinedEngine(Engine, PipelineEngine):
             buffers["inputs"][buffer] = buffers["labels"][buffer] = None
 
     def _backward(self, action: Action) -> None:
-        """A backward pass, or the part of it that computes the gradients of inputs."""
+        """Run a full backward pass, or its input-gradient part."""
         chunk, kind, number = action
         buffers, buffer = self.pipe_buffers, self._buffer(chunk, number)
         if chunk == self._last_chunk:
@@ -257,7 +257,7 @@ class PipelinedEngine(Engine, PipelineEngine):
             buffers["inputs"][buffer] = None
 
     def _output_gradients(self, action: Action) -> Any:
-        """The gradients of a chunk's outputs, as the next chunk has computed them."""
+        """The gradients of a chunk's outputs, from the next chunk."""
         chunk, _, number = action
         if self._is_elsewhere(chunk + 1):
             return self._received(action)
@@ -266,7 +266,7 @@ class PipelinedEngine(Engine, PipelineEngine):
         return computed
 
     def _compute_weight_gradients(self, action: Action) -> None:
-        """The rest of a divided backward pass: the gradients of the weights of linear layers."""
+        """Run the weight-gradient part of a split backward pass."""
         buffer = self._buffer(action.chunk, action.micro_batch)
         with self._instruction("BackwardWeightPass", action):
             self._running_engine_backward = True
@@ -275,11 +275,11 @@ class PipelinedEngine(Engine, PipelineEngine):
             finally:
                 self._running_engine_backward = False
 
-    def _sent(self, one: Transfer) -> Any:
-        """The outputs or gradients that a transfer sends. What is not needed any more is not kept."""
-        buffer = self._buffer(one.chunk, one.micro_batch)
+    def _sent(self, transfer: Transfer) -> Any:
+        """The outputs or gradients to send; frees what is not needed any more."""
+        buffer = self._buffer(transfer.chunk, transfer.micro_batch)
         inputs, outputs = self.pipe_buffers["inputs"], self.pipe_buffers["outputs"]
-        if not one.is_forward:
+        if not transfer.is_forward:
             value, inputs[buffer] = _gradients(inputs[buffer]), None
             return value
         value = outputs[buffer]
@@ -290,44 +290,44 @@ class PipelinedEngine(Engine, PipelineEngine):
 
 
 class _Output:
-    """What a chunk has passed on: where its backward pass begins, without its memory. For DeepSpeed a tensor.
+    """Gradient edges of a chunk's output, to start its backward pass without keeping the output's memory.
 
-    One backward pass for all tensors of a tuple, where DeepSpeed would run one for each: the layers that several depend
-    on would be differentiated as often, and recomputed ones fail. Test: tests/training/test_t5_layouts_agree.py.
+    DeepSpeed uses it like a tensor. It runs one backward pass for all tensors of a tuple; DeepSpeed would run one for
+    each, which repeats shared layers and fails for recomputed ones. Test: tests/training/test_t5_layouts_agree.py.
     """
 
     def __init__(self, value: Any):
         self._edges = [get_gradient_edge(tensor) for tensor in as_list(value) if tensor.is_floating_point()]
 
     def backward(self, gradient: Any) -> None:
-        """Of the gradients of all of its floating-point tensors."""
+        """Run the backward pass from the gradients of all floating-point tensors."""
         torch.autograd.backward(self._edges, as_list(gradient))
 
 
 class _Input:
-    """A tensor whose gradient is wanted. The layers get a view of it, where DeepSpeed would give them a copy.
+    """An input tensor that collects its gradient; layers get a view of it instead of DeepSpeed's copy.
 
-    Not the tensor itself: DeepSpeed's activation checkpointing exchanges the data of what layers get for a part of it.
+    They must not get the tensor itself: DeepSpeed's partitioned activation checkpointing replaces its data.
     """
 
     def __init__(self, value: Tensor):
         self.tensor = value.detach().requires_grad_(value.is_floating_point())
 
     def clone(self) -> Tensor:
-        """No copy."""
+        """A view instead of the copy that DeepSpeed asks for."""
         return self.tensor.view_as(self.tensor)
 
 
 def _inputs(outputs: Any) -> Any:
-    """Outputs of a chunk, or what was read, as inputs of the next one."""
+    """Wrap outputs of a chunk, or tokens of a micro-batch, as inputs of the next chunk."""
     return _Input(outputs) if isinstance(outputs, Tensor) else tuple(map(_Input, outputs))
 
 
 def _gradients(inputs: Any) -> Any:
-    """The gradient of an input, or those of the inputs that have one."""
-    found = []
-    for one in inputs if isinstance(inputs, tuple) else (inputs,):
-        if one.tensor.is_floating_point():
-            assert one.tensor.grad is not None
-            found.append(one.tensor.grad)
-    return tuple(found) if isinstance(inputs, tuple) else found[0]
+    """The gradient of an input, or the gradients of all floating-point inputs of a tuple."""
+    gradients = []
+    for wrapped in inputs if isinstance(inputs, tuple) else (inputs,):
+        if wrapped.tensor.is_floating_point():
+            assert wrapped.tensor.grad is not None
+            gradients.append(wrapped.tensor.grad)
+    return tuple(gradients) if isinstance(inputs, tuple) else gradients[0]

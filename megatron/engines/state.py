@@ -1,10 +1,10 @@
-"""What a checkpoint needs of DeepSpeed's engines and optimizers: their state, under names that do not change.
+"""Access to the state of DeepSpeed's engines and optimizers for checkpoints.
 
 The base optimizer updates *fp32 master weights*: the parameters themselves, copies of them, or flat tensors of many
-parameters, of which ZeRO gives each data-parallel rank a partition.
+parameters, which ZeRO partitions over the data-parallel ranks.
 
-The step count of Adam is a tensor for each parameter in torch's Adam, a number for each parameter in DeepSpeed's, and
-a number for each group of parameters in apex's FusedAdam. The moments have the same names in all of them.
+Adam's step count is a tensor per parameter in torch, a number per parameter in DeepSpeed, and a number per parameter
+group in apex's FusedAdam. The moments have the same names in all of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +29,12 @@ from megatron.engines.pipeline import PipelinedModel
 def save_state(
     engine: DeepSpeedEngine, files: CheckpointEngine, folder: Path, client_state: dict[str, Any], *, optimizer: bool
 ) -> None:
-    """Let DeepSpeed save the state of this rank into ``folder`` through ``files``; the file ``latest`` stays as it is.
+    """Save the state of this rank and ``client_state`` into ``folder`` with DeepSpeed, using ``files`` for writing.
 
-    ``client_state`` is saved, too. Without ``optimizer`` there are no optimizer shards of ZeRO.
+    The file ``latest`` is not changed. Without ``optimizer`` no ZeRO optimizer shards are written.
 
-    DeepSpeed: runtime/engine.py, ``save_checkpoint`` has no option for that; and for a model with experts it writes
-    files by the names of the modules of its own class, whose layers are counted from each pipeline stage on, and none
-    of optimizer states at ZeRO 0.
+    DeepSpeed: runtime/engine.py, ``save_checkpoint`` has no option to omit optimizer shards. For a model with experts
+    it expects its own MoE class, counts layers from each pipeline stage on, and writes no optimizer state at ZeRO 0.
     Tests: tests/checkpoint/test_checkpoint_files.py (``--no-save-optim``), tests/training/test_moe_layouts_agree.py.
     """
     engine.settle()
@@ -47,18 +46,18 @@ def save_state(
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """The implementation of ``optimizer``, such as ``torch AdamW`` or ``apex FusedAdam``."""
+    """Package and class of ``optimizer``, such as ``torch AdamW`` or ``apex FusedAdam``."""
     return f"{_package(optimizer)} {type(optimizer).__name__}"
 
 
 def parameter_shapes(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
-    """Name and shape of the parameters in each of the optimizer's groups, in its order; without ZeRO."""
+    """Names and shapes of the parameters in each parameter group, in the optimizer's order; for ZeRO 0."""
     groups = [group["params"] for group in engine.optimizer.param_groups]
     return [{engine.param_names[parameter]: parameter.shape for parameter in group} for group in groups]
 
 
 def parameter_states(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter by name, with its step count; without ZeRO."""
+    """Parameter name to its optimizer state, with the step count; for ZeRO 0."""
     states: dict[str, dict[str, Any]] = {}
     for group in engine.optimizer.param_groups:
         step = {"step": group["step"]} if "step" in group else {}
@@ -68,7 +67,7 @@ def parameter_states(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:
 
 
 def restore_progress(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Restore the schedule and the counters from what DeepSpeed saved for a rank."""
+    """Restore the learning-rate schedule and the counters from the state that DeepSpeed saved for a rank."""
     engine.settle()
     engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
     engine.global_steps = saved["global_steps"]
@@ -77,7 +76,7 @@ def restore_progress(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
 
 
 def restore_loss_scale(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Restore the loss scale if both runs have a dynamic one; otherwise it starts as the flags specify."""
+    """Restore the loss scale if both runs use dynamic loss scaling; otherwise the flags determine it."""
     source = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
     if saved.get("dynamic_loss_scale") and getattr(engine.optimizer, "dynamic_loss_scale", False):
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
@@ -86,13 +85,13 @@ def restore_loss_scale(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> Non
 
 
 class RankFile(NamedTuple):
-    """A file of a checkpoint that DeepSpeed loads on a rank, and what the engine would now save in it."""
+    """A checkpoint file that DeepSpeed loads on a rank, and the state that the engine would save in it now."""
 
     path: Path
     weights: Mapping[str, Mapping[str, Any]]
-    """Names and tensors of an entry; of the entry "" the whole file."""
+    """Entry of the file to its names and tensors; the entry "" is the entire file."""
     optimizer: Mapping[str, Mapping[str, Any]]
-    """The entry with the state of the optimizer, if it is loaded from this file; see ``base_tensors``."""
+    """Entry with the optimizer state, if it is loaded from this file; see ``base_tensors``."""
 
 
 def rank_files(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) -> list[RankFile]:
@@ -105,19 +104,19 @@ def rank_files(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) -> lis
         files = [RankFile(path, {"": layer.state_dict(keep_vars=True)}, {}) for path, layer in layers]
     else:
         weights["module"] = module.state_dict(keep_vars=True)
-    frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+    frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
     if frozen and engine.zero_optimization_partition_weights():
-        weights["frozen_param_fragments"] = {name: nn.Parameter(one.ds_tensor, False) for name, one in frozen.items()}
+        weights["frozen_param_fragments"] = {name: nn.Parameter(p.ds_tensor, False) for name, p in frozen.items()}
     loads_zero = optimizer and engine.zero_optimization() and not engine.zero_nvme_offload_optimizer()
     if loads_zero:
         state = {"optimizer_state_dict": engine.optimizer.state_dict()}
         files.append(RankFile(Path(engine._get_zero_ckpt_name(*place)), {}, state))
-    own = {"optimizer": engine.optimizer.state_dict()} if optimizer and not engine.zero_optimization() else {}
-    return [RankFile(Path(engine._get_ckpt_name(*place)), weights, own), *files]
+    state = {"optimizer": engine.optimizer.state_dict()} if optimizer and not engine.zero_optimization() else {}
+    return [RankFile(Path(engine._get_ckpt_name(*place)), weights, state), *files]
 
 
 def base_tensors(engine: DeepSpeedEngine) -> list[Tensor]:
-    """The tensors that the base optimizer updates, in the order in which its state numbers them."""
+    """The tensors that the base optimizer updates, in the order of the indices in its state."""
     attribute = next((name for name in _WRAPPERS if hasattr(engine.optimizer, name)), None)
     if attribute is not None:
         return list(getattr(engine.optimizer, attribute))
@@ -125,7 +124,7 @@ def base_tensors(engine: DeepSpeedEngine) -> list[Tensor]:
 
 
 def moment_names(optimizer: Optimizer) -> list[set[str]]:
-    """The moments that ``optimizer`` keeps of a parameter, or one of several sets of them."""
+    """The possible sets of state names (moments) that ``optimizer`` keeps for a parameter."""
     kind = type(optimizer).__name__.lower()
     if kind == "sgd" and not optimizer.defaults["momentum"]:
         return [set()]
@@ -141,12 +140,12 @@ _MOMENTS: dict[str, list[set[str]]] = {
     "adagrad": [{"sum"}, {"exp_avg_sq"}],
     "adafactor": [{"variance"}, {"row_var", "col_var"}],
 }
-"""By a part of the names of an optimizer's implementations."""
+"""Part of an optimizer's class name to the possible sets of its moments."""
 
 
 @contextmanager
 def optimizer_notified(engine: DeepSpeedEngine) -> Iterator[None]:
-    """While inside, the state of the optimizer is loaded, which the optimizers of ZeRO 3 have to know."""
+    """A context for loading optimizer state, which notifies the ZeRO 3 optimizer before and after."""
     getattr(engine.optimizer, "checkpoint_event_prologue", lambda: None)()
     yield
     getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
@@ -155,15 +154,15 @@ def optimizer_notified(engine: DeepSpeedEngine) -> Iterator[None]:
 def accept_any_adam(optimizer: Optimizer) -> None:
     """Let ``optimizer`` load the state of any other implementation of Adam.
 
-    torch's would raise KeyError: 'step' for a state of apex's, and apex's would count from 0 again for one of torch's.
+    Otherwise torch's raises KeyError: 'step' for apex's state, and apex's counts from 0 again for torch's state.
     """
     optimizer.register_load_state_dict_pre_hook(in_form_of)
 
 
 def in_form_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state ``saved`` by any implementation of Adam, in the form of ``optimizer``.
+    """Convert the state ``saved`` by any implementation of Adam to the form of ``optimizer``.
 
-    Without a step count it stays as it is.
+    State without a step count stays as it is.
     """
     groups = [dict(group) for group in saved["param_groups"]]
     state = {number: dict(values) for number, values in saved["state"].items()}
@@ -171,16 +170,16 @@ def in_form_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]
         numbered = zip(group["params"], current["params"], strict=True)
         states = [(state[number], parameter) for number, parameter in numbered if number in state]
         counts = [values["step"] for values, _ in states if "step" in values]
-        of_group = group.pop("step", None)
-        count = counts[0] if counts else of_group  # DeepSpeed's FusedAdam has one in the group, too, which is always 0
+        group_count = group.pop("step", None)
+        count = counts[0] if counts else group_count  # DeepSpeed's FusedAdam also has one in the group, always 0
         if count is None:
             continue
         if _counts_by_group(optimizer):
             group["step"] = int(count)
         for values, parameter in states:
-            own = values.pop("step", count)
+            steps = values.pop("step", count)
             if not _counts_by_group(optimizer):
-                values["step"] = _count(optimizer, parameter, own)
+                values["step"] = _count(optimizer, parameter, steps)
     return {**saved, "param_groups": groups, "state": state}
 
 
@@ -196,7 +195,7 @@ def set_step(optimizer: Optimizer, parameter: Tensor, steps: float) -> None:
 def _count(optimizer: Optimizer, parameter: Tensor, steps: float | Tensor) -> int | Tensor:
     if _package(optimizer) != "torch":
         return int(steps)
-    # Fused kernels read it on the device of the weights.
+    # Fused kernels read the step count on the device of the weights.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.tensor(float(steps), device=parameter.device if on_device else "cpu")
 
@@ -210,7 +209,7 @@ def _package(optimizer: Optimizer) -> str:
 
 
 class MasterWeight(NamedTuple):
-    """Elements ``begin`` to ``begin + length`` of a parameter are at ``start`` in ``tensor``, both flattened."""
+    """Elements ``begin`` to ``begin + length`` of a parameter, stored at ``start`` in ``tensor``, both flattened."""
 
     tensor: Tensor
     start: int
@@ -222,7 +221,7 @@ MasterWeights = Iterator[tuple[nn.Parameter, MasterWeight]]
 
 
 def master_weights(engine: DeepSpeedEngine) -> dict[nn.Parameter, MasterWeight]:
-    """The fp32 master weight of each parameter of which this rank's optimizer has a part."""
+    """The fp32 master weights of the parameters of which this rank's optimizer has a part."""
     for attribute, read in _WRAPPERS.items():
         if hasattr(engine.optimizer, attribute):
             return dict(read(engine.optimizer))
@@ -231,7 +230,7 @@ def master_weights(engine: DeepSpeedEngine) -> dict[nn.Parameter, MasterWeight]:
 
 
 def _zero3(optimizer: Any) -> MasterWeights:
-    """Equal parts of each parameter, of which the last ones may be padding."""
+    """Master weights at ZeRO 3: an equal part of each parameter per rank; the last part may contain padding."""
     for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in group:
             _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -242,8 +241,8 @@ def _zero3(optimizer: Any) -> MasterWeights:
 
 
 def zero_master_weights(optimizer: Any) -> MasterWeights:
-    """The master weights of an optimizer of ZeRO 1 or 2."""
-    # Not by DeepSpeed's links between parameters and masters: with round-robin gradients they are in another order.
+    """The master weights of a ZeRO 1 or 2 optimizer."""
+    # Does not use DeepSpeed's links between parameters and masters: their order is wrong with round-robin gradients.
     groups, masters = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
     return _flat(groups, masters, optimizer.real_dp_process_group, optimizer.round_robin_bit16_offsets)
 
@@ -254,9 +253,9 @@ def _flat(
     data_groups: Sequence[ProcessGroup] | None = None,
     offsets: Sequence[Sequence[int]] | None = None,
 ) -> MasterWeights:
-    """A flat tensor for each group, of which each rank of ``data_groups`` has an equal part.
+    """Master weights in a flat tensor per group, of which each rank of ``data_groups`` has an equal part.
 
-    Parameters begin in it at ``offsets``, without which they are consecutive.
+    Parameters begin at ``offsets`` in the flat tensor; by default they are consecutive.
     """
     for number, (group, master) in enumerate(zip(groups, masters, strict=True)):
         part = dist.get_rank(data_groups[number]) * master.numel() if data_groups else 0
@@ -269,7 +268,7 @@ def _flat(
 
 
 def own_weights(parameter: Any) -> MasterWeight | None:
-    """This rank's part of a parameter that ZeRO 3 has partitioned; None of any other, or one that it gathers itself."""
+    """This rank's part of a parameter partitioned by ZeRO 3; None if it is not partitioned at the moment."""
     if getattr(parameter, "ds_status", None) is not ZeroParamStatus.NOT_AVAILABLE:
         return None
     part = parameter.ds_tensor
@@ -283,4 +282,7 @@ _WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {
     "fp32_partitioned_groups_flat": _zero3,
     "single_partition_of_fp32_groups": zero_master_weights,
 }
-"""DeepSpeed's optimizer wrappers by an attribute that only each of them has. In fp32 without ZeRO there is none."""
+"""Attribute that identifies a DeepSpeed optimizer wrapper to a function that reads its master weights.
+
+In fp32 at ZeRO 0 there is no wrapper.
+"""

@@ -1,4 +1,4 @@
-"""What an engine reports of a step, which the host reads from a GPU later, so that it need not wait for the step."""
+"""Status of a training step, copied from the GPU asynchronously so that the host does not wait for the step."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ from megatron.common.errors import NumericsError
 
 
 class HostCopy:
-    """Numbers on their way from a GPU to the host: one copy, for which nothing waits until it is read."""
+    """An asynchronous copy of numbers from a GPU to the host; only ``read`` waits for it."""
 
     def __init__(self, values: Mapping[str, float | Tensor | None]):
         """Start the copy of the tensors [] among ``values``."""
         self._values: dict[str, Any] = {name: _number(value) for name, value in values.items()}
         tensors = [value.detach().reshape(()) for value in self._values.values() if isinstance(value, Tensor)]
         self.has_arrived = not tensors
-        """Whether reading does not wait, as on the CPU."""
+        """Whether ``read`` does not have to wait, as on the CPU."""
         if tensors:
-            # torch.stack takes the largest type of all, in which large integers would not fit beside fp32.
-            numbers = torch.stack([one.double() if one.dtype in (torch.int32, torch.int64) else one for one in tensors])
+            # torch.stack would convert large integers next to fp32 numbers to fp32, which is not exact.
+            numbers = torch.stack([x.double() if x.dtype in (torch.int32, torch.int64) else x for x in tensors])
             self._numbers = get_accelerator().pin_memory(torch.empty(numbers.shape, dtype=numbers.dtype))
             self._numbers.copy_(numbers, non_blocking=True)
             self._copied = get_accelerator().Event()
@@ -48,21 +48,21 @@ def _number(value: float | Tensor | None) -> float | Tensor | None:
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What an engine reports after a step."""
+    """The status of a training step."""
 
     outcome: HostCopy
-    """Whether it was "skipped", and the "loss_scale" after it."""
+    """"skipped": whether the step was skipped; "loss_scale": the loss scale after it."""
     learning_rate: float
     grad_norm: float | Tensor | None
     """2-norm of the gradient of the model, [] or a number, before clipping."""
     skipped_before: int
     """Iterations before this one whose gradients were not finite."""
     loss_parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """The terms of the loss by name, [], averaged like the loss; none if the loss has a single one."""
+    """Terms of the loss by name, [] each, averaged like the loss; empty if the loss has a single term."""
 
     @property
     def applied(self) -> bool:
-        """Whether the weights were updated; they are not if the gradient was not finite. Waits for the device."""
+        """Whether the weights were updated: not if the gradient was not finite. Waits for the device."""
         return not self.outcome.read()["skipped"]
 
     @property
@@ -80,7 +80,7 @@ class StepStatus:
 def loss_scale_limit_reported() -> Iterator[None]:
     """Raise NumericsError, the same on all ranks, if gradients overflow at the smallest loss scale of fp16.
 
-    DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, known only from its text.
+    DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, recognizable only by its text.
     Test: tests/training/test_fp16.py.
     """
     try:

@@ -1,10 +1,10 @@
-"""Tensors on their way between pipeline stages.
+"""Asynchronous point-to-point transfers between pipeline stages.
 
-Two neighbors have a group in each direction (``ParallelLayout.p2p_groups``), which on a GPU has a stream: a transfer
-follows earlier ones between the same stages in the same direction, and no others. A stage starts to receive early, and
-waits before the pass that needs a tensor. It never waits for a receiver that is late.
+Neighboring stages have a process group for each direction (``ParallelLayout.p2p_groups``), with its own stream on a
+GPU: a transfer is ordered only with other transfers between the same stages in the same direction. A stage starts to
+receive early, and waits before the pass that needs the tensor. It never waits for a late receiver.
 
-DeepSpeed 0.19.8: runtime/pipe/p2p.py sends and receives blocking, all on the group of all ranks.
+DeepSpeed 0.19.8: runtime/pipe/p2p.py sends and receives blocking, on the group of all ranks.
 Test: tests/training/test_transfers.py, test_schedules_agree.py.
 """
 
@@ -22,10 +22,10 @@ from megatron.parallel.pipeline.simulation import Transfer
 
 
 class Transfers:
-    """Starts transfers, and waits for what arrives when it is taken."""
+    """Starts sends and receives, and waits for received tensors in ``take``."""
 
     most_sends = 0
-    """Sends that may be under way, whose tensors are kept."""
+    """Maximum number of unfinished sends, whose tensors are kept."""
 
     def __init__(self, layout: ParallelLayout, device: torch.device):
         self._layout, self._device, self._stage = layout, device, layout.pipe_group.rank()
@@ -35,7 +35,7 @@ class Transfers:
         self._connect()
 
     def _connect(self) -> None:
-        """Send a byte to each neighbor, since the hosts of two ranks wait for each other in NCCL's first transfer."""
+        """Send a byte to each neighbor: NCCL's first transfer between two ranks blocks both hosts."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for source, target in self._layout.p2p_groups:
             if self._stage == source:
@@ -44,33 +44,34 @@ class Transfers:
                 dist.recv(byte, *self._from(source))
 
     def forget_shapes(self) -> None:
-        """Exchange types and shapes again when a tensor next crosses a boundary between model chunks."""
+        """Forget dtypes and shapes, so that the next transfer across each chunk boundary exchanges them again."""
         self._shapes: dict[tuple[bool, int], list[int]] = {}
 
-    def send(self, one: Transfer, value: Any) -> None:
+    def send(self, transfer: Transfer, value: Any) -> None:
         """Start to send a tensor, or a tuple of tensors."""
         tensors = as_list(value)
-        if not self.knows_shape(one):
-            self._shapes[_boundary(one)] = row = _row(value)
+        if not self.knows_shape(transfer):
+            self._shapes[_boundary(transfer)] = row = _shape_row(value)
             tensors = [torch.tensor(row, device=self._device), *tensors]
-        self._leaving.append(([_started(dist.isend(tensor, *self._to(one.stage))) for tensor in tensors], tensors))
+        works = [_started(dist.isend(tensor, *self._to(transfer.stage))) for tensor in tensors]
+        self._leaving.append((works, tensors))
         self._wait_for_sends(self.most_sends)
 
-    def knows_shape(self, one: Transfer) -> bool:
-        """Whether tensors have crossed this boundary before; else ``receive`` waits for their shapes."""
-        return _boundary(one) in self._shapes
+    def knows_shape(self, transfer: Transfer) -> bool:
+        """Whether the shapes at this chunk boundary are known; otherwise ``receive`` waits for them."""
+        return _boundary(transfer) in self._shapes
 
-    def receive(self, one: Transfer) -> None:
+    def receive(self, transfer: Transfer) -> None:
         """Start to receive."""
-        if not self.knows_shape(one):
-            self._shapes[_boundary(one)] = self._received_row(one.stage)
-        value = _allocated(self._shapes[_boundary(one)], self._device)
-        works = [_started(dist.irecv(tensor, *self._from(one.stage))) for tensor in as_list(value)]
-        self._arriving[one] = works, value
+        if not self.knows_shape(transfer):
+            self._shapes[_boundary(transfer)] = self._received_row(transfer.stage)
+        value = _allocated(self._shapes[_boundary(transfer)], self._device)
+        works = [_started(dist.irecv(tensor, *self._from(transfer.stage))) for tensor in as_list(value)]
+        self._arriving[transfer] = works, value
 
-    def take(self, one: Transfer) -> Any:
-        """What has been received, in the form in which it was sent. Waits for it."""
-        works, value = self._arriving.pop(one)
+    def take(self, transfer: Transfer) -> Any:
+        """Wait for a started receive. Returns a tensor or tuple, as it was sent."""
+        works, value = self._arriving.pop(transfer)
         for work in works:
             work.wait()
         return value
@@ -81,12 +82,12 @@ class Transfers:
         return row.tolist()
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait for all sends."""
         self._wait_for_sends(0)
         assert not self._arriving, "every tensor is taken"
 
     def _wait_for_sends(self, most: int) -> None:
-        """Let go of what has left, and of the oldest sends beyond ``most``; gloo says so only to those who wait."""
+        """Release finished sends, and wait for the oldest beyond ``most``; gloo reports completion only in wait."""
         while self._leaving:
             works, _ = self._leaving[0]
             if len(self._leaving) <= most and not all(work.is_completed() for work in works):
@@ -111,20 +112,20 @@ def _started(work: Work | None) -> Work:
 
 
 def as_list(tensors: Any) -> list[Tensor]:
-    """A tensor, or the tensors of a tuple, as a list."""
+    """A tensor or a tuple of tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _boundary(one: Transfer) -> tuple[bool, int]:
-    return one.is_forward, one.boundary
+def _boundary(transfer: Transfer) -> tuple[bool, int]:
+    return transfer.is_forward, transfer.boundary
 
 
 _ROW = 64
-"""Numbers that describe what crosses a boundary."""
+"""Length of the message that describes the tensors of a transfer."""
 
 
-def _row(value: Any) -> list[int]:
-    """What ``_allocated`` reads of ``value``; of 64 numbers."""
+def _shape_row(value: Any) -> list[int]:
+    """Describe the dtypes and shapes of ``value`` in 64 numbers, which ``_allocated`` reads."""
     numbers = [int(isinstance(value, tuple)), len(as_list(value))]
     for tensor in as_list(value):
         numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
@@ -133,7 +134,7 @@ def _row(value: Any) -> list[int]:
 
 
 def _allocated(row: list[int], device: torch.device) -> Any:
-    """An empty tensor, or a tuple of them, as ``_row`` describes."""
+    """Allocate an empty tensor, or a tuple of them, as described by ``_shape_row``."""
     is_tuple, count, *rest = row
     tensors = []
     for _ in range(count):

@@ -1,17 +1,17 @@
-"""DeepSpeed's optimizers of ZeRO as this suite corrects them.
+"""Subclasses of DeepSpeed's ZeRO optimizers with corrections.
 
 DeepSpeed 0.19.8:
 
 - runtime/zero/stage_1_and_2.py and stage3.py, ``get_grad_norm_direct`` casts each gradient to fp64, up to a fifth of a
-  step; runtime/bf16_optimizer.py adds squares as torch does, inaccurately (see ``block_norms``). runtime/utils.py,
-  ``mask_nan_or_inf_with_val_inplace`` copies -1 from the host, which waits for all that the device has to do.
+  step; runtime/bf16_optimizer.py sums squares with torch, inaccurately (see ``block_norms``). runtime/utils.py,
+  ``mask_nan_or_inf_with_val_inplace`` copies -1 from the host, which synchronizes with the device.
   Tests: tests/training/test_gradient_norm.py, test_synchronizations.py.
-- ``step`` updates fp16's loss scale first and divides by the new one, so that the gradient of every step in which the
-  scale doubles is halved, and at ZeRO 3 its norm as well. Test: tests/training/test_fp16.py.
+- ``step`` updates the fp16 loss scale first and divides by the new one, so that the gradient of every step in which
+  the scale doubles is halved, and at ZeRO 3 its norm as well. Test: tests/training/test_fp16.py.
 - stage_1_and_2.py: ``check_overflow`` reads every gradient twice and reduces the result over all ranks, although
-  ``step`` then looks at the norm for the same reason. ``step`` waits for the norm before it starts the optimizer,
-  multiplies the gradient in a separate pass, also by 1, updates one group after the other, and waits until all weights
-  are gathered. Gradients: see ``megatron.engines.gradients``.
+  ``step`` then checks the norm anyway. ``step`` waits for the norm before it starts the optimizer, multiplies the
+  gradient in a separate pass (also by 1), updates groups sequentially, and waits until all weights are gathered.
+  Gradients: see ``megatron.engines.gradients``.
   Tests: tests/training/test_gradient_norm.py, test_synchronizations.py, tests/engines/test_gradients.py.
 """
 
@@ -54,7 +54,7 @@ expect(stage3, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.
 
 
 class LossScaleOfStep:
-    """Divides the gradient by the loss scale that it was computed with; a scale that doubles does so afterwards."""
+    """Mixin that divides the gradient by the loss scale of its own step, and doubles the scale only afterwards."""
 
     dynamic_loss_scale: bool
     overflow: bool
@@ -78,27 +78,27 @@ class _Piece(NamedTuple):
     start: int
     length: int
     is_counted: bool
-    """Whether this rank contributes it to the norm."""
+    """Whether this rank contributes the piece to the norm."""
     is_summed: bool
-    """Whether the tensor-parallel ranks sum it."""
+    """Whether the piece is summed over the tensor-parallel ranks."""
 
 
 class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
-    """ZeRO 1 and 2.
+    """The optimizer of ZeRO 1 and 2.
 
     Args:
-        layout: of the ranks.
-        positions: of the parameters in the model.
-        reduced_last: parameters whose gradients change after the backward pass, or get several in one.
-        micro_batches: returns their number in the step that runs.
-        sent_dtype: in which ranks add up gradients; None for the type in which they are added up.
-        coalesces: whether ZeRO 2 keeps the gradients of all micro-batches, and reduces them once.
+        layout: the parallel layout.
+        positions: parameter to its position in the model.
+        reduced_last: parameters that get several gradients in a backward pass, or gradients after it.
+        micro_batches: returns the number of micro-batches of the current step.
+        sent_dtype: dtype of the gradient reduction; None for the accumulation dtype.
+        coalesces: whether ZeRO 2 accumulates gradients of all micro-batches before it reduces them.
         overlaps: whether gradients are reduced during the backward pass.
     """
 
     gradients: Gradients | None = None
     skipped: bool | Tensor = False
-    """Whether the last step was skipped, as its gradient was not finite."""
+    """Whether the last step was skipped, because its gradient was not finite."""
 
     def __init__(
         self,
@@ -132,13 +132,13 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
     def _has_buckets(self) -> bool:
         """Whether gradients are reduced in ``Gradients``.
 
-        DeepSpeed's own way serves offload to the CPU, and a config without the norm, by which a step is skipped.
+        DeepSpeed's own reduction is used with CPU offload, and without a gradient norm, which decides about skipping.
         """
         return self.compute_grad_norm and not self.cpu_offload
 
     @cached_property
     def _first_uses(self) -> list[int]:
-        """Position in the model of the first parameter of each group."""
+        """Position in the model of the first parameter of each parameter group."""
         return [min(self._positions[parameter] for parameter in group) for group in self.bit16_groups]
 
     def _bucket(self, number: int, *, is_sharded: bool) -> GradientBucket:
@@ -161,13 +161,13 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     @overrides(DeepSpeedZeroOptimizer, "(self)")
     def create_gradient_handling_hooks(self) -> None:
-        """``Gradients`` has hooks of its own."""
+        """Register DeepSpeed's hooks, unless ``Gradients`` has registered its own."""
         if not self._has_buckets:
             super().create_gradient_handling_hooks()
 
     @overrides(DeepSpeedZeroOptimizer, "(self, set_to_none=True)")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         if self.gradients is None:
             super().zero_grad(set_to_none)
         else:
@@ -176,7 +176,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     @overrides(DeepSpeedZeroOptimizer, "(self, pipeline_parallel=False)")
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """ZeRO 1: average the gradients of a step over the data-parallel ranks."""
+        """Average the gradients of a step over the data-parallel ranks (ZeRO 1)."""
         if self.gradients is None:
             super().reduce_gradients(pipeline_parallel)
         else:
@@ -184,7 +184,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     @overrides(DeepSpeedZeroOptimizer, "(self)")
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """ZeRO 2: the same for a micro-batch."""
+        """Average the gradients of a micro-batch over the data-parallel ranks (ZeRO 2)."""
         if self.gradients is None:
             super().overlapping_partition_gradients_reduce_epilogue()
         else:
@@ -192,18 +192,18 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     def _reduce(self, gradients: Gradients) -> None:
         gradients.reduce()
-        # The empty one is for ranks whose parts have nothing to sum: all ranks call the same operations.
+        # The empty tensor is for ranks with nothing to sum in their parts: all ranks must call the same collectives.
         summed = [gradients.parts[0][:0]] if self._summed_over_tensor_ranks else []
         for number, part in enumerate(gradients.parts):
             pieces = self._pieces[number]
             averaged = [part[piece.start : piece.start + piece.length] for piece in pieces]
             summed += [gradient for gradient, piece in zip(averaged, pieces, strict=True) if piece.is_summed]
-            self.averaged_gradients[number] = averaged  # where DeepSpeed's ``safe_get_full_grad`` looks
+            self.averaged_gradients[number] = averaged  # read by DeepSpeed's ``safe_get_full_grad``
         if self.is_gradient_accumulation_boundary():
             sum_together(summed, self._layout.tensor_group)
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of ``parameter`` on this rank, before it is reduced; ZeRO 1."""
+        """The unreduced gradient of ``parameter`` on this rank; ZeRO 1 only."""
         return self.get_param_gradient_attribute(parameter) if self.gradients is None else self.gradients.of(parameter)
 
     @overrides(DeepSpeedZeroOptimizer, "(self, closure=None)")
@@ -241,7 +241,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             DeepSpeedZeroOptimizer._update_scale(self, False)
 
     def end_step(self, skipped: bool) -> None:
-        """Bring the host's loss scale up to date, which until now was a tensor [] on the device."""
+        """Update the loss scale on the host; during the step it was a tensor [] on the device."""
         if self.custom_loss_scaler:
             self.custom_loss_scaler = False
             with loss_scale_limit_reported():
@@ -253,9 +253,9 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         return [parts[group.rank()] for parts, group in groups]
 
     def gather_before(self, layers: Iterable[nn.Module]) -> None:
-        """From now on let each of ``layers`` wait for its own weights only, when it runs for the first time in a step.
+        """Make each of ``layers`` wait for the all-gather of its weights when it first runs, instead of in the step.
 
-        What is tied, or not in ``layers``, is gathered before the step ends.
+        Tied weights, and weights not in ``layers``, are gathered before the step ends.
         """
         numbers = {parameter: number for number, group in enumerate(self.bit16_groups) for parameter in group}
         for layer in layers:
@@ -265,7 +265,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         self._gathered_late -= {numbers[parameter] for parameter in self._reduced_last if parameter in numbers}
 
     def _gather_weights(self) -> None:
-        """Gather the flat weights, of which each rank has updated its part, in the order of their first use."""
+        """Start to all-gather the updated flat weights, in the order of their first use."""
         flats = list(zip(self.bit16_groups_flat, self._own_parts(), self.real_dp_process_group, strict=True))
         for number in sorted(range(len(flats)), key=self._first_uses.__getitem__):
             flat, own, group = flats[number]
@@ -274,7 +274,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         self.wait_for_weights(self._gathering.keys() - self._gathered_late)
 
     def wait_for_weights(self, numbers: Iterable[int] | None = None) -> None:
-        """Wait until the weights of these groups are gathered, or those of all."""
+        """Wait until the weights of these parameter groups (default: all) are gathered."""
         for number in list(self._gathering if numbers is None else numbers):
             if number in self._gathering:
                 self._gathering.pop(number).wait()
@@ -284,7 +284,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             self.wait_for_weights(numbers)
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
-        """2-norm [] of the gradient of the model, each weight counted once; ``parts`` are this rank's."""
+        """2-norm [] of the model's gradient, with each weight counted once, from this rank's ``parts``."""
         counted = (
             (is_moe_param(self.bit16_groups[number][0]), piece)
             for number, part in enumerate(parts)
@@ -297,7 +297,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         return sum_over_model(sums, self._layout).sqrt()
 
     def _counted(self, number: int, part: Tensor) -> list[Tensor]:
-        """The pieces of a group's ``part`` that count: all of it, or those of parameters that this rank contributes."""
+        """The pieces of a group's ``part`` that this rank contributes to the norm."""
         pieces = self._pieces[number]
         if all(piece.is_counted for piece in pieces):
             return [part]
@@ -305,7 +305,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     @cached_property
     def _pieces(self) -> list[list["_Piece"]]:
-        """Each parameter's piece of this rank's part of each group."""
+        """The pieces of parameters in this rank's part of each parameter group."""
         numbers = {id(master): number for number, master in enumerate(self.single_partition_of_fp32_groups)}
         pieces: list[list[_Piece]] = [[] for _ in numbers]
         for parameter, weight in zero_master_weights(self):
@@ -316,9 +316,9 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
 
 def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
-    """The loss scale after a step, of which ``scaler`` does not know yet. At the smallest scale it stays there."""
+    """The loss scale that ``scaler`` would have after a step with or without overflow; it is not changed."""
     after = copy(scaler)
-    after.raise_error_at_min_scale = False  # the host decides when it learns whether the step did overflow
+    after.raise_error_at_min_scale = False  # the host raises the error once it knows that the step did overflow
     after.update_scale(overflows)
     return after.cur_scale
 
@@ -329,9 +329,9 @@ def takes_scale(optimizer: Any) -> bool:
 
 
 def scale_and_skip(optimizer: torch.optim.Adam, norm: Tensor, divisor: Tensor) -> Tensor:
-    """Let the next step divide gradients by ``divisor`` [], and do nothing if ``norm`` [] is not finite.
+    """Make the next step divide gradients by ``divisor`` [], or do nothing if ``norm`` [] is not finite.
 
-    Returns whether it does nothing, [].
+    Returns whether the step will be skipped, [].
     """
     skips = ~norm.isfinite()
     optimizer.grad_scale, optimizer.found_inf = divisor.float(), skips.float()  # type: ignore[attr-defined]
@@ -339,12 +339,12 @@ def scale_and_skip(optimizer: torch.optim.Adam, norm: Tensor, divisor: Tensor) -
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """What a gradient of ``norm`` is divided by to be clipped at ``limit``: at least 1."""
+    """The divisor (at least 1) that clips a gradient of this ``norm`` at ``limit``."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 class Zero3Optimizer(LossScaleOfStep, DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO 3."""
+    """The optimizer of ZeRO 3."""
 
     @overrides(DeepSpeedZeroOptimizer_Stage3, "(*args, **kwargs)")
     def get_grad_norm_direct(self, gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
@@ -358,7 +358,7 @@ def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> 
 
 @contextmanager
 def corrected_optimizers(**options: Any) -> Iterator[None]:
-    """While inside, DeepSpeed's engines make the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
+    """A context in which DeepSpeed creates the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
     stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
     ours = partial(ZeroOptimizer, **options)
     with ExitStack() as stack:

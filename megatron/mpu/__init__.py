@@ -1,11 +1,11 @@
-"""Megatron-LM's classic library, for programs written with it: layers, mappings, random streams, and global groups.
+"""Megatron-LM's classic ``mpu`` library: layers, mappings, random streams, and global process groups.
 
-After ``mpu.initialize_model_parallel()`` the group is implicit everywhere, and may still be given. Names, arguments and
-results are the same as in Megatron-LM 1 to 3. The suite itself passes its ``ParallelLayout`` as an argument, and never
-imports this package.
+After ``mpu.initialize_model_parallel()`` the process group is implicit, but may be passed. Names, arguments and results
+are the same as in Megatron-LM 1 to 3. The suite itself passes a ``ParallelLayout`` as an argument, and never imports
+this package.
 """
 
-# ruff: noqa: F401, F403  # these names are what the package offers
+# ruff: noqa: F401, F403  # re-exports
 
 from . import cross_entropy, data, grads, initialize, layers, mappings, random, utils
 from .cross_entropy import vocab_parallel_cross_entropy

@@ -1,4 +1,4 @@
-"""The cross entropy of sharded logits with Megatron-LM's arguments: the group is implicit."""
+"""Vocabulary-parallel cross entropy with Megatron-LM's arguments and an implicit group."""
 
 from torch import Tensor
 from torch.distributed import ProcessGroup

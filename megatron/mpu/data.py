@@ -1,4 +1,4 @@
-"""Broadcast of a batch with Megatron-LM's arguments: the group is implicit."""
+"""Broadcast of a batch with Megatron-LM's arguments and an implicit group."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -16,15 +16,15 @@ from .initialize import get_tensor_model_parallel_group
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Send the tensors named ``keys`` from the first tensor-parallel rank to the others, which may give None.
+    """Broadcast the tensors named ``keys`` from the first tensor-parallel rank; ``data`` may be None on the others.
 
-    Raises ValueError on the first rank if a tensor is of another type than ``datatype``.
+    Raises ValueError on the first rank if a tensor has another dtype than ``datatype``.
     """
     return mappings.broadcast_data(keys, data, datatype, group or get_tensor_model_parallel_group())
 
 
 def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dtype: torch.dtype) -> None:
-    """Raise AssertionError if a tensor is of another type."""
+    """Raise AssertionError if a tensor has another dtype."""
     for key in keys:
         assert data[key].dtype == target_dtype, f"{key} has data type {data[key].dtype}, not {target_dtype}"
 
@@ -32,7 +32,7 @@ def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dt
 def _build_key_size_numel_dictionaries(
     keys: Sequence[str], data: Mapping[str, Tensor] | None
 ) -> tuple[dict[str, list[int]], dict[str, int], int]:
-    """The sizes of the first rank's tensors, their numbers of elements, and the sum of these, on every rank."""
+    """Shapes and numbers of elements of the first rank's tensors, and the total number, on every rank."""
     group = get_tensor_model_parallel_group()
     sizes = {key: list(data[key].shape) for key in keys} if group.rank() == 0 and data is not None else None
     message = [sizes]

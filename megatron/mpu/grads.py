@@ -1,4 +1,4 @@
-"""Clipping of gradients under Megatron-LM 1's name."""
+"""Gradient clipping with the interface of Megatron-LM 1."""
 
 import math
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from .layers import param_is_not_tensor_parallel_duplicate
 
 
 def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> float:
-    """Scale all gradients so that their norm over the ranks of the model is at most ``max_norm``; the norm before.
+    """Clip gradients so that their norm over all ranks of the model is at most ``max_norm``; returns the norm before.
 
-    A weight that the tensor-parallel ranks have in full counts once.
+    Weights that are replicated on the tensor-parallel ranks count once.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = {parameter: parameter.grad for parameter in listed if parameter.grad is not None}

@@ -1,7 +1,7 @@
-"""The classic globals: ``initialize_model_parallel`` divides the ranks into groups, which are implicit from then on.
+"""Megatron-LM's global process groups, created by ``initialize_model_parallel``.
 
-Ranks are numbered as in Megatron-LM: tensor-parallel neighbors first, then data-parallel ones, then pipeline stages.
-Every function raises ConfigError if it needs groups and there are none.
+Ranks are ordered as in Megatron-LM: tensor-parallel rank innermost, then data-parallel rank, then pipeline stage.
+All functions raise ConfigError if groups are needed but not initialized.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from megatron.parallel.layout import ParallelLayout
 
 @dataclass
 class _Globals:
-    """What ``initialize_model_parallel`` and the setters have set."""
+    """State set by ``initialize_model_parallel`` and the setters."""
 
     layout: ParallelLayout | None = None
     model_group: ProcessGroup | None = None
@@ -40,13 +40,13 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size: int | None = None,
     pipeline_model_parallel_split_rank: int | None = None,
 ) -> ParallelLayout:
-    """Divide the ranks of torch.distributed into groups, and return this rank's layout. Every rank must call it.
+    """Create the process groups, and return this rank's layout. A collective call of all ranks.
 
     ``virtual_pipeline_model_parallel_size`` is the number of model chunks of each stage;
     ``pipeline_model_parallel_split_rank`` is the first stage of the decoder of a model with an encoder.
 
-    Raises LaunchError if this process has joined no process group, ConfigError if the sizes do not divide its ranks or
-    this has been called before.
+    Raises LaunchError if torch.distributed is not initialized, ConfigError if the sizes do not divide the number of
+    ranks or this was called before.
     """
     if not dist.is_initialized():
         raise LaunchError(
@@ -87,18 +87,18 @@ def initialize_model_parallel(
 
 
 def _stages(pipe: list[int], *stages: int | None) -> list[int]:
-    """The ranks of these stages, each once."""
+    """The distinct ranks of these stages."""
     return sorted({pipe[stage] for stage in stages if stage is not None})
 
 
 def _own_group(all_ranks: list[list[int]], timeout: timedelta) -> tuple[ProcessGroup | None, list[int]]:
-    """This rank's group among those of ``all_ranks``, if it is in one. Every rank calls it."""
+    """Create the groups of ``all_ranks``; returns this rank's group and its ranks, or (None, []). A collective call."""
     group, rank = process_groups.own_group(all_ranks, timeout=timeout), dist.get_rank()
     return next(((group, ranks) for ranks in all_ranks if rank in ranks), (None, []))
 
 
 def destroy_model_parallel() -> None:
-    """Forget groups and values. The process groups end with torch.distributed's."""
+    """Reset groups and values. The process groups themselves are destroyed with torch.distributed."""
     global _globals
     _globals = _Globals()
 
@@ -124,10 +124,10 @@ def get_layout() -> ParallelLayout:
 
 
 def get_model_parallel_group() -> ProcessGroup:
-    """The ranks that hold one replica of the model, all tensor-parallel ranks of all stages, as in Megatron-LM 2.
+    """The ranks of one model replica: all tensor-parallel ranks of all stages, as in Megatron-LM 2.
 
-    In Megatron-LM 1 and its 3D-parallelism fork the name stands for the tensor-parallel group: the same without
-    pipeline stages.
+    In Megatron-LM 1 and DeepSpeed's 3D-parallelism fork this name means the tensor-parallel group, which is the same
+    without pipeline stages.
     """
     get_layout()
     assert _globals.model_group is not None
@@ -234,7 +234,7 @@ def _rank_of_stage(stage: int) -> int:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The model chunk that is computed, as set; None without virtual stages."""
+    """The current model chunk, as set by the setter; None without virtual stages."""
     return _globals.values.get("virtual_pipeline_model_parallel_rank")
 
 
@@ -252,7 +252,7 @@ def _setter(name: str) -> Callable[[int | None], None]:
     def set_value(value: int | None) -> None:
         _globals.values[name] = value
 
-    set_value.__doc__ = f"What ``get_{name}`` returns from now on; None for what it returns otherwise."
+    set_value.__doc__ = f"Set the value that ``get_{name}`` returns; None restores its default."
     return set_value
 
 
@@ -281,12 +281,12 @@ def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     """Whether stage ``rank``, this rank's by default, executes layers of the encoder; True if there is no split."""
-    return _is_beside_split(rank, before=True)
+    return _is_on_side_of_split(rank, before=True)
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
     """Whether stage ``rank``, this rank's by default, executes layers of the decoder; True if there is no split."""
-    return _is_beside_split(rank, before=False)
+    return _is_on_side_of_split(rank, before=False)
 
 
 def is_pipeline_stage_at_split() -> bool:
@@ -295,7 +295,7 @@ def is_pipeline_stage_at_split() -> bool:
     return is_pipeline_stage_before_split(stage) and is_pipeline_stage_after_split(stage + 1)
 
 
-def _is_beside_split(stage: int | None, *, before: bool) -> bool:
+def _is_on_side_of_split(stage: int | None, *, before: bool) -> bool:
     split = get_pipeline_model_parallel_split_rank()
     if get_pipeline_model_parallel_world_size() == 1 or split is None:
         return True
@@ -335,7 +335,7 @@ def is_rank_in_position_embedding_group() -> bool:
     return dist.get_rank() in _globals.position_embedding_ranks
 
 
-# Other names of the same functions, which DeepSpeed and its 3D-parallelism fork of Megatron-LM use.
+# Aliases used by DeepSpeed and its 3D-parallelism fork of Megatron-LM.
 get_pipe_parallel_group = get_pipeline_model_parallel_group
 get_pipe_parallel_rank = get_pipeline_model_parallel_rank
 get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size

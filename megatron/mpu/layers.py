@@ -1,7 +1,8 @@
-"""Tensor-parallel layers with Megatron-LM's arguments, over the linear operation of this suite.
+"""Tensor-parallel layers with Megatron-LM's arguments, based on the linear operation of this suite.
 
-The group is implicit, or given as ``group``. Weights are drawn in full by ``init_method`` from torch's generator, which
-all tensor-parallel ranks must have seeded alike, and sliced: their values do not depend on the number of ranks.
+The process group is implicit, or passed as ``group``. ``init_method`` draws the full weight from torch's generator,
+which must have the same seed on all tensor-parallel ranks; then it is sliced: values do not depend on the number of
+ranks.
 
 t ranks of the group, i inputs, o outputs
 """
@@ -24,43 +25,43 @@ from .initialize import get_tensor_model_parallel_group, get_tensor_model_parall
 from .utils import divide
 
 InitMethod = Callable[[Tensor], Any]
-"""Fills a tensor, as the functions of ``torch.nn.init`` do."""
+"""Fills a tensor in place, like the functions of ``torch.nn.init``."""
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
-"""Attributes of parameters that optimizers and checkpoints of Megatron-LM read."""
+"""Parameter attributes that Megatron-LM's optimizers and checkpoints read, with their defaults."""
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark ``tensor`` as sharded along ``dim`` or not, also for DeepSpeed. AssertionError if it has marks."""
+    """Mark ``tensor`` as sharded along ``dim`` or not, also for DeepSpeed. AssertionError if it is marked already."""
     assert not any(hasattr(tensor, name) for name in _DEFAULTS), "the tensor has attributes of tensor parallelism"
     for name, value in zip(_DEFAULTS, (is_parallel, dim, stride), strict=True):
         setattr(tensor, name, value)
-    tensor.model_parallel = is_parallel  # type: ignore[attr-defined]  # DeepSpeed's mark
+    tensor.model_parallel = is_parallel  # type: ignore[attr-defined]  # read by DeepSpeed
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark ``tensor`` as not sharded if it has no mark."""
+    """Mark ``tensor`` as not sharded, unless it is marked already."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Give one tensor the marks of another."""
+    """Copy the tensor-parallel attributes from one tensor to another."""
     for name in (*_DEFAULTS, "model_parallel"):
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Whether a norm over all ranks counts ``param`` on this one: its own shard, or the first rank's copy."""
+    """Whether a norm over all ranks counts ``param`` on this rank: a shard, or the copy of the first rank."""
     return getattr(param, "tensor_model_parallel", False) or get_tensor_model_parallel_rank() == 0
 
 
 class LinearOutput(NamedTuple):
-    """The output of a linear layer, [.., o], and its bias, None if it was added.
+    """The output of a linear layer, [.., o], and its bias, which is None if it was added.
 
-    It unpacks into the two, as in Megatron-LM from 1.1; functions and methods of torch take the output, which is all
-    that Megatron-LM 1.0 returned.
+    It unpacks into both, as in Megatron-LM from 1.1; torch functions and methods use only the output, as in Megatron-LM
+    1.0, which returned nothing else.
     """
 
     output: Tensor
@@ -86,7 +87,7 @@ def _output(value: Any) -> Any:
 
 
 class _Linear(DeferringModule):
-    """What both linear layers share: a shard of the weight along ``dim``, and a bias."""
+    """Base class of both linear layers, with a weight sharded along ``dim`` and a bias."""
 
     def __init__(
         self, input_size: int, output_size: int, dim: int, has_bias: bool, init_method: InitMethod, stride: int,
@@ -111,10 +112,10 @@ class _Linear(DeferringModule):
 
 
 class ColumnParallelLinear(_Linear):
-    """y = x W^T + b with W sharded by rows: [.., i] -> [.., o], or [.., o/t] without ``gather_output``.
+    """Column-parallel linear layer, y = x W^T + b: [.., i] -> [.., o], or [.., o/t] without ``gather_output``.
 
-    With ``skip_bias_add`` the bias is returned and not added. ``stride`` is the number of matrices in W that are
-    sharded one by one. ``keep_master_weight_for_test`` keeps W in full as ``master_weight``.
+    With ``skip_bias_add`` the bias is returned and not added. ``stride`` is the number of matrices in W, which are
+    sharded separately. ``keep_master_weight_for_test`` keeps the full W as ``master_weight``.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """y = x W^T + b with W sharded by columns: [.., i] -> [.., o], or from [.., i/t] with ``input_is_parallel``.
+    """Row-parallel linear layer, y = x W^T + b: [.., i] -> [.., o], or from [.., i/t] with ``input_is_parallel``.
 
     The other arguments are the same as in ``ColumnParallelLinear``.
     """
@@ -162,7 +163,7 @@ class RowParallelLinear(_Linear):
 
 
 class VocabParallelEmbedding(layers.VocabParallelEmbedding):
-    """A table sharded by rows: tokens [b, s] -> hidden [b, s, h]. AssertionError if the ranks cannot share it."""
+    """Embedding sharded along the vocabulary: tokens [b, s] -> hidden [b, s, h]. AssertionError if not divisible."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = init.xavier_normal_,
@@ -176,7 +177,7 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding):
 
 
 class ParallelEmbedding(nn.Module):
-    """A table sharded by columns, of Megatron-LM 1.0: tokens [b, s] -> hidden [b, s, h]."""
+    """Embedding sharded along the hidden size, from Megatron-LM 1.0: tokens [b, s] -> hidden [b, s, h]."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = init.xavier_normal_,
@@ -196,7 +197,7 @@ class ParallelEmbedding(nn.Module):
 
 
 class _Drawn(NamedTuple):
-    """Initial values from an ``init_method``, for layers that want a ``WeightInit``."""
+    """Adapts an ``init_method`` to the interface of ``WeightInit``."""
 
     init_method: InitMethod
 
@@ -210,9 +211,9 @@ def _initialize_affine_weight(
     weight: Tensor, output_size: int, input_size: int, per_partition_size: int, partition_dim: int,
     init_method: InitMethod, stride: int = 1, return_master_weight: bool = False, group: ProcessGroup | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Draw a weight [o, i] in full and copy this rank's slice along ``partition_dim`` into ``weight``.
+    """Draw a full weight [o, i] and copy this rank's slice along ``partition_dim`` into ``weight``.
 
-    With a stride the slice is one of each ``stride`` parts. Returns the full weight, if asked for.
+    With a stride, a slice is taken from each of ``stride`` parts. Returns the full weight on request.
     """
     group = group or get_tensor_model_parallel_group()
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)

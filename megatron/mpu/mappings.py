@@ -1,4 +1,4 @@
-"""The mappings of tensor parallelism with Megatron-LM's names and arguments: the group is implicit."""
+"""Tensor-parallel mappings with Megatron-LM's names and arguments and an implicit group."""
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -38,7 +38,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """All-gather the sequence forward, reduce-scatter backward: [s/t, ..] -> [s, ..].
 
-    Without ``tensor_parallel_output_grad`` the gradient is equal on all ranks, and each keeps its part.
+    Without ``tensor_parallel_output_grad`` the gradient must be equal on all ranks, and each rank keeps its part.
     """
     group = group or get_tensor_model_parallel_group()
     if tensor_parallel_output_grad:

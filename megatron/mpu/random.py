@@ -1,7 +1,7 @@
-"""Random streams, recomputation and the division of tensors under Megatron-LM's names.
+"""Random streams, activation checkpointing and tensor splitting with Megatron-LM's names.
 
-The tracker is DeepSpeed's, as everywhere in this suite, whose activation checkpointing replays it. On a CPU the
-functions with ``cuda`` in their name are about the CPU's generator.
+The RNG tracker is DeepSpeed's, since DeepSpeed's activation checkpointing replays it. On a CPU the functions with
+``cuda`` in their name use the CPU's generator.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from .initialize import get_tensor_model_parallel_group, get_tensor_model_parall
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL_STREAM
 _OFFSET = 2718
-"""Between the seeds of the shared and the per-rank stream, as in Megatron-LM."""
+"""Difference between the seeds of the shared and the per-rank stream, as in Megatron-LM."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator with ``seed`` on all tensor-parallel ranks, and the tracked one differently on each.
+    """Seed the device's generator equally on all tensor-parallel ranks, and the tracked per-rank stream differently.
 
-    Data-parallel ranks and pipeline stages that are given the same seed draw the same numbers.
+    Data-parallel ranks and pipeline stages with the same seed draw the same numbers.
     """
     tracker = get_cuda_rng_tracker()
     tracker.reset()
@@ -36,7 +36,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def _set_cuda_rng_state(new_state: Tensor, device: int = -1) -> None:
-    """Set the state of the generator of ``device``, by default of the current one."""
+    """Set the state of the generator of ``device`` (default: the current device)."""
     if device == -1:
         get_accelerator().set_rng_state(new_state)
     else:
@@ -44,8 +44,8 @@ def _set_cuda_rng_state(new_state: Tensor, device: int = -1) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, of which only the arguments are kept; it runs again, with the same random numbers, in the
-    backward pass (arXiv 1604.06174). A flag as first argument, as in Megatron-LM 3, has no effect."""
+    """Run ``function(*args)`` with activation checkpointing: it is recomputed in the backward pass with the same random
+    numbers (arXiv 1604.06174). A boolean first argument, as in Megatron-LM 3, has no effect."""
     if args and isinstance(args[0], bool):
         args = args[1:]
     return checkpointing.checkpoint(function, *args)
@@ -54,15 +54,15 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's part of the elements in their order: n elements -> [n/t], a copy with ``new_buffer``.
+    """This rank's part of the flattened tensor: n elements -> [n/t], a copy with ``new_buffer``.
 
-    Raises ValueError if the ranks cannot share the elements equally.
+    Raises ValueError if n is not divisible by the number of ranks.
     """
     part = mappings.split_tensor_into_1d_equal_chunks(tensor, group or get_tensor_model_parallel_group())
     return part.clone() if new_buffer else part
 
 
 def gather_split_1d_tensor(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The parts of all ranks: [n/t] -> [n], the inverse of ``split_tensor_into_1d_equal_chunks``. Without gradient."""
+    """Inverse of ``split_tensor_into_1d_equal_chunks``: all-gather [n/t] -> [n]. Without gradient."""
     with torch.no_grad():
         return mappings.gather_split_1d_tensor(tensor, group or get_tensor_model_parallel_group())

@@ -1,4 +1,4 @@
-"""Arithmetic of shards, under Megatron-LM's names."""
+"""Helpers for sharding sizes and tensors, with Megatron-LM's names."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient. Raises AssertionError if it is not a whole number."""
+    """The integer quotient. Raises AssertionError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -17,24 +17,24 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """[.., n] -> ``num_partitions`` tensors [.., n/partitions], views unless they are to be contiguous."""
+    """[.., n] -> ``num_partitions`` tensors [.., n/partitions]; views unless ``contiguous_split_chunks``."""
     parts = tensor.split(divide(tensor.size(-1), num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
 class VocabUtility:
-    """Which rows of the vocabulary a rank has: from the first to before the last."""
+    """Computes the half-open range of vocabulary rows of a rank."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range, given the rows of each rank."""
+        """The range, given the number of rows per rank."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """The range, given the rows of all ranks."""
+        """The range, given the total number of rows."""
         rows = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(rows, rank, world_size)

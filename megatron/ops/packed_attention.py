@@ -161,7 +161,7 @@ def keep_on_host(tensor: Tensor, host: Tensor) -> Tensor:
 
 def as_int32(tokens: Tensor) -> Tensor:
     """``tokens`` in the type in which they travel between stages; if they are on the host, too, so is the result."""
-    host = known_of(tokens, "on host", lambda: None)
+    host = cached_for(tokens, "on host", lambda: None)
     return tokens.int() if host is None else keep_on_host(tokens.int(), host.int())
 
 

@@ -37,7 +37,7 @@ def run_rank(world_size: int, number: int, program: str, words: list[str], resul
 
     def noted(*arguments: Any) -> Any:
         value = value_at(*arguments)
-        answered.append(transfers._row(value))
+        answered.append(transfers._shape_row(value))
         return value
 
     run.value_at = noted

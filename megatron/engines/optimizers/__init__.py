@@ -1,4 +1,4 @@
-"""The parameter groups of each optimizer, and the optimizers that DeepSpeed does not make."""
+"""Parameter groups of all optimizers, and optimizers that DeepSpeed does not create: Muon, Lion, apex's Adam."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from megatron.parallel.layout import ParallelLayout
 
 Groups = list[dict[str, Any]]
 QKV = "attention.query_key_value.weight"
-"""End of the name of the matrix of queries, keys and values."""
+"""Suffix of the names of fused QKV weights."""
 
 
 def parameter_groups(module: nn.Module, run: RunConfig) -> Groups:
-    """The groups of ``weight_decay_groups``, for ZeRO 1 and 2 in buckets; for Muon, a group of its matrices before."""
+    """Parameter groups by weight decay, split into buckets for ZeRO 1 and 2; for Muon, its matrices come first."""
     groups = weight_decay_groups(module, run.model)
     if run.optim.optimizer != "muon":
         return [bucket for group in groups for bucket in _buckets(group, run.gradient_bucket)]
@@ -35,20 +35,20 @@ def parameter_groups(module: nn.Module, run: RunConfig) -> Groups:
 
 
 def _buckets(group: dict[str, Any], elements: int | None) -> Groups:
-    """``group`` in groups of consecutive parameters with ``elements`` or more each, and one of the rest."""
+    """Split ``group`` into groups of consecutive parameters with at least ``elements`` elements, except the last."""
     buckets: list[list[nn.Parameter]] = [[]]
     for parameter in group["params"]:
-        if elements is not None and sum(one.numel() for one in buckets[-1]) >= elements:
+        if elements is not None and sum(p.numel() for p in buckets[-1]) >= elements:
             buckets.append([])
         buckets[-1].append(parameter)
     return [{**group, "params": bucket} for bucket in buckets]
 
 
 def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
-    """Parameter groups with and without weight decay, by the spec of ``model``; with expert parallelism one of experts.
+    """Parameter groups with and without weight decay, by the spec of ``model``; expert parallelism adds one of experts.
 
-    They are without what is frozen. Parts whose learning rate is multiplied have groups of their own.
-    Without a spec vectors and scalars, such as biases, are without, and no group is empty.
+    Frozen parameters are left out. Parts with a learning-rate multiplier have separate groups. Without a spec, vectors
+    and scalars such as biases have no weight decay, and empty groups are left out.
     """
     architecture = architecture_of(model)
     if architecture.provider is not None:
@@ -58,25 +58,25 @@ def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
     experts = [parameter for _, parameter in trained if is_moe_param(parameter)]
     groups: Groups = []
     for multiplier in dict.fromkeys(map(model.learning_rate_of, reversed(PARTS))):  # of the language model first
-        own = [
+        part_parameters = [
             (specs[name].weight_decay, parameter)
             for name, parameter in trained
             if not is_moe_param(parameter) and model.learning_rate_of(part_of(model, name)) == multiplier
         ]
         settings = {} if multiplier == 1 else {LR_MULTIPLIER: multiplier}
         groups += [
-            {"params": [parameter for decays, parameter in own if decays], **settings},
-            {"params": [parameter for decays, parameter in own if not decays], "weight_decay": 0.0, **settings},
+            {"params": [parameter for decays, parameter in part_parameters if decays], **settings},
+            {"params": [p for decays, p in part_parameters if not decays], "weight_decay": 0.0, **settings},
         ]
     if model.lora_rank or model.vision_num_layers:  # adapters are matrices; parts may be frozen, or on other stages
         groups = [group for group in groups if group["params"]]
-    if experts:  # those that other data-parallel ranks do not hold
+    if experts:  # sharded over data-parallel ranks
         groups.append({"params": experts, "moe": True, "name": experts[0].group_name})  # type: ignore[attr-defined]
     return groups
 
 
 def block_matrices(architecture: ArchitectureSpec, model: ModelConfig) -> set[str]:
-    """Names of the matrices of the transformer's layers, which Muon updates: no embedding, no head, no vector."""
+    """Names of the matrices in transformer layers, which Muon updates; not embeddings, heads and vectors."""
     return {
         prefix + spec.name
         for prefix, layer in architecture.prefixed_layers(model)
@@ -96,9 +96,9 @@ def _groups_by_shape(module: nn.Module) -> Groups:
 
 
 def client_optimizer(run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout) -> Optimizer | None:
-    """The optimizer of ``run`` if DeepSpeed has none that fits: Muon, Lion that steps on the CPU, apex's fused Adam.
+    """The optimizer of ``run`` if DeepSpeed has no suitable one: Muon, Lion on the CPU, apex's fused Adam.
 
-    None for the optimizer of the DeepSpeed config, which DeepSpeed makes.
+    None for other optimizers, which DeepSpeed creates from its config.
     """
     optimizer = run.ds_config.get("optimizer", {})
     kind, params = optimizer.get("type"), optimizer.get("params", {})
@@ -112,9 +112,9 @@ def client_optimizer(run: RunConfig, module: nn.Module, groups: Groups, layout: 
 
 
 class Lion(Optimizer):
-    """Lion (arXiv 2302.06675) on any device. DeepSpeed's is for CUDA; its offloaded one keeps a second moment unused.
+    """Lion (arXiv 2302.06675) on any device. DeepSpeed's FusedLion needs CUDA; its CPU Lion wastes a second moment.
 
-    Its state has the names of DeepSpeed's: ``exp_avg``, the momentum, and ``step``, which only counts.
+    The state has the same names as in DeepSpeed: ``exp_avg``, the momentum, and ``step``, which is only a counter.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def _muon(
 
 
 def _apex_adam(run: RunConfig, groups: Groups, kind: str, params: dict[str, Any]) -> Optimizer | None:
-    """apex's fused Adam if apex is requested, the state stays on the device, and apex has all settings."""
+    """apex's fused Adam if apex is enabled, the optimizer is not offloaded, and apex supports all settings."""
     if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer or params.get("amsgrad"):
         return None
     from apex.optimizers import FusedAdam

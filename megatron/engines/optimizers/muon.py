@@ -1,9 +1,9 @@
-"""Muon: momentum whose matrices are made orthogonal (kellerjordan.github.io/posts/muon, arXiv 2502.16982).
+"""Muon: SGD with orthogonalized momentum for matrices (kellerjordan.github.io/posts/muon, arXiv 2502.16982).
 
-An update is a function of full matrices, so that it does not depend on the layout: a matrix is gathered over the
-tensor-parallel ranks, and at ZeRO 1 and 2 from the partitions of the data-parallel ranks first, one matrix at a time.
-What a checkpoint would call one matrix may be several, each made orthogonal by itself: queries, keys and values, and
-the two of SwiGLU. DeepSpeed's own Muon orthogonalizes what a tensor-parallel rank holds.
+Updates are computed from full matrices, so that they do not depend on the layout: a matrix is gathered over the
+tensor-parallel ranks, and at ZeRO 1 and 2 first from the partitions of the data-parallel ranks, one matrix at a time.
+A fused parameter contains several matrices, which are orthogonalized separately: queries, keys and values, or the two
+of SwiGLU. DeepSpeed's Muon orthogonalizes the shard of a tensor-parallel rank.
 """
 
 import math
@@ -26,7 +26,7 @@ COEFFICIENTS = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Coefficients (a, b, c) of x -> a x + b x x' x + c x x' x x' x, for one Newton-Schulz iteration after the other."""
+"""Coefficients (a, b, c) of x -> a x + b x x' x + c x x' x x' x for successive Newton-Schulz iterations."""
 _SCALES = {
     "spectral": lambda rows, columns: max(rows, columns),
     "unit_rms_norm": lambda rows, columns: rows / columns,
@@ -36,7 +36,7 @@ _SMALLEST_NORM = 1e-7
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5, coefficients: str = "simple") -> Tensor:
-    """Approximately U V' of the singular value decomposition U S V' of ``matrix``, [rows, columns], in its type."""
+    """Approximate U V' of the singular value decomposition U S V' of ``matrix`` [rows, columns], in its dtype."""
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=_SMALLEST_NORM)  # singular values of at most 1
@@ -52,9 +52,9 @@ class Matrix(NamedTuple):
     """A parameter that Muon updates: [rows, columns], or [matrices, rows, columns]."""
 
     parameter: nn.Parameter
-    """This tensor-parallel rank's shard, along ``partition_dim`` if it has one."""
+    """This tensor-parallel rank's shard along ``partition_dim``, or the full parameter."""
     qkv: tuple[int, int, int] | None = None
-    """For rows of queries, keys and values, in the order [groups, queries of a group + 2, head size]: these numbers."""
+    """For fused QKV rows, [groups, queries per group + 2, head size]: (groups, queries per group, head size)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -62,7 +62,7 @@ class Matrix(NamedTuple):
         return self.parameter.shape
 
     def parts(self, full: Tensor) -> list[Tensor]:
-        """The matrices in ``full``, as views where rows are consecutive."""
+        """The matrices in ``full``, as views if their rows are consecutive."""
         if self.qkv is not None:
             groups, queries, size = self.qkv
             rows = full.view(groups, queries + 2, size, -1).split((queries, 1, 1), dim=1)
@@ -78,7 +78,7 @@ class Matrix(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements ``begin`` to ``begin + length`` of a matrix's shard are at ``start`` in a tensor of the optimizer."""
+    """Elements ``begin`` to ``begin + length`` of a matrix's shard, at ``start`` in a tensor of the optimizer."""
 
     matrix: Matrix
     start: int = 0
@@ -87,10 +87,10 @@ class Part(NamedTuple):
 
 
 class Muon(Optimizer):
-    """Muon for the groups with ``orthogonalize``, and AdamW for the others.
+    """Muon for groups with ``orthogonalize``, and AdamW for the others.
 
-    The state of a tensor is ``momentum_buffer``, or AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``. Every rank of
-    ``tensor_group`` and ``data_group`` must call ``step``.
+    The state of a tensor is ``momentum_buffer``, or AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``. ``step`` is a
+    collective call of all ranks of ``tensor_group`` and ``data_group``.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Muon(Optimizer):
         tensor_group: ProcessGroup | None = None,
         data_group: ProcessGroup | None = None,
     ) -> None:
-        """``matrices`` are the parameters of the groups to orthogonalize; ``dtype`` is that of the iterations."""
-        of_matrices = {
+        """``matrices`` are the parameters of groups with ``orthogonalize``; iterations run in ``dtype``."""
+        muon_defaults = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
@@ -121,9 +121,9 @@ class Muon(Optimizer):
             "scale_mode": scale_mode,
             "scale_factor": scale_factor,
         }
-        of_others = {"betas": tuple(betas), "eps": eps}
+        adam_defaults = {"betas": tuple(betas), "eps": eps}
         super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "orthogonalize": False, **of_matrices, **of_others}
+            params, {"lr": lr, "weight_decay": weight_decay, "orthogonalize": False, **muon_defaults, **adam_defaults}
         )
         self._matrices, self._dtype = tuple(matrices), dtype
         self._tensor_group, self._data_group = tensor_group, data_group
@@ -131,9 +131,9 @@ class Muon(Optimizer):
         self.use_partitions({})
 
     def use_partitions(self, partitions: Mapping[nn.Parameter, tuple[Tensor, int, int, int]]) -> None:
-        """Update parts of matrices: for a parameter, the flat tensor with a part of it, and start, begin and length.
+        """Use ZeRO partitions: parameter to (flat tensor with a part of it, start, begin, length).
 
-        A parameter that is missing has no part on this rank. Without any, each tensor is a full parameter.
+        A missing parameter has no part on this rank. An empty mapping means that tensors are full parameters.
         """
         if not partitions:
             self._parts = {m.parameter: [Part(m, length=m.parameter.numel())] for m in self._matrices}
@@ -169,20 +169,20 @@ class Muon(Optimizer):
             weight[span].sub_(update, alpha=group["lr"])
 
     def _update(self, part: Part, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """The orthogonal update of a matrix's shard, from this rank's part of its momentum."""
+        """The orthogonalized update of a matrix's shard, from this rank's part of its momentum."""
         shard = momentum
         if self._is_partitioned:
             shard = momentum.new_zeros(part.matrix.parameter.numel())
             shard[part.begin : part.begin + part.length] = momentum
-            dist.all_reduce(shard, group=self._data_group)  # each element has one owner: a gather
+            dist.all_reduce(shard, group=self._data_group)  # a gather, since each element has one owner
         shard = shard.view(part.matrix.shape)
         dim, ranks = getattr(part.matrix.parameter, "partition_dim", None), self._tensor_group
         if dim is None or ranks is None or ranks.size() == 1:
-            return self._of_full(part.matrix, shard, group)
-        update = self._of_full(part.matrix, _gathered(shard, dim, ranks), group)
+            return self._full_update(part.matrix, shard, group)
+        update = self._full_update(part.matrix, _gathered(shard, dim, ranks), group)
         return update.chunk(ranks.size(), dim)[ranks.rank()]
 
-    def _of_full(self, matrix: Matrix, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _full_update(self, matrix: Matrix, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
         return matrix.joined([self._orthogonal(part, group) for part in matrix.parts(momentum)])
 
     def _orthogonal(self, matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -202,7 +202,7 @@ class Muon(Optimizer):
 
 
 def _gathered(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The full tensor of which each rank of ``group`` has a shard along ``dim``."""
+    """All-gather ``shard`` along ``dim`` over ``group``."""
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return torch.cat(shards, dim)

@@ -28,7 +28,7 @@ from megatron.common.environment import expected_device
 from megatron.common.errors import UserError
 from megatron.config import RunConfig
 from megatron.engines import build
-from megatron.engines.transfers import Transfers, _boundary, _row, as_list
+from megatron.engines.transfers import Transfers, _boundary, _shape_row, as_list
 from megatron.launch import distributed, environment, rank
 from megatron.launch.environment import free_port
 from megatron.model.architectures import architecture_of
@@ -204,7 +204,7 @@ class _Shapes:
             if not transfers.knows_shape(one):
                 transfers._received_row(one.stage)
                 assert self._run is not None
-                transfers._shapes[_boundary(one)] = _row(value_at(self._run, one))
+                transfers._shapes[_boundary(one)] = _shape_row(value_at(self._run, one))
             receive(transfers, one)
 
         return answered
