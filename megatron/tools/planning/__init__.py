@@ -1,1 +1,1 @@
-"""The planner: memory, communication and time of every layout of a model, from its spec."""
+"""The planner: estimates memory, communication and time of all layouts of a model from its spec."""

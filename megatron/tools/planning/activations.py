@@ -1,4 +1,4 @@
-"""Activation memory of one micro-batch on a rank, in bytes: kept for the backward pass, and needed while it runs."""
+"""Activation memory of a micro-batch on a rank, in bytes: kept for the backward pass, and temporary during it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,12 +22,12 @@ from megatron.tools.planning.states import FP32, bytes_of
 
 
 class Sizes(NamedTuple):
-    """The shapes and types of one rank's tensors."""
+    """Sizes and element sizes of one rank's tensors."""
 
     tokens: int
-    """Tokens of a micro-batch on this rank, a sequence shard of them with context parallelism."""
+    """Tokens of a micro-batch on this rank; a sequence shard with context parallelism."""
     stream: int
-    """Tokens of hidden states between parallel layers, a shard with sequence parallelism."""
+    """Tokens of hidden states between tensor-parallel layers; a shard with sequence parallelism."""
     h: int
     f: int
     n: int
@@ -39,18 +39,18 @@ class Sizes(NamedTuple):
     v: int
     element: int
     residual: int
-    """Bytes of an element of the residual stream."""
+    """Bytes per element of the residual stream."""
     mask: int
-    """Bytes of an element of a dropout mask; 0 without dropout."""
+    """Bytes per element of a dropout mask; 0 without dropout."""
 
 
 def sizes(run: RunConfig) -> Sizes:
-    """The sizes of ``run``, whose batch and vocabulary size are known."""
+    """The sizes of ``run``, whose batch and vocabulary sizes must be known."""
     model, parallel = run.model, run.parallel
     t, parts = parallel.model_parallel_size, parallel.sequence_ranks
     tokens = run.train.micro_batch_size * run.data.seq_length // parts
     element = bytes_of(run)
-    on_cpu = parallel.device == "cpu"  # where dropout masks have the type of the activations
+    on_cpu = parallel.device == "cpu"  # on which dropout masks have the dtype of activations
     return Sizes(
         tokens=tokens,
         stream=tokens // t if parallel.sequence_parallel else tokens,
@@ -68,46 +68,46 @@ def sizes(run: RunConfig) -> Sizes:
 
 
 class Activations(NamedTuple):
-    """Bytes of one micro-batch."""
+    """Activation memory of one micro-batch, in bytes."""
 
     layer: int
-    """Kept by a transformer layer, without full recomputation; by the one that keeps most."""
+    """Kept by the transformer layer that keeps most, without full recomputation."""
     of_layers: Mapping[str, int]
-    """The same of each kind of layer, by its class name."""
+    """Kept by each kind of layer, by class name, without full recomputation."""
     scores: int
-    """Kept by the attention core besides query, key, value and context, unless it is recomputed."""
+    """Kept by the attention core in addition to query, key, value and context, unless it is recomputed."""
     kept_input: int
-    """Kept by a group of recomputed layers: its input, a shard of it, or nothing on the device."""
+    """Kept by a group of recomputed layers: its input, a shard of the input, or nothing on the device."""
     front: int
     """Kept by the embeddings."""
     back: int
     """Kept by the layers after the transformer layers, without the logits."""
     logits: int
-    """Peak of the logits: themselves, their gradients, and some rows in the loss's type, or the head's gradient."""
+    """Peak in the loss: logits, their gradients, and some rows in the dtype of the loss, or the head's gradient."""
     stored_logits: int
-    """The logits themselves."""
+    """The logits."""
     hidden: int
     """Hidden states between two stages."""
     passing: int
-    """Temporary memory of a layer's backward pass: gradients of a few of its tensors."""
+    """Temporary memory of a layer's backward pass: gradients of some of its tensors."""
 
 
 def activations(run: RunConfig) -> Activations:
-    """What one rank keeps of a micro-batch of ``run``."""
+    """The activation memory of a micro-batch of ``run`` on one rank."""
     z, (front, *groups, back) = sizes(run), layer_groups(run.model)
     kinds = {layer.class_name: layer for group in groups for layer in group}
     of_layers = {name: kept_of(z, layer) for name, layer in kinds.items()}
     blocks, scores = [layer for layer in kinds.values() if layer.is_block], 0
     for block in blocks:
-        of_block = _scores_of(run, z, block)
-        scores = max(scores, of_block)
-        again = run.model.recomputes_attention
-        of_layers[block.class_name] += _shared_keys(run, z) + (_kept_bias(run, z, block) if again else of_block)
+        block_scores = _block_scores(run, z, block)
+        scores = max(scores, block_scores)
+        kept = _kept_bias(run, z, block) if run.model.recomputes_attention else block_scores
+        of_layers[block.class_name] += _shared_keys(run, z) + kept
     hidden = hidden_bytes(run, z)
     logits = (z.b * run.data.decoder_seq_length if run.model.encoder_num_layers else z.tokens) * (z.v // z.t)
     full = z.tokens * z.h * z.element
-    # Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where it cuts the
-    # sequence, parts of them, too.
+    # Tensor parallelism adds the gradient of the region's input, and a copy for the reduction; sequence parallelism
+    # also shards of both.
     copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
     return Activations(
         layer=max(of_layers[block.class_name] for block in blocks),
@@ -128,20 +128,20 @@ def activations(run: RunConfig) -> Activations:
 def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
     """Temporary memory of the MLP's backward pass, without hidden states.
 
-    The gradients of the second linear layer's input and weight; its input is freed before the next gradient of that
-    size is allocated. A gated MLP has more tensors. An MLP in tiles has the gradients and activations of one tile.
+    These are gradients of the second linear layer's input and weight; its input is freed before the next gradient of
+    that size is allocated. A gated MLP has more tensors. A tiled MLP has gradients and activations of one tile.
     """
     columns, model = z.tokens * z.f * z.element // z.t, run.model
-    activation, again = ACTIVATIONS[model.activation], model.recompute_mlp_activation * columns
+    activation, recomputed = ACTIVATIONS[model.activation], model.recompute_mlp_activation * columns
     if model.tiled_mlp:
         return (activation.gradients + activation.kept) * columns // model.mlp_tiles(z.stream)
     if activation.gradients > 2:
         return activation.gradients * columns
-    return again + columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
+    return recomputed + columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
 
 
 def _quantized(run: RunConfig, z: Sizes) -> int:
-    """Temporary memory of a linear layer in FP8: its input or the gradient of its output, scaled and quantized."""
+    """Temporary memory of a linear layer in FP8: its input or output gradient, scaled and quantized."""
     if run.model.fp8_format == "none":
         return 0
     columns = max(z.h, (2 if run.model.is_gated else 1) * z.f // z.t)
@@ -149,11 +149,11 @@ def _quantized(run: RunConfig, z: Sizes) -> int:
 
 
 def _in_attention(run: RunConfig, z: Sizes) -> int:
-    """Temporary memory of attention's backward pass, less what the MLP and its norm have freed by then.
+    """Temporary memory of attention's backward pass, minus the memory freed by then by the MLP and its norm.
 
-    With a window these are gradients of the keys that each chunk attends to; the gradients of queries replace contexts.
-    A ring has keys and values of this rank and of another, and their gradients in fp32, sent and received; or those of
-    all ranks if they are gathered. 0 where it is negligible.
+    With a window these are gradients of the keys that each chunk attends to; gradients of queries replace contexts. A
+    ring has keys and values of this rank and of another one, and their gradients in fp32, sent and received; with
+    all-gather it has those of all ranks. 0 if it is negligible.
     """
     model, ring, window = run.model, run.parallel.ring_size, _window(run, z)
     queries, keys = (count // ring for count in heads(run, z))
@@ -170,13 +170,13 @@ def _in_attention(run: RunConfig, z: Sizes) -> int:
 
 
 def kernel_of_attention(run: RunConfig, model: ModelConfig, z: Sizes) -> AttentionKernel:
-    """The kernel of attention on the devices of the run."""
+    """The attention kernel on the devices of the run."""
     causal = architecture_of(model).is_causal
     return attention_kernel(model, DeviceFacts(run.parallel.device), causal=causal, seq_length=z.s)
 
 
 def _window(run: RunConfig, z: Sizes) -> int:
-    """Tokens of a window whose attention is computed in chunks; 0 if there is none."""
+    """Window size in tokens if attention is computed in chunks; otherwise 0."""
     model = run.model
     kernel = kernel_of_attention(run, model, z)
     in_chunks = kernel.limits == "blocks" and SHORTEST_BLOCK < z.s and model.pre_tokens < z.s - 1
@@ -184,7 +184,7 @@ def _window(run: RunConfig, z: Sizes) -> int:
 
 
 def heads(run: RunConfig, z: Sizes) -> tuple[int, int]:
-    """Elements of the queries, and of the keys and values, of a rank's heads over full sequences."""
+    """Elements of queries, and of keys and values, of a rank's heads for full sequences."""
     groups = max(run.model.query_groups * z.n // run.model.num_attention_heads, 1)
     tokens = z.b * z.s * run.model.head_size
     return tokens * z.n, 2 * tokens * groups
@@ -196,35 +196,35 @@ def _columns(run: RunConfig) -> int:
 
 
 def hidden_bytes(run: RunConfig, z: Sizes) -> int:
-    """Hidden states between two stages; of T5 with the output of the encoder."""
+    """Bytes of hidden states between two stages; for T5 including the output of the encoder."""
     length = z.s + (run.data.decoder_seq_length if run.model.encoder_num_layers else 0)
     return z.stream * length // z.s * z.h * z.residual
 
 
 def kept_of(z: Sizes, layer: LayerSpec) -> int:
-    """Bytes that one rank keeps of ``layer``, without the scores of attention."""
+    """Bytes that ``layer`` keeps on one rank, without attention scores."""
     kept = layer.kept
     hidden = kept.residual * z.residual + kept.local * z.element + kept.masks * z.mask + kept.statistics * FP32
     return z.stream * hidden + z.tokens * kept.index_bytes + z.tokens * kept.sharded * z.element // z.t
 
 
 def _shared_keys(run: RunConfig, z: Sizes) -> int:
-    """What a rank keeps of a key and value head that it shares with others, beyond its part of them."""
+    """Bytes kept for key and value heads that several ranks share, beyond this rank's part of them."""
     model, parts = run.model, run.parallel.ulysses_size
     beyond = max(parts - model.query_groups / z.t, 0)
     return int(beyond * z.tokens * model.head_size * z.element * (3 if model.qk_layernorm else 2))
 
 
 def _gathered(run: RunConfig, z: Sizes) -> int:
-    """The queries, keys and values of all ranks, where there are more ranks than key and value heads."""
+    """Bytes of gathered queries, keys and values, if there are more ranks than key and value heads."""
     model = run.model
     columns = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
     return z.tokens * columns * z.element if z.t > model.query_groups else 0
 
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
-    """The rows of logits that the loss takes together: their softmax, and a copy that is converted to the loss's type,
-    or that torch makes of them where columns that pad the vocabulary lie between; none where it is compiled."""
+    """Bytes of the logit rows that the uncompiled loss processes at a time: their softmax, and a copy if the dtype is
+    converted or padding columns make the rows non-contiguous; 0 if the loss is compiled."""
     if compiles_loss(run.parallel.device):
         return 0
     columns = min(run.model.vocab_size, z.v) // z.t or 1  # without padding of the vocabulary
@@ -240,15 +240,16 @@ def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
     return hidden // (t if run.activation.partition_activations else 1)
 
 
-def _scores_of(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
-    """Kept by the attention cores of ``block`` besides query, key, value and context."""
-    own, across = block.attention_size - block.cross_attention_size, block.cross_attention_size
-    parts = [_scores(run, z) * own if own else 0, _scores(run, z, has_bias=False) * across if across else 0]
-    return sum(parts) // _columns(run)
+def _block_scores(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
+    """Bytes kept by the attention cores of ``block`` in addition to query, key, value and context."""
+    self_size, cross_size = block.attention_size - block.cross_attention_size, block.cross_attention_size
+    self_scores = _scores(run, z) * self_size if self_size else 0
+    cross_scores = _scores(run, z, has_bias=False) * cross_size if cross_size else 0
+    return (self_scores + cross_scores) // _columns(run)
 
 
 def _kept_bias(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
-    """The bias of relative positions that a layer keeps to recompute attention, of each sample in the encoder."""
+    """Bytes of the relative position bias kept to recompute attention; in the encoder for each sample."""
     if not run.model.has_relative_positions:
         return 0
     scores = z.n * z.s**2 * (block.attention_size - block.cross_attention_size) // _columns(run)
@@ -256,23 +257,23 @@ def _kept_bias(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
 
 
 def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
-    """Kept by an attention core besides query, key, value and context."""
+    """Bytes kept by an attention core in addition to query, key, value and context."""
     model, ring = run.model, run.parallel.ring_size
-    if ring > 1:  # only the logarithms of sums
+    if ring > 1:  # only the logsumexp
         return z.b * z.n * z.s // ring * FP32
     biased = model if has_bias else replace(model, position_embedding_type="none")
     kernel = kernel_of_attention(run, biased, z)
-    of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
-    scores = z.b * z.n * of_head
-    in_chunks = of_head < z.s**2
+    head_scores, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
+    scores = z.b * z.n * head_scores
+    in_chunks = head_scores < z.s**2
     groups = max(model.query_groups * z.n // model.num_attention_heads, 1) if kernel.shares_keys else z.n
     padded = 0
-    if in_chunks:  # key, value, room before the first chunk and after the last one
-        room = model.pre_tokens + -z.s % chunk_size(model.pre_tokens)
-        padded += 2 * z.b * (z.s + room) * model.head_size * groups * z.element
-    apart = model.reset_attention_mask and kernel.limits == "blocks" and z.s > SHORTEST_BLOCK
-    if apart or (in_chunks and kernel.name == "flash"):
-        padded += queries * z.element  # the context of each document or chunk, besides all of them together
+    if in_chunks:  # keys and values, padded before the first chunk and after the last one
+        padding = model.pre_tokens + -z.s % chunk_size(model.pre_tokens)
+        padded += 2 * z.b * (z.s + padding) * model.head_size * groups * z.element
+    in_documents = model.reset_attention_mask and kernel.limits == "blocks" and z.s > SHORTEST_BLOCK
+    if in_documents or (in_chunks and kernel.name == "flash"):
+        padded += queries * z.element  # contexts of documents or chunks, in addition to their concatenation
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
     mask = (z.element if on_cpu else 1) if dropout else 0
@@ -280,8 +281,8 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
         copies = queries * (z.element if z.element == FP32 or not model.attention_softmax_in_fp32 else 2 * FP32)
         weights = z.element if dropout or z.element != FP32 else 0
         return scores * (FP32 + mask + weights) + copies + padded
-    if kernel.keeps_scores:  # torch does it step by step, in fp32
-        # T5's query and key are not scaled where it has relative positions.
+    if kernel.keeps_scores:  # torch's unfused kernel computes in fp32
+        # T5 with relative positions does not scale query and key.
         copies = 3 if z.element != FP32 else 0 if model.has_relative_positions else 2
         return scores * (3 if dropout else 1) * FP32 + copies * queries * FP32 + padded
     return z.b * z.n * z.s * FP32 + padded

@@ -1,7 +1,7 @@
-"""A run before it is started, without torch: ``--explain`` and ``--dry-run``.
+"""``--explain`` and ``--dry-run``: describe a run without starting it, and without torch.
 
-The former prints layout, groups of ranks, DeepSpeed config and every rule; the latter, parameters, groups and memory of
-single ranks.
+``--explain`` prints layout, rank groups, DeepSpeed config and all rules; ``--dry-run`` prints parameters, groups and
+memory of single ranks.
 """
 
 import json
@@ -27,14 +27,14 @@ from megatron.training.summary import describe_config, describe_stages
 
 _MOST_STAGES = 16
 _SHOWN = 8
-"""Groups of one axis, and ranks of a group, that are printed."""
+"""Maximum number of groups per axis, and of ranks per group, that are printed."""
 
 
 def explain(reading: ParsedRun) -> None:
     """Print the explanation of a run. Starts nothing, and imports no torch.
 
     Raises:
-        UserError: The error that the run itself would end with, after the explanation.
+        UserError: The error that the run itself would raise, after the explanation.
     """
     run, problems, warnings = reading
     print("\n".join(_rules(run, is_clean=not problems and not warnings)))
@@ -53,9 +53,9 @@ def explain(reading: ParsedRun) -> None:
 
 
 def dry_run(run: RunConfig) -> None:
-    """Print parameters, groups and memory of each rank in ``--rank``, by default of one for each pipeline stage.
+    """Print parameters, groups and memory of the ranks in ``--rank``, by default one per pipeline stage.
 
-    ``run`` has been checked, and its vocabulary is settled.
+    ``run`` must be checked, with known vocabulary size.
     """
     parallel = run.parallel
     print("\n".join(_heading(run)))
@@ -67,8 +67,8 @@ def dry_run(run: RunConfig) -> None:
 def _rank(parallel: ParallelConfig, rank: int, memories: Sequence[Memory]) -> Iterator[str]:
     at, sizes = coordinates(parallel, rank), axis_sizes(parallel)
     memory = memories[at["pipe"]]
-    some = f", {memory.trained:,} of them trained" if memory.trained < memory.parameters else ""
-    yield f"rank {rank}: stage {at['pipe']} of {sizes['pipe']}, {memory.parameters:,} parameters{some}"
+    trained = f", {memory.trained:,} of them trained" if memory.trained < memory.parameters else ""
+    yield f"rank {rank}: stage {at['pipe']} of {sizes['pipe']}, {memory.parameters:,} parameters{trained}"
     for axis in ("tensor", "sequence", "data", "pipe"):
         if axis != "sequence" or sizes[axis] > 1:
             ranks = next(group for group in groups_along(parallel, axis) if rank in group)
@@ -96,7 +96,7 @@ def _configuration(run: RunConfig) -> Iterator[str]:
 
 
 def _schedule(run: RunConfig) -> Iterator[str]:
-    """The order of the passes of each stage, and the bubble if F, I and W take equally long."""
+    """The order of passes of each stage, and the bubble if F, I and W take equally long."""
     schedule = schedule_of(run)
     kept = [ceil(sum(in_flight(schedule, stage)) / schedule.chunks) for stage in range(schedule.stages)]
     yield (
@@ -108,15 +108,15 @@ def _schedule(run: RunConfig) -> Iterator[str]:
 
 
 def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
-    """The start of a schedule, a line for each stage, as far as ``width`` columns show it.
+    """The beginning of a schedule as text, a line of ``width`` columns for each stage.
 
-    A cell is a forward pass, I or W; a full backward pass takes two. ``F3b`` is the forward pass of micro-batch 3
-    through the second chunk of the stage.
+    F, I and W take one cell; a full backward pass takes two. ``F3b`` is the forward pass of micro-batch 3 through the
+    second chunk of the stage.
     """
     shown, cells = schedule.shortened, dict[int, dict[int, str]]()
     for stage, action, begin, _ in simulate(shown, PassSeconds()):
-        turn = "abcdefghijklmnopqrstuvwxyz"[action.chunk // schedule.stages % 26] if schedule.chunks > 1 else ""
-        cells.setdefault(stage, {})[int(begin)] = f"{action.kind}{action.micro_batch + 1}{turn}"
+        letter = "abcdefghijklmnopqrstuvwxyz"[action.chunk // schedule.stages % 26] if schedule.chunks > 1 else ""
+        cells.setdefault(stage, {})[int(begin)] = f"{action.kind}{action.micro_batch + 1}{letter}"
     size = 1 + max(len(text) for row in cells.values() for text in row.values())
     label = len(f"stage {schedule.stages - 1}") + 1
     columns = min((width - label) // size, 1 + max(max(row) for row in cells.values()))
@@ -126,12 +126,12 @@ def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
 
 
 def _is_idle(row: Mapping[int, str], column: int) -> bool:
-    """Whether a cell without a pass is not the second one of a backward pass."""
+    """Whether an empty cell is idle, not the second cell of a backward pass."""
     return not row.get(column - 1, "").startswith("B")
 
 
 def _levels(run: RunConfig) -> dict[str, list[list[int]]]:
-    """The groups within the groups of the sequence axis, if it has two levels."""
+    """The all-to-all and ring groups within the sequence groups, if there are both."""
     parallel = run.parallel
     if 1 in (parallel.ring_size, parallel.ulysses_size):
         return {}
@@ -139,21 +139,21 @@ def _levels(run: RunConfig) -> dict[str, list[list[int]]]:
 
 
 def _groups(ranks: Sequence[Sequence[int]]) -> str:
-    """Groups of ranks such as ``2 groups of 2: [0 1] [2 3]``."""
+    """Groups of ranks as text, such as ``2 groups of 2: [0 1] [2 3]``."""
     shown = " ".join(f"[{ranks_as_text(group)}]" for group in ranks[:_SHOWN])
     return f"{counted(len(ranks), 'group')} of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
 
 
 def ranks_as_text(group: Sequence[int]) -> str:
-    """Ranks such as ``0 1 2``; of many the first and the last."""
+    """Ranks as text, such as ``0 1 2``; of many only the first and the last."""
     shown = [*map(str, group[:_SHOWN])]
     return " ".join([*shown, f"... {group[-1]}"] if len(group) > _SHOWN else shown)
 
 
 def _rules(run: RunConfig, *, is_clean: bool) -> Iterator[str]:
-    """Broken rules with message, reason and what DeepSpeed would do; warnings; with --verbose also the rules kept.
+    """Broken rules with message, reason and what DeepSpeed would do; warnings; with --verbose also fulfilled rules.
 
-    ``is_clean``: there are no other problems and warnings, such as of single values.
+    ``is_clean``: there are no other problems or warnings, such as about single values.
     """
     messages = [(rule, rule.check(run)) for rule in RULES]
     broken = [(rule, message) for rule, message in messages if message is not None and not rule.only_warns]

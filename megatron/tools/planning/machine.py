@@ -1,4 +1,4 @@
-"""The devices and links that a layout is planned for."""
+"""Devices and links that layouts are planned for, with a table of known accelerators."""
 
 import re
 from dataclasses import dataclass
@@ -11,40 +11,40 @@ class Device(NamedTuple):
     """An accelerator and its links."""
 
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
     peak_flops: float
-    """Dense 16-bit operations a second."""
+    """Peak dense 16-bit FLOP/s."""
     intra_bandwidth: float
-    """Bytes a second from one device of a host to another, one way."""
+    """Bytes/s between two devices of a host, one way."""
     inter_bandwidth: float
-    """Bytes a second from one device to another host's, one way."""
+    """Bytes/s from a device to a device of another host, one way."""
     per_node: int
-    """Devices of the usual host."""
+    """Number of devices of a typical host."""
     efficiency: float = 0.6
     """Share of the peak that large matmuls reach."""
     accelerator: str = "cuda"
     peak_flops_fp32: float = 0.0
-    """The same in fp32, which trains without tensor cores; 0: a sixteenth."""
+    """Peak fp32 FLOP/s without tensor cores; 0: a sixteenth of ``peak_flops``."""
     fp8_speedup: float = 1.0
-    """Rate of a matmul in FP8 relative to 16 bits, without quantization; 1 without FP8."""
+    """Rate of FP8 matmuls relative to 16 bits, without quantization; 1 without FP8."""
     memory_bandwidth: float = 1e12
-    """Bytes a second."""
+    """Bytes/s."""
     attention: float = 0.6
     """Rate of flash attention relative to large matmuls."""
     touched: float = 2.0
-    """Times that a pass reads or writes what a layer keeps, or its gradients, besides the matmuls."""
+    """Reads or writes of kept activations, or their gradients, per pass, outside of matmuls."""
     quantized: float = 2.2
-    """How often more with FP8, which scales and converts inputs of linear layers and gradients of their outputs."""
+    """Additional reads or writes with FP8, for scaling and casting inputs and output gradients of linear layers."""
 
     processors: int = 0
-    """Multiprocessors, each of which computes a tile of a matmul at a time; 0: matmuls of any shape are as fast."""
+    """Number of multiprocessors, each of which computes a tile at a time; 0: the shape of matmuls does not matter."""
     joined: bool = True
-    """Whether projections of the same input are one matmul: query, key and value, gate and up."""
+    """Whether projections of the same input are one matmul: query, key and value; gate and up."""
     remote: float = 1.0
-    """Time of attention to the keys of another rank of a ring relative to a rank's own."""
+    """Time of ring attention to the keys of another rank relative to a rank's own keys."""
 
     def flops(self, dtype: str) -> float:
-        """Operations a second at most in ``dtype``: fp32, bf16 or fp16."""
+        """Peak FLOP/s in ``dtype``: fp32, bf16 or fp16."""
         return self.peak_flops if dtype != "fp32" else self.peak_flops_fp32 or self.peak_flops / 16
 
 
@@ -57,7 +57,7 @@ def _device(
     efficiency: float,
     **more: Any,
 ) -> Device:
-    """In GB, TFLOP/s and GB/s; ``links`` are those on a host and between hosts."""
+    """A device from values in GB, TFLOP/s and GB/s; ``links`` are the bandwidths within and between hosts."""
     intra, inter = (link * GB for link in links)
     rates = {"peak_flops_fp32": peak_fp32 * TERA, "memory_bandwidth": bandwidth * GB}
     return Device(memory * GB, peak * TERA, intra, inter, **{"per_node": 8, "efficiency": efficiency, **rates, **more})
@@ -77,17 +77,17 @@ DEVICES: dict[str, Device] = {
     # One core of the machine that the tests were written on; gloo's all-reduce for the links.
     "cpu": _device(8, 0.45, 0.1, 10, (2, 0.1), 0.5, per_node=2, accelerator="cpu"),
 }
-"""From the makers' data sheets: SXM modules, NVLink on a host, one network port of each device's own between hosts.
+"""Known devices, from vendors' data sheets: SXM modules, NVLink within a host, one network port per device.
 
-Cards (``pcie``) are taken to have no NVLink bridges. Efficiencies are those of papers for V100 and A100, and for H100
-and H200 that of a step of 1.3B parameters on one H200, which was 512 TFLOP/s, and 557 in FP8.
+PCIe cards (``pcie``) are assumed to have no NVLink bridges. Efficiencies are from papers for V100 and A100; for H100
+and H200 from a training step of a 1.3B model on one H200, with 512 TFLOP/s, and 557 in FP8.
 """
 
 
 def device_of_name(name: str) -> Device | None:
-    """The device that torch calls ``name``, such as ``NVIDIA A100-SXM4-40GB``; None if it is not in the table.
+    """The device with this name in torch, such as ``NVIDIA A100-SXM4-40GB``; None if it is not in the table.
 
-    The model, the form (``pcie``, ``nvl``) and, if the name states it, the size of the memory have to be the same.
+    Model, form factor (``pcie``, ``nvl``) and, if the name states it, memory size must match.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     size = next((int(word[:-2]) * GB for word in words if re.fullmatch(r"\d+gb", word)), None)
@@ -99,7 +99,7 @@ def device_of_name(name: str) -> Device | None:
 
 
 _FORMS = {"pcie", "nvl"}
-"""Words of a device's name that say that it is no SXM module."""
+"""Form factors other than SXM modules in the names of devices."""
 
 
 LINKS = 0.75
@@ -108,11 +108,11 @@ LINKS = 0.75
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, ``per_node`` of them on a host."""
+    """A cluster of ``device`` with ``per_node`` devices per host."""
 
     device: Device
     per_node: int
 
     def bandwidth(self, span: int) -> float:
-        """Bytes a second between ranks whose numbers are less than ``span`` apart."""
+        """Bytes/s between ranks whose numbers differ by less than ``span``."""
         return LINKS * (self.device.intra_bandwidth if span <= self.per_node else self.device.inter_bandwidth)

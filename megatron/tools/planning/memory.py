@@ -19,15 +19,15 @@ from megatron.tools.planning.states import States, stage_weights, states
 
 
 class Working(NamedTuple):
-    """Memory of the micro-batches at the peak of a step."""
+    """Memory of micro-batches at the peak of a step."""
 
     activations: int
-    """Without the part that fits into the memory of gradients that do not exist yet."""
+    """Activations, without the part that fits into the memory of gradients that do not exist yet."""
     logits: int
     buffers: int
-    """The pipeline engine's tensors between stages."""
+    """Tensors of the pipeline engine between stages."""
     in_flight: int
-    """Micro-batches whose activations are kept at a time."""
+    """Maximum number of micro-batches with kept activations."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Memory:
     """Peak memory of a rank by purpose."""
 
     parameters: int
-    """Elements that the rank computes with, wherever they are stored."""
+    """Number of parameters that the rank computes with, regardless of where they are stored."""
     trained: int
-    """Elements that training changes."""
+    """Number of trained parameters."""
     states: States
     working: Working
 
     def parts(self) -> dict[str, int]:
-        """Bytes by purpose. What the optimizer step needs beyond the backward pass counts as buffers."""
+        """Bytes by purpose. Memory of the optimizer step beyond the backward pass counts as buffers."""
         backward = self.working.activations + self.working.logits + self.working.buffers
         return {
             "weights": self.states.weights,
@@ -55,34 +55,34 @@ class Memory:
 
     @cached_property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return sum(self.parts().values())
 
 
 def stage_memory(run: RunConfig) -> list[Memory]:
-    """Peak memory of a rank of each pipeline stage. ``run`` has its batch and vocabulary settled."""
+    """Peak memory of a rank of each pipeline stage. Batch and vocabulary sizes of ``run`` must be known."""
     return [memory for _, memory in _of_stages(run, lambda first, last: range(first, last + 1))]
 
 
 def distinct_stage_memory(run: RunConfig) -> Iterator[tuple[Stage, Memory]]:
-    """Of equal neighboring stages, only the memory of those some of which one needs most."""
+    """Peak memory by stage; of consecutive equal stages only those that may need most."""
     return _of_stages(run, partial(stages_that_keep_most, schedule_of(run)))
 
 
 def _of_stages(run: RunConfig, choose: Callable[[int, int], Iterable[int]]) -> Iterator[tuple[Stage, Memory]]:
-    """The stages that ``choose`` returns of the first and the last of equal ones."""
+    """Stages and their memory; ``choose`` selects from the first and the last number of consecutive equal stages."""
     micro_batch = activations(run)
-    for _, equal in groupby(enumerate(plan(run)), key=lambda one: one[1].layers_of_chunks):
+    for _, equal in groupby(enumerate(plan(run)), key=lambda numbered: numbered[1].layers_of_chunks):
         (first, stage), *others = equal
         weights = stage_weights(run, stage)
-        of_states = states(run, weights)
+        stage_states = states(run, weights)
         for number in choose(first, first + len(others)):
-            working = _working(run, stage, number, micro_batch, of_states.new_gradients)
-            yield stage, Memory(weights.numel, weights.trained.numel, of_states, working)
+            working = _working(run, stage, number, micro_batch, stage_states.new_gradients)
+            yield stage, Memory(weights.numel, weights.trained.numel, stage_states, working)
 
 
 def _working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations, new_gradients: int) -> Working:
-    """The working memory of a rank of stage ``number``, whose step begins without ``new_gradients``."""
+    """The working memory of a rank of stage ``number``; ``new_gradients`` do not exist when a step begins."""
     if run.parallel.uses_pipeline:
         schedule = schedule_of(run).shortened
         moments, in_flight = peaks(schedule, number), micro_batches_in_flight(schedule, number)
@@ -95,9 +95,9 @@ def _working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations
     points: list[tuple[int, int]] = []
     for moment in moments:
         kept, chunk = sum(map(mul, moment.counts, sizes)), chunks[moment.chunk]
-        of_pass = _needed(moment.kind, kept, inside, chunk, micro_batch)
+        pass_points = _needed(moment.kind, kept, inside, chunk, micro_batch)
         is_first = moment.is_first and moment.kind == BACKWARD
-        points += _before_gradients(run, stage, of_pass, chunk, new_gradients) if is_first else of_pass
+        points += _before_gradients(run, stage, pass_points, chunk, new_gradients) if is_first else pass_points
     activations, logits = max(points, key=sum)
     return Working(
         activations=activations,
@@ -108,24 +108,24 @@ def _working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations
 
 
 class _Chunk(NamedTuple):
-    """A model chunk of a stage, with bytes of one micro-batch."""
+    """Activation bytes of one micro-batch in a model chunk of a stage."""
 
     num_blocks: int
-    """Transformer layers."""
+    """Number of transformer layers."""
     last_elements: int
-    """Elements of the last transformer layer and of what follows it; of all layers without one."""
+    """Parameters of the last transformer layer and the layers after it; of all layers if there is none."""
     blocks: int
-    """Bytes kept by its layers."""
+    """Bytes kept by transformer layers."""
     forward: int
-    """Bytes kept after its forward pass: of the layers and of embeddings, and what a CPU sends."""
+    """Bytes kept after the forward pass: of layers and embeddings, and the sent output on a CPU."""
     deferred: int
     """Bytes kept for deferred weight gradients."""
     has_head: bool
 
 
 def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divided: bool) -> list[_Chunk]:
-    """The model chunks of ``stage``, in a pipeline whose backward passes are split, or not."""
-    found, last = [], len(stage.chunks) - 1
+    """The model chunks of ``stage``; ``is_divided`` if the schedule splits the backward pass."""
+    chunks, last = [], len(stage.chunks) - 1
     for number, layers in enumerate(stage.layers_of_chunks):
         has_embedding, has_head = stage.has_embedding and number == 0, stage.has_head and number == last
         indices, counted = [index for index, layer in enumerate(layers) if layer.is_block], counts(layers)
@@ -133,16 +133,16 @@ def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divide
         forward = blocks + has_embedding * micro_batch.front
         if run.parallel.uses_pipeline and run.parallel.device == "cpu":  # gloo keeps what it sends
             forward += (not has_head) * micro_batch.hidden
-        if run.parallel.uses_pipeline and run.activation.partition_activations:  # keeps a part beside what it received
+        if run.parallel.uses_pipeline and run.activation.partition_activations:  # keeps a partition and the input
             forward += (not has_embedding) * micro_batch.hidden
         deferred = deferred_bytes(run, counted) if is_divided else 0
         last_elements = sum(layer.numel for layer in layers[indices[-1] if indices else 0 :])
-        found.append(_Chunk(len(indices), last_elements, blocks, forward, deferred, has_head))
-    return found
+        chunks.append(_Chunk(len(indices), last_elements, blocks, forward, deferred, has_head))
+    return chunks
 
 
 def _recomputed(run: RunConfig, chunks: Sequence[_Chunk], micro_batch: Activations) -> int:
-    """What is recomputed before a layer's backward pass."""
+    """Bytes of activations that are recomputed before a layer's backward pass."""
     if run.model.recomputes_attention:
         return micro_batch.scores
     together = run.activation.layers_together
@@ -150,13 +150,13 @@ def _recomputed(run: RunConfig, chunks: Sequence[_Chunk], micro_batch: Activatio
 
 
 def _needed(kind: str, kept: int, inside: int, chunk: _Chunk, micro_batch: Activations) -> list[tuple[int, int]]:
-    """Activations at the points of a pass at which most is needed, and logits.
+    """(bytes of activations, bytes of logits) at the points of a pass at which memory may peak.
 
-    ``kept`` are bytes before the pass of that ``kind``, and ``inside`` the bytes that a layer needs besides.
+    ``kept`` are the bytes before the pass of that ``kind``, and ``inside`` the temporary bytes of a layer.
     """
     if kind == WEIGHT_GRADIENTS:
         return [(kept, 0)]
-    if kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
+    if kind == INPUT_GRADIENTS:  # when it reaches the last layer, the others have deferred weight gradients
         blocks = max(chunk.num_blocks, 1)
         inside += max(chunk.deferred - chunk.forward, 0) * (blocks - 1) // blocks
     at_the_loss = [(kept + micro_batch.back, micro_batch.logits)] if chunk.has_head else []
@@ -166,33 +166,33 @@ def _needed(kind: str, kept: int, inside: int, chunk: _Chunk, micro_batch: Activ
 def _before_gradients(
     run: RunConfig, stage: Stage, points: list[tuple[int, int]], chunk: _Chunk, new_gradients: int
 ) -> list[tuple[int, int]]:
-    """``points`` of the first backward pass of an iteration, which frees activations and allocates gradients.
+    """Correct the peak ``points`` for the first backward pass of an iteration, which allocates gradients as it goes.
 
-    The points are the last layer, at whose end its gradients and the head's exist; the loss, before all gradients; and
-    the first layer, when of the layers of this model ``chunk`` only its activations are left.
+    The points are the last layer, after which its gradients and the head's exist; the loss, before all gradients; and
+    the first layer, when only its own activations of this model ``chunk`` are left.
     """
-    there = chunk.last_elements / max(stage.parameters, 1)
+    allocated = chunk.last_elements / max(stage.parameters, 1)
     groups = max(ceil(chunk.num_blocks / max(run.activation.layers_together, 1)), 1)
     (inside, _), *at_the_loss = points
-    found = [
+    corrected = [
         (inside - chunk.blocks * (groups - 1) // groups, 0),
-        (inside - round(new_gradients * (1 - min(there, 1))), 0),
+        (inside - round(new_gradients * (1 - min(allocated, 1))), 0),
     ]
     for back, logits in at_the_loss:
         beyond = back + logits - new_gradients
-        found.append((max(beyond - logits, 0), min(logits, max(beyond, 0))))
-    return found
+        corrected.append((max(beyond - logits, 0), min(logits, max(beyond, 0))))
+    return corrected
 
 
 def _of_chunk(run: RunConfig, num_blocks: int, layers: LayerCounts, micro_batch: Activations) -> int:
-    """What a forward pass through the ``layers`` of a model chunk keeps of a micro-batch."""
+    """Bytes that the ``layers`` of a model chunk keep for a micro-batch."""
     if together := run.activation.layers_together:
         return ceil(num_blocks / together) * micro_batch.kept_input
     return sum(count * micro_batch.of_layers.get(layer.class_name, 0) for layer, count in layers)
 
 
 def _pipeline_buffers(run: RunConfig, has_back: bool, at_the_loss: bool, micro_batch: Activations) -> int:
-    """Tensors on their way between stages, and the last logits; at the loss, these are counted as logits."""
+    """Bytes of tensors in transfer between stages, and of the last logits unless the peak is at the loss."""
     if not run.parallel.uses_pipeline:
         return 0
     on_the_way = _ON_THE_WAY * micro_batch.hidden if run.parallel.pipe_stages > 1 else 0
@@ -200,11 +200,11 @@ def _pipeline_buffers(run: RunConfig, has_back: bool, at_the_loss: bool, micro_b
 
 
 _ON_THE_WAY = 6
-"""Hidden states or gradients being sent, or received early."""
+"""Number of hidden states or gradients being sent, or received early."""
 
 
 def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:
-    """Bytes kept for deferred weight gradients: inputs of linear layers, and gradients of their outputs.
+    """Bytes kept for deferred weight gradients: inputs and output gradients of linear layers.
 
     Autograd keeps one more gradient of hidden states for each layer.
     """
@@ -217,14 +217,14 @@ def deferred_bytes(run: RunConfig, layers: LayerCounts) -> int:
 
 
 def _deferred(z: Sizes, layer: LayerSpec, chosen: int) -> int:
-    """Elements of the inputs of linear layers of ``layer``, and of the gradients of their outputs."""
+    """Elements of inputs and output gradients of the linear layers in ``layer``."""
     total = 0
     for parameter in layer.parameters:
         experts = parameter.shape[0] if parameter.is_expert else 1
         if parameter.shard_dim is None or len(parameter.shape) < 2 + parameter.is_expert:
             continue
         inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1] // experts
-        if parameter.is_expert:  # the same number of tokens for each
+        if parameter.is_expert:  # assumes equally many tokens for each expert
             total += z.tokens * chosen * (inputs + outputs) // z.t
         elif parameter.shard_dim == len(parameter.shape) - 1:
             total += z.tokens * (inputs // z.t + outputs)

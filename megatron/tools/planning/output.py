@@ -1,4 +1,4 @@
-"""A plan as a table and JSON, and a chosen layout as files to start it with."""
+"""Prints a plan as a table or JSON, and writes a chosen layout as files to start it."""
 
 import itertools
 import json
@@ -21,13 +21,13 @@ from megatron.tools.planning.timing import spans
 from megatron.training.summary import describe_config
 
 WITHIN, MET = 0.15, (68, 68)
-"""How many estimates of ``benchmarks/published.csv`` are that near, of those to which no constant was fitted."""
-_OF_DATA = ("data_path", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+"""MET[0] of MET[1] estimates for ``benchmarks/published.csv`` without fitted constants are within this error."""
+_DATA_FLAGS = ("data_path", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
 
 
 def files(one: Candidate) -> dict[str, str]:
-    """Name and text of each file."""
+    """Files that start the layout: name to text."""
     config = parse_run(one.command, one.request.environ, one.request.architecture).ds_config
     return {
         SCRIPT: script(one),
@@ -38,9 +38,9 @@ def files(one: Candidate) -> dict[str, str]:
 
 
 def accelerate_config(one: Candidate) -> str:
-    """A configuration of ``accelerate launch`` that starts as many processes on as many hosts.
+    """An ``accelerate launch`` config that starts the same processes on the same hosts.
 
-    All other settings come from the JSON, which an ``Accelerator`` reads too.
+    All other settings come from the DeepSpeed JSON, which ``Accelerator`` reads as well.
     """
     hosts = -(-one.request.devices // one.request.machine.per_node)
     of_hosts = f"  deepspeed_hostfile: {HOSTFILE}\n  deepspeed_multinode_launcher: pdsh\n" if hosts > 1 else ""
@@ -60,22 +60,22 @@ use_cpu: {str(one.request.machine.device.accelerator == "cpu").lower()}
 
 
 def hostfile(one: Candidate) -> str:
-    """As many hosts as the devices need, with placeholder names."""
+    """A hostfile with placeholder names and enough hosts for the devices."""
     per_node, devices = one.request.machine.per_node, one.request.devices
     slots = [min(per_node, devices - first) for first in range(0, devices, per_node)]
     return "".join(f"host{number} slots={count}\n" for number, count in enumerate(slots, 1))
 
 
 def script(one: Candidate) -> str:
-    """A shell script that starts the run and passes on its arguments; LAUNCHER chooses between two launchers.
+    """A shell script that starts the run and passes on its arguments; LAUNCHER selects deepspeed or accelerate.
 
-    With an argument that starts no training, it needs neither a launcher nor the hosts, their devices and the data.
+    With --explain or --dry-run it needs no launcher, hosts, devices or data.
     """
     program, devices, accelerator = one.request.program, one.request.devices, one.request.machine.device.accelerator
     several = devices > one.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
-    data = {name: value for name, value in one.given.items() if name in _OF_DATA}
+    data = {name: value for name, value in one.given.items() if name in _DATA_FLAGS}
     flags = "".join(f" \\\n    {shlex.join(value.arguments)}" for name, value in one.given.items() if name not in data)
     index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
     return f"""\
@@ -108,7 +108,7 @@ done
 
 
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
-    """The lines of the ranked table, and of the reasons against the other layouts."""
+    """The ranked table of layouts, and the reasons against the others, as lines."""
     yield describe_request(request)
     yield (
         f"{counted(plan.looked_at, 'layout')}: {len(plan.fitting):,} fit, {len(plan.superseded):,} more are slower "
@@ -123,17 +123,17 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     if plan.fitting:
         yield from ("", *_ranked(shown))
         yield (
-            f"times are estimates: {MET[0]} of {MET[1]} published ones, to which nothing was fitted, are met within "
-            f"{WITHIN:.0%}; what is within {ALIKE:.0%} of the fastest is listed from the simplest layout on"
+            f"times are estimates: {MET[0]} of {MET[1]} published times, to which nothing was fitted, are met within "
+            f"{WITHIN:.0%}; layouts within {ALIKE:.0%} of the fastest are listed from the simplest on"
         )
     elif shown:
         yield f"\nnothing fits; the smallest takes {with_prefix(shown[0].memory.total, 'B')}:"
         yield from _ranked(shown)
-    yield from ("", *_against(plan, request))
+    yield from ("", *_reasons_against_others(plan, request))
 
 
 def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[str]:
-    """One layout's memory by stage, its time and its traffic."""
+    """Memory by stage, time and traffic of one layout, as lines."""
     yield "memory of a rank of each stage"
     yield from stage_table(memories)
     yield f"\nof {duration(one.timing.total)} per step: {_shares(one)}"
@@ -144,16 +144,16 @@ def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[s
 
 
 def _encoder(run: RunConfig) -> str:
-    """What the encoder of images takes of a rank's time and memory."""
+    """The vision encoder's share of FLOPs, and its memory."""
     layers, flops = architecture_of(run.model).layers(run.model), dict[str, int]()
     for layer in layers:
         passes = 3 * layer.flops(run.data.seq_length) - layer.frozen_flops
         flops[layer.part] = flops.get(layer.part, 0) + passes
     kept = activations(run).of_layers
-    of_encoder = sum(kept[layer.class_name] for layer in layers if layer.part == "vision" and layer.is_block)
+    encoder_bytes = sum(kept[layer.class_name] for layer in layers if layer.part == "vision" and layer.is_block)
     return (
-        f"the encoder of images computes {flops['vision'] / sum(flops.values()):.1%} of the FLOPs, and keeps "
-        f"{with_prefix(of_encoder, 'B')} of activations of a micro-batch, unless they are recomputed"
+        f"the vision encoder computes {flops['vision'] / sum(flops.values()):.1%} of the FLOPs, and keeps "
+        f"{with_prefix(encoder_bytes, 'B')} of activations of a micro-batch, unless they are recomputed"
     )
 
 
@@ -172,7 +172,7 @@ _MOST_ROWS = 12
 
 
 def stage_table(memories: Sequence[Memory]) -> list[str]:
-    """Memory by purpose, a row for each run of equal stages; of many rows the first and the last."""
+    """Table of memory by purpose, a row for consecutive equal stages; of many rows only the first and last ones."""
     rows, first = [], 0
     for number, memory in enumerate(memories):
         if number + 1 < len(memories) and memories[number + 1] == memory:
@@ -188,7 +188,7 @@ def stage_table(memories: Sequence[Memory]) -> list[str]:
 
 
 def as_json(plan: Plan, request: Request, top: int) -> dict[str, Any]:
-    """The same figures, all layouts that fit included; bytes, seconds and shares."""
+    """The plan as a JSON object with all layouts that fit; in bytes, seconds and shares."""
     return {
         "devices": request.devices,
         "room_bytes": request.room,
@@ -202,7 +202,7 @@ def as_json(plan: Plan, request: Request, top: int) -> dict[str, Any]:
 
 
 def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
-    found = {
+    entry = {
         **layout_of(one),
         "memory_bytes": {**one.memory.parts(), "total": one.memory.total},
         "bubble": one.bubble,
@@ -216,15 +216,15 @@ def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
     }
     if with_stages:
         stages = stage_memory(one.run)
-        found["stages"] = [
+        entry["stages"] = [
             {"parameters": stage.parameters, "trained": stage.trained, **stage.parts(), "total": stage.total}
             for stage in stages
         ]
-    return found
+    return entry
 
 
 def layout_of(one: Candidate) -> dict[str, Any]:
-    """The settings of a layout, by name."""
+    """The settings of a layout by name."""
     run, parallel = one.run, one.run.parallel
     return {
         "tensor_parallel": parallel.model_parallel_size,
@@ -244,7 +244,7 @@ def layout_of(one: Candidate) -> dict[str, Any]:
 
 
 def _ranked(shown: Sequence[Candidate]) -> list[str]:
-    """The table of some layouts; the head of a column has the unit that fits the largest of its values."""
+    """The table of the ``shown`` layouts; column heads have units that fit the values."""
     memory, memory_prefix = prefix_of(max(one.memory.total for one in shown))
     sent, sent_prefix = prefix_of(min(max(one.traffic.total for one in shown), GB))
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
@@ -267,7 +267,7 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
 
 
 def _progress_line(one: Candidate) -> str:
-    """What the run would report of itself, by the names and in the units of its progress line."""
+    """The estimates in the form of the run's progress line."""
     train, seconds = one.run.train, one.timing.total
     tokens = train.global_batch_size * one.run.data.seq_length / seconds
     speed = hardware_flops(one.run) / seconds / one.request.devices
@@ -290,12 +290,12 @@ def _sent(one: Candidate) -> str:
 
 
 def _links(one: Candidate) -> dict[str, str]:
-    """The link of each kind of traffic: a group whose ranks span several hosts uses the network."""
+    """Kind of traffic to the link that it uses: the network if a group spans several hosts."""
     per_node, ranks = one.request.machine.per_node, spans(one.run.parallel)
     return {name: "on a host" if span <= per_node else "between hosts" for name, span in ranks.items()}
 
 
-def _against(plan: Plan, request: Request) -> Iterator[str]:
+def _reasons_against_others(plan: Plan, request: Request) -> Iterator[str]:
     """Why the other layouts are not in the table."""
     if plan.too_large:
         nearest = plan.too_large[0]
@@ -308,6 +308,6 @@ def _against(plan: Plan, request: Request) -> Iterator[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, the head included."""
+    """The lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

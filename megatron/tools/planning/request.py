@@ -1,4 +1,4 @@
-"""A planning request: arguments of an entry script, completed with defaults, and the machine."""
+"""Planning requests: arguments of an entry script, completed with defaults, and the machine."""
 
 import argparse
 import re
@@ -20,11 +20,11 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.machine import Machine
 
-_OF_TOOL = {
+_NOT_FOR_PLANNER = {
     "world_size": "say --devices",
-    "explain": "run the command that is planned with it",
-    "dry_run": "run the command that is planned with it",
-    "rank": "run the command that is planned with it",
+    "explain": "use it with the planned command",
+    "dry_run": "use it with the planned command",
+    "rank": "use it with the planned command",
     "local_rank": "remove it",
 }
 _LR = 1.5e-4
@@ -34,11 +34,11 @@ _PLACEHOLDERS = {
     "vocab_file": "vocab/vocab.json",
     "merge_file": "vocab/merges.txt",
 }
-"""Values of what the layout does not depend on, if they are not given."""
+"""Default values of required flags that do not affect the layout."""
 _TOKENIZER = "tokenizer"
-"""The same, with a tokenizer that is read from a folder."""
+"""Default of --tokenizer-model for a tokenizer that is read from a folder."""
 _SCHEDULE = {"lr_decay_style": "cosine", "save": "checkpoints/my", "save_interval": 1000}
-"""The same, of a run that lasts: without these it would keep one learning rate to its end, and its weights nowhere."""
+"""Default flags for a real training run: without them it would not decay the learning rate, and save nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Request:
     devices: int
     vocab_size: int
     headroom: float
-    """Share of the memory that is reserved for the driver, kernels and fragmentation."""
+    """Share of the memory reserved for the driver, kernels and fragmentation."""
     tokens: float
     architecture: ArchitectureSpec = GPT2
     program: str = GPT2.program
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def room(self) -> float:
-        """Bytes that a rank may take."""
+        """Bytes that a rank may use."""
         return self.machine.device.memory * (1 - self.headroom)
 
 
@@ -80,23 +80,25 @@ def make_request(
     architecture: ArchitectureSpec = GPT2,
     program: str = GPT2.program,
 ) -> Request:
-    """The request of ``argv``, arguments of ``program``, which trains ``architecture``.
+    """The planning request for ``argv``, arguments of ``program``, which trains ``architecture``.
 
-    A ``model`` of PRESETS fills in what is not given. ``vocab_size`` applies without a vocabulary file.
+    A ``model`` of PRESETS fills in missing flags. ``vocab_size`` is used without a vocabulary file.
 
     Raises:
-        ConfigError: with a line for each thing that is wrong.
-        DataError: the vocabulary is there, and is broken.
+        ConfigError: with a line for each problem.
+        DataError: the vocabulary file exists, and is damaged.
     """
     given, problems, _ = read_flags(argv, architecture)
     problems += [
-        f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
+        f"{given[name].source} is not for the planner: {word}"
+        for name, word in _NOT_FOR_PLANNER.items()
+        if name in given
     ]
     if "deepspeed_config" in given:
         problems.append(f"{given['deepspeed_config'].source} is written by the planner: give its settings as flags")
     if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
         problems.append("--global-batch-size is required")
-    without_defaults = replace(architecture, defaults=())  # a given value may have switched one of them off
+    without_defaults = replace(architecture, defaults=())  # a given flag may have turned one of them off
     is_limited = {"train_iters", "train_samples"} & given.keys()
     filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), without_defaults)
     given = {**filled, **given}
@@ -116,7 +118,7 @@ def make_request(
 
 
 def _samples(given: Mapping[str, Provided]) -> int:
-    """Samples of so many iterations; 0 with sizes of the global batch that vary."""
+    """Samples of --train-iters iterations; 0 if the global batch size varies."""
     varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
     return 0 if varies else _value(given, "train_iters") * _value(given, "global_batch_size")
 
@@ -124,42 +126,42 @@ def _samples(given: Mapping[str, Provided]) -> int:
 def _fillers(
     given: Mapping[str, Provided], tokens: float, model: str | None, architecture: ArchitectureSpec
 ) -> list[str]:
-    """The arguments of ``model``, and placeholders for required ones that do not affect the layout."""
+    """The arguments of ``model``, and placeholders for required arguments that do not affect the layout."""
     is_mock = "mock_data" in given and not {"vocab_file", "tokenizer_model"} & given.keys()
     folder, vocabulary = _value(given, "tokenizer_model"), _value(given, "vocab_file")
     is_published = model and PRESETS[model].vocab_size not in DEFAULT_VOCABULARY.values()
     default = NULL_TOKENIZER if is_mock else HUGGINGFACE if is_published and not (vocabulary or folder) else None
     chosen = given["tokenizer_type"].value if "tokenizer_type" in given else default
     tokenizer = tokenizer_kind(chosen, folder, architecture.tokenizers[0])
-    found: dict[str, object] = {**_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
-    found["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"
+    values: dict[str, object] = {**_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
+    values["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"
     if not {"lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"} & given.keys():
-        found["lr_warmup_fraction"] = 0.01
+        values["lr_warmup_fraction"] = 0.01
     if not {"load", "finetune"} & given.keys():
-        found["auto_resume"] = True
+        values["auto_resume"] = True
     if {"train_data_path", "mock_data"} & given.keys():
-        del found["data_path"]
+        del values["data_path"]
     if tokenizer != "GPT2BPETokenizer" or folder or tokenizer_files(tokenizer, vocabulary, None, None)[1]:
-        del found["merge_file"]
+        del values["merge_file"]
     if tokenizer in (NULL_TOKENIZER, *PUBLISHED) or folder:
-        del found["vocab_file"]
+        del values["vocab_file"]
     if tokenizer in PUBLISHED and not folder and not vocabulary:
-        found["tokenizer_model"] = _TOKENIZER
+        values["tokenizer_model"] = _TOKENIZER
     if not {"train_iters", "train_samples"} & given.keys():
         s = given["seq_length"].value if "seq_length" in given else PRESETS[model].flags["seq_length"] if model else 1
         varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
         size = given["global_batch_size"].value if "global_batch_size" in given and not varies else 1
-        found["train_samples" if varies else "train_iters"] = max(round(tokens / (size * s)), 1) if size * s > 0 else 1
+        values["train_samples" if varies else "train_iters"] = max(round(tokens / (size * s)), 1) if size * s > 0 else 1
     placeholders = [
-        word
-        for name, value in found.items()
-        for word in (flag_name(flag_fields()[name]), *(() if value is True else (str(value),)))
+        argument
+        for name, value in values.items()
+        for argument in (flag_name(flag_fields()[name]), *(() if value is True else (str(value),)))
     ]
     return [*(preset_arguments(model) if model else ()), *placeholders]
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
-    """Tokens of the vocabulary file, if it exists."""
+    """The size of the vocabulary in the vocabulary file; None if it does not exist."""
     names = ("vocab_file", "merge_file", "tokenizer_model")
     files = [_value(given, name) for name in names]
     kind = tokenizer_kind(_value(given, "tokenizer_type"), files[-1])
@@ -168,7 +170,7 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     try:
         if not file or not Path(file).is_file():
             return None
-        from megatron.tokenizer import build_tokenizer  # with numpy, whose import takes long
+        from megatron.tokenizer import build_tokenizer  # imported here: it imports numpy, which is slow
 
         extra = _value(given, "vocab_extra_ids") if "decoder_seq_length" in given else 0
         return build_tokenizer(kind, file, merges, rows, eod, extra).vocab_size
@@ -177,19 +179,19 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
 
 
 def _value(given: Mapping[str, Provided], name: str) -> Any:
-    """The given value of a field, or its default."""
+    """The value of a field in ``given``, or its default."""
     return given[name].value if name in given else flag_fields()[name].default
 
 
 def as_flag(name: str, value: object) -> Provided:
-    """The value of a field as its flag provides it."""
+    """A value for a field, as if its flag had been given."""
     flag = flag_name(flag_fields()[name])
     return Provided(value, flag if value is True else f"{flag} {value}")
 
 
-def words(given: Mapping[str, Provided]) -> list[str]:
-    """The command line with these values."""
-    return [word for value in given.values() for word in value.arguments]
+def arguments_of(given: Mapping[str, Provided]) -> list[str]:
+    """The command-line arguments for these values."""
+    return [argument for value in given.values() for argument in value.arguments]
 
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -197,7 +199,7 @@ _BYTES = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?) *([KMGT]I?B)", re.IGNOREC
 
 
 def bytes_of_text(text: str) -> float:
-    """A number of bytes with its unit, such as 80GB or 141 GiB."""
+    """Parse a number of bytes with a unit, such as 80GB or 141 GiB."""
     match = _BYTES.fullmatch(text.strip())
     if match is None or not 0 < float(match[1]) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 80GB or 75GiB")

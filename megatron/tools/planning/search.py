@@ -1,7 +1,7 @@
-"""Every valid layout of a model on a machine, with memory, traffic and time; and the reasons against the others.
+"""Searches all valid layouts of a model on a machine, with memory, traffic and time, and reasons against the others.
 
-A candidate is the same command line with the flags of a layout, so ``resolve_run`` and the validation rules decide
-which layouts are valid.
+A candidate is the given command line with the flags of a layout, so that ``resolve_run`` and the validation rules
+decide which layouts are valid.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.schedule import has_order, schedule_with
 from megatron.tools.planning.machine import Machine
 from megatron.tools.planning.memory import Memory, distinct_stage_memory
-from megatron.tools.planning.request import Request, as_flag, words
+from megatron.tools.planning.request import Request, arguments_of, as_flag
 from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
 
 RECOMPUTE: tuple[Mapping[str, object], ...] = (
@@ -33,9 +33,9 @@ RECOMPUTE: tuple[Mapping[str, object], ...] = (
     {"recompute_granularity": "selective"},
     {"recompute_granularity": "full"},
 )
-"""Flags of what is computed again, the cheapest first."""
+"""Flags of recomputation, the cheapest first."""
 LONG = 8192
-"""Tokens: context parallelism is searched of sequences of which each rank has as many or more."""
+"""Minimum number of tokens per rank for which context parallelism is searched."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,25 @@ class Candidate:
     request: Request
     run: RunConfig
     given: Mapping[str, Provided]
-    """All of its flags."""
+    """All flags of the layout."""
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return max((memory for _, memory in self._stages), key=attrgetter("total"))
 
     @cached_property
     def traffic(self) -> Traffic:
-        """Of the rank that sends most."""
+        """Traffic of the rank that sends most."""
         return max((sent for _, sent in self._sent), key=attrgetter("total"))
 
     @cached_property
     def timing(self) -> Timing:
-        """Of the slowest stage."""
+        """Time of an iteration, determined by the slowest stage."""
         return self.timing_on(self.request.machine)
 
     def timing_on(self, machine: Machine) -> Timing:
-        """The same on another machine."""
+        """Time of an iteration on another machine."""
         return timing(self.run, machine, self._sent)
 
     @cached_property
@@ -76,12 +76,12 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in memory."""
+        """Whether the layout fits in memory."""
         return self.memory.total <= self.request.room
 
     @property
     def bubble(self) -> float:
-        """Share of the time that a stage waits for others."""
+        """Share of the time that a stage idles in the pipeline."""
         return self.timing.bubble / (self.timing.total - self.timing.data)
 
     @property
@@ -91,19 +91,19 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the same over the device's peak."""
+        """Model FLOPs utilization: ``flops_per_device`` divided by the device's peak."""
         return self.flops_per_device / self.request.machine.device.flops(self.run.precision.dtype)
 
     @property
     def days(self) -> float:
-        """Days for the request's tokens."""
+        """Days to train on the request's number of tokens."""
         tokens = self.run.train.global_batch_size * self.run.data.seq_length
         return self.request.tokens / tokens * self.timing.total / 86400
 
     @cached_property
     def command(self) -> list[str]:
         """Arguments of the entry script."""
-        return words(self.given)
+        return arguments_of(self.given)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Rejection:
     reason: str
     layouts: int
     example: str
-    """The message for the first of them."""
+    """The message for the first of these layouts."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class Plan:
     """The result of a search."""
 
     fitting: list[Candidate]
-    """The fastest first, without those that are ``superseded``; of those that are ``ALIKE`` the simplest first."""
+    """Layouts that fit, without ``superseded``: the fastest first, and the simplest first among about equal times."""
     superseded: list[Candidate]
-    """Layouts that fit as well, but are no faster than one of the same parallel sizes, and take hardly less memory."""
+    """Layouts that fit, but are not faster than one with the same parallel sizes, and need hardly less memory."""
     too_large: list[Candidate]
     """Valid layouts that do not fit in memory, the smallest first."""
     rejections: list[Rejection]
@@ -136,42 +136,42 @@ class Plan:
 
     @property
     def looked_at(self) -> int:
-        """Layouts of all kinds."""
+        """Number of all layouts, invalid ones included."""
         broken = sum(rejection.layouts for rejection in self.rejections)
         return len(self.every) + broken
 
 
 def search(request: Request, *, any_schedule: bool = False) -> Plan:
-    """All layouts of ``request``; with ``any_schedule`` each with the pipeline schedule that makes it fastest.
+    """Search all layouts of ``request``; ``any_schedule`` selects the fastest pipeline schedule for each of them.
 
-    A schedule that is given stays.
+    A schedule that is given is kept.
     """
     rejected: dict[str, Rejection] = {}
-    found = [one for flags in _layouts(request) for one in _with_micro_batches(request, flags, rejected)]
+    candidates = [one for flags in _layouts(request) for one in _with_micro_batches(request, flags, rejected)]
     if any_schedule and "pipeline_schedule" not in request.given:
-        found = list(map(with_schedule, found))
+        candidates = list(map(with_schedule, candidates))
     fitting = sorted(
-        (one for one in found if one.fits), key=lambda one: (one.timing.total, one.memory.total, len(one.given))
+        (one for one in candidates if one.fits), key=lambda one: (one.timing.total, one.memory.total, len(one.given))
     )
     return Plan(
         *_listed(fitting),
-        sorted((one for one in found if not one.fits), key=lambda one: one.memory.total),
+        sorted((one for one in candidates if not one.fits), key=lambda one: one.memory.total),
         sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
     )
 
 
 ALIKE = 0.05
-"""Difference in time between layouts of a model that is less than the error of the estimate."""
+"""Relative time difference between layouts that is below the error of the estimate."""
 
 
 def _simplest_first(fastest_first: Sequence[Candidate]) -> list[Candidate]:
-    """The simplest of those that are as fast as the first one, then the others by their time."""
+    """Candidates about as fast as the first one, the simplest first; then the others by time."""
     enough = (1 + ALIKE) * fastest_first[0].timing.total if fastest_first else 0.0
     return sorted(fastest_first, key=lambda one: _parts(one.run) if one.timing.total <= enough else math.inf)
 
 
 def _parts(run: RunConfig) -> int:
-    """What a layout has besides data parallelism at ZeRO 1: kinds of parallelism, recomputation, another schedule."""
+    """Complexity of a layout: number of techniques beyond data parallelism with ZeRO 1, such as TP or recomputation."""
     parallel = run.parallel
     switches = (
         run.zero.zero_stage > 1,
@@ -183,20 +183,20 @@ def _parts(run: RunConfig) -> int:
 
 
 _LESS = 0.8
-"""Share of another layout's memory below which a slower one, or one with more parts, is worth showing."""
+"""A slower or more complex layout is listed if it needs less than this share of another layout's memory."""
 
 
 def _listed(fastest_first: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Of those of the same parallel sizes the simplest of the fastest, and what takes clearly less memory; the others.
+    """Split candidates into listed ones, in the order of ``Plan.fitting``, and superseded ones.
 
-    Those that are listed are in the order of ``Plan.fitting``.
+    Listed are, for the same parallel sizes, the simplest of the fastest, and others with clearly less memory.
     """
-    places, listed, others = defaultdict[tuple, list[Candidate]](list), list[Candidate](), list[Candidate]()
+    by_sizes, listed, others = defaultdict[tuple, list[Candidate]](list), list[Candidate](), list[Candidate]()
     for one in fastest_first:
-        places[_sizes(one.run.parallel)].append(one)
-    for some in places.values():
+        by_sizes[_sizes(one.run.parallel)].append(one)
+    for same_sizes in by_sizes.values():
         least = math.inf
-        for one in _simplest_first(some):
+        for one in _simplest_first(same_sizes):
             if one.memory.total < _LESS * least:
                 least = one.memory.total
                 listed.append(one)
@@ -211,10 +211,10 @@ def _sizes(parallel: ParallelConfig) -> tuple[int, ...]:
 
 
 def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
-    """The flags of every layout, without the micro-batch.
+    """The flags of all layouts, without micro-batch sizes.
 
-    One stage runs without DeepSpeed's pipeline engine, with which nothing would be gained. Context parallelism is
-    searched for long sequences, and expert parallelism for models with experts.
+    A single stage runs without DeepSpeed's pipeline engine, which would gain nothing. Context parallelism is searched
+    for long sequences, and expert parallelism for models with experts.
     """
     given = {name: value.value for name, value in request.given.items()}
     sizes = _divisors(request.devices)
@@ -224,13 +224,13 @@ def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
     axes = {
         "context_parallel_size": _axis(request, "context_parallel_size", [None, *contexts]),
         "expert_model_parallel_size": _axis(request, "expert_model_parallel_size", [None, *experts]),
-        "zero_stage": _axis(request, "zero_stage", range(1 if is_half else 0, 4)),  # with half precision 0 is 1
+        "zero_stage": _axis(request, "zero_stage", range(1 if is_half else 0, 4)),  # half precision runs at 1 or higher
         "sequence_parallel": _axis(request, "sequence_parallel", (None, True)),
     }
-    again = [{name: as_flag(name, value) for name, value in flags.items()} for flags in _recomputations(given)]
+    recomputations = [{name: as_flag(name, value) for name, value in flags.items()} for flags in _recomputations(given)]
     for t in _axis(request, "model_parallel_size", sizes):
         stages = _axis(request, "pipe_parallel_size", (0, *_divisors(request.devices // t.value or 1)[1:]))
-        for flags, p, *values in itertools.product(again, stages, *axes.values()):
+        for flags, p, *values in itertools.product(recomputations, stages, *axes.values()):
             chosen = {
                 "model_parallel_size": t,
                 "pipe_parallel_size": p,
@@ -241,17 +241,17 @@ def _layouts(request: Request) -> Iterator[dict[str, Provided]]:
 
 
 def _recomputations(given: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Those of ``RECOMPUTE`` that the given flags leave open."""
-    of_activation = "recompute_mlp_activation"
+    """The recomputations in ``RECOMPUTE`` that are compatible with the given flags."""
+    mlp_only = "recompute_mlp_activation"
     is_open = not {"checkpoint_activations", "recompute_granularity"} & given.keys()
-    excluded = with_reasons(flag_of(flag_fields()[of_activation]).excludes)
+    excluded = with_reasons(flag_of(flag_fields()[mlp_only]).excludes)
     for flags in RECOMPUTE:
-        if not flags or (is_open and not (of_activation in flags and any(given.get(name) for name in excluded))):
+        if not flags or (is_open and not (mlp_only in flags and any(given.get(name) for name in excluded))):
             yield flags
 
 
 def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
-    """The values of a field to search: the given one, or each of ``values``; None leaves the default."""
+    """The values of a field to search: the given value, or all ``values``; None keeps the default."""
     if name in request.given:
         return [request.given[name]]
     return [None if value is None else as_flag(name, value) for value in values]
@@ -260,7 +260,7 @@ def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
 def _with_micro_batches(
     request: Request, flags: Mapping[str, Provided], rejected: dict[str, Rejection]
 ) -> Iterator[Candidate]:
-    """The valid layouts with these ``flags``, one for each micro-batch; the others are counted in ``rejected``."""
+    """The valid layouts with these ``flags``, one for each micro-batch size; invalid ones are added to ``rejected``."""
 
     def reject(reason: str, example: str) -> None:
         earlier = rejected.get(reason, Rejection(reason, 0, example))
@@ -281,7 +281,7 @@ def _with_micro_batches(
         sized = replace(run, train=train).with_image_slots(size)
         if broken := next(violations(sized), None):
             reject(*broken)
-            if size == 1:  # which breaks the fewest rules
+            if size == 1:  # larger sizes break the same rules
                 return
         else:
             given = {**flags, "micro_batch_size": as_flag("micro_batch_size", size)}
@@ -296,11 +296,11 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 _SCHEDULE_FLAGS = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "pipeline_partition")
 _GAIN = 0.01
-"""Share of the time of an iteration for which the planner leaves 1F1B."""
+"""Minimum gain, as a share of the iteration time, for which the planner prefers another schedule to 1F1B."""
 
 
 def with_schedule(plain: Candidate) -> Candidate:
-    """``plain`` with the pipeline schedule that makes it fastest and lets it fit in memory; 1F1B if none does."""
+    """``plain`` with the fastest pipeline schedule that fits in memory; unchanged (1F1B) if none gains enough."""
     if not plain.fits or plain.timing.bubble < _GAIN * plain.timing.total or plain.run.model.encoder_num_layers:
         return plain
     enough = (1 - _GAIN) * plain.timing.total
@@ -313,16 +313,16 @@ def with_schedule(plain: Candidate) -> Candidate:
             if (value := getattr(parallel, name)) != getattr(plain.run.parallel, name)
         }
         given = {**plain.given, **{name: as_flag(name, value) for name, value in flags.items()}}
-        found = replace(plain, run=replace(plain.run, parallel=parallel), given=given)
-        if found.fits and found.timing.total < enough and not any(violations(found.run)):
-            return found
+        scheduled = replace(plain, run=replace(plain.run, parallel=parallel), given=given)
+        if scheduled.fits and scheduled.timing.total < enough and not any(violations(scheduled.run)):
+            return scheduled
     return plain
 
 
 def _other_schedules(plain: Candidate) -> Iterator[tuple[float, ParallelConfig]]:
-    """The layout of ``plain`` with each pipeline schedule but 1F1B that its layers and micro-batches allow.
+    """(estimated seconds of an iteration, layout) for each possible pipeline schedule other than 1F1B.
 
-    With about the seconds of an iteration, in which each chunk sends as much as a stage of ``plain`` did.
+    The estimate assumes that each chunk sends as much as a stage of ``plain``.
     """
     micro_batches, spent = plain.run.train.gradient_accumulation_steps, plain.timing
     for parallel in _with_other_schedules(plain.run.parallel, plain.run.model.num_layers):
@@ -336,15 +336,15 @@ def _other_schedules(plain: Candidate) -> Iterator[tuple[float, ParallelConfig]]
 
 @lru_cache(maxsize=1024)
 def _with_other_schedules(parallel: ParallelConfig, layers: int) -> tuple[ParallelConfig, ...]:
-    """``parallel`` with each schedule for which there are enough of the model's ``layers``."""
+    """``parallel`` with each schedule other than 1F1B for which the model has enough ``layers``."""
     stages = parallel.pipe_stages
     if stages == 1 or explicit(parallel.pipeline_partition):
         return ()
-    found = [replace(parallel, pipeline_schedule=name) for name in ("zbh1", "zbv", "dualpipev")]
+    layouts = [replace(parallel, pipeline_schedule=name) for name in ("zbh1", "zbv", "dualpipev")]
     for chunks in range(2, -(-layers // stages) + 1):
         virtual = replace(parallel, pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=chunks)
-        if stages * chunks == layers + 2:  # as Llama 3 405B: the first one has the embeddings only, the last the head
-            found.append(replace(virtual, pipeline_partition=",".join(map(str, (0, *[1] * layers, 0)))))
-        elif chunks * -(-layers // (stages * chunks)) == -(-layers // stages):  # chunks are equal, but for a few
-            found.append(virtual)
-    return tuple(one for one in found if one.model_chunks <= layers or explicit(one.pipeline_partition))
+        if stages * chunks == layers + 2:  # like Llama 3 405B: the first chunk has only embeddings, the last the head
+            layouts.append(replace(virtual, pipeline_partition=",".join(map(str, (0, *[1] * layers, 0)))))
+        elif chunks * -(-layers // (stages * chunks)) == -(-layers // stages):  # most chunks are equal
+            layouts.append(virtual)
+    return tuple(one for one in layouts if one.model_chunks <= layers or explicit(one.pipeline_partition))

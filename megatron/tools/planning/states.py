@@ -1,9 +1,8 @@
-"""The weights of one rank, and their gradients and optimizer, in bytes, as DeepSpeed lays them out.
+"""Memory of weights, gradients and optimizer states of a rank, in bytes, as DeepSpeed stores them.
 
-At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, the weights with decay and the
-weights without are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal size.
-At ZeRO 3 every weight is padded separately. Frozen weights of a model with adapters stay as they are, and are divided
-at ZeRO 3.
+At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, weights with and without weight
+decay are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal size. At ZeRO 3
+every weight is padded separately. Frozen weights of a model with adapters are partitioned only at ZeRO 3.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ from megatron.model.spec import LayerSpec, fp8_weights, is_trained_in
 FP32 = 4
 _ONE_MOMENT = ("lion", "sgd", "adafactor", "adagrad")
 _ALIGNMENT = 2
-"""Each owner's partition is a multiple of this many elements at ZeRO 1 and 2."""
+"""The partitions of ZeRO 1 and 2 are multiples of this number of elements."""
 _COUNTER = 4
-"""Bytes in which torch's Adam counts the steps of each of its tensors."""
+"""Bytes of the step counter of torch's Adam for each tensor."""
 _PERSISTENT = 100_000
-"""Elements up to which ZeRO 3 also keeps a full weight."""
+"""Maximum elements of weights that ZeRO 3 keeps gathered."""
 _LIVE = _SUB_GROUP = 1_000_000_000
 
 
@@ -33,17 +32,17 @@ class Weight(NamedTuple):
 
     numel: int
     decays: bool
-    """Whether the optimizer's weight decay applies to it: to matrices, not to biases and norms."""
+    """Whether it has weight decay: matrices do, biases and norms do not."""
     shape: tuple[int, ...] = ()
-    """Of the full parameter."""
+    """Shape of the full parameter."""
     is_block_matrix: bool = False
     """Whether it is a matrix of a transformer layer, which Muon updates."""
     is_trained: bool = True
     """Whether it has a gradient and optimizer state."""
     is_in_fp8: bool = False
-    """Whether it is quantized, once for the output and once, transposed, for the gradient of the input."""
+    """Whether it has two FP8 copies: for the output and, transposed, for the input gradient."""
     is_divided: bool = False
-    """Whether it belongs to experts that expert parallelism divides."""
+    """Whether it belongs to experts that are sharded by expert parallelism."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +50,32 @@ class Weights:
     """The weights of a rank."""
 
     layers: Sequence[Sequence[Weight]]
-    """The weights of each layer in order. Equal layers are one object."""
+    """The weights of each layer in order. Equal layers are the same object."""
 
     @cached_property
     def counts(self) -> list[tuple[Weight, int]]:
-        """Distinct weights, each with the number of times it occurs."""
+        """Distinct weights with their counts."""
         return [(weight, count) for layer, count in counts(self.layers) for weight in layer]
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all weights."""
+        """Number of elements of all weights."""
         return sum(count * weight.numel for weight, count in self.counts)
 
     @cached_property
     def trained(self) -> "Weights":
-        """The weights that training changes."""
-        return self if all(weight.is_trained for weight, _ in self.counts) else self._select(lambda one: one.is_trained)
+        """The trained weights."""
+        if all(weight.is_trained for weight, _ in self.counts):
+            return self
+        return self._select(lambda weight: weight.is_trained)
 
     @cached_property
     def groups(self) -> list["Weights"]:
-        """The weights with decay, the weights without, and with expert parallelism the experts."""
-        experts = self._select(lambda one: one.is_divided)
+        """Parameter groups: weights with decay, weights without and, with expert parallelism, experts."""
+        experts = self._select(lambda weight: weight.is_divided)
         return [
-            self._select(lambda one: one.decays and not one.is_divided),
-            self._select(lambda one: not (one.decays or one.is_divided)),
+            self._select(lambda weight: weight.decays and not weight.is_divided),
+            self._select(lambda weight: not (weight.decays or weight.is_divided)),
             *([experts] if experts.numel else []),
         ]
 
@@ -108,42 +109,39 @@ def stage_weights(run: RunConfig, stage: Stage) -> Weights:
 
 @dataclass(frozen=True)
 class States:
-    """What a rank keeps between micro-batches on its device."""
+    """Device memory that a rank keeps between micro-batches, in bytes."""
 
     weights: int
     gradients: int
     new_gradients: int
-    """Gradients that a step frees: the first backward pass of the next iteration begins without them."""
+    """Gradients that a step frees, so that the first backward pass of the next iteration starts without them."""
     optimizer: int
     buffers: int
-    """Buckets for reducing gradients, and parameters that ZeRO 3 has gathered."""
+    """Buckets for reducing gradients, and parameters gathered by ZeRO 3."""
     step: int
-    """Temporary memory of the optimizer step, when the activations have been freed."""
+    """Temporary memory of the optimizer step, after activations have been freed."""
 
 
 def bytes_of(run: RunConfig) -> int:
-    """Bytes of an element of weights and activations."""
+    """Bytes per element of weights and activations."""
     return FP32 if run.precision.dtype == "fp32" else 2
 
 
 def states(run: RunConfig, weights: Weights) -> States:
-    """What a rank with ``weights`` keeps.
-
-    What is offloaded to CPU memory or NVMe is not counted.
-    """
-    changing = weights.trained
+    """The states of a rank with ``weights``, without states offloaded to CPU memory or NVMe."""
+    trained = weights.trained
     return States(
         weights=_weights(run, weights),
-        gradients=_gradients(run, changing),
-        new_gradients=_new_gradients(run, changing),
-        optimizer=_optimizer(run, changing),
+        gradients=_gradients(run, trained),
+        new_gradients=_new_gradients(run, trained),
+        optimizer=_optimizer(run, trained),
         buffers=_buffers(run, weights),
-        step=_step(run, changing),
+        step=_step(run, trained),
     )
 
 
 def owners(run: RunConfig) -> int:
-    """Ranks with the same weights, over which ZeRO partitions."""
+    """Number of ranks with the same weights, over which ZeRO partitions."""
     return run.parallel.data_parallel_size * run.parallel.sequence_ranks
 
 
@@ -169,7 +167,7 @@ def _gradients(run: RunConfig, weights: Weights) -> int:
 
 
 def _new_gradients(run: RunConfig, weights: Weights) -> int:
-    """Bytes of the gradients that are in no tensor of the optimizer, which would stay."""
+    """Bytes of gradients that do not live in a permanent tensor of the optimizer."""
     if _has_buckets(run):
         return 0 if _keeps_gradients(run) else _gradients(run, weights)
     if run.zero.zero_stage < 2 or run.coalesces_grad_reduction:
@@ -178,12 +176,12 @@ def _new_gradients(run: RunConfig, weights: Weights) -> int:
 
 
 def _part(run: RunConfig, weights: Weights) -> int:
-    """Bytes that ZeRO 3 keeps of reduced gradients."""
+    """Bytes of reduced gradients that ZeRO 3 keeps."""
     return _shards(run, weights) * bytes_of(run) if run.zero.zero_stage == 3 else 0
 
 
 def _optimizer(run: RunConfig, weights: Weights) -> int:
-    """The optimizer's moments, and fp32 master weights unless it updates the model's weights, as at ZeRO 0."""
+    """Bytes of optimizer moments, and of fp32 master weights except at ZeRO 0, which updates the model's weights."""
     if run.zero.offloads_optimizer:
         return 0
     counter = _COUNTER if run.optim.optimizer in ("adam", "adafactor") else 0
@@ -196,10 +194,10 @@ def _optimizer(run: RunConfig, weights: Weights) -> int:
 
 
 def _moments(run: RunConfig, weight: Weight) -> int:
-    """Elements of the optimizer's state of ``weight``, without master weights.
+    """Elements of optimizer moments of ``weight``.
 
-    Two for each element with Adam, and one with Lion, SGD with momentum, and the matrices of Muon. Adafactor has a row
-    and a column of a matrix.
+    Adam has two per element; Lion, SGD with momentum, and Muon's matrices have one. Adafactor has a row and a column
+    for a matrix.
     """
     optim = run.optim
     if optim.optimizer == "adafactor" and len(weight.shape) > 1:
@@ -225,13 +223,13 @@ def _buffers(run: RunConfig, weights: Weights) -> int:
 
 
 def _bucket(run: RunConfig, weights: Weights) -> int:
-    """Elements that are reduced at a time."""
+    """Elements of a reduce bucket."""
     bucket = int(run.zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", DEFAULT_REDUCE_BUCKET)
     return min(bucket, weights.trained.numel)
 
 
 def _step(run: RunConfig, weights: Weights) -> int:
-    """Temporary memory of the optimizer step, or of the reduction after the last backward pass if that needs more.
+    """Temporary bytes of the optimizer step, or of the reduction after the last backward pass if that needs more.
 
     Reduced gradients replace the unsharded ones.
     """
@@ -247,7 +245,7 @@ def _step(run: RunConfig, weights: Weights) -> int:
 
 
 def _reduction(run: RunConfig, weights: Weights) -> int:
-    """Bytes that the reduction of buckets needs: this rank's parts, also in fp32; at ZeRO 2 a bucket as well."""
+    """Temporary bytes of bucket reduction: this rank's parts, also in fp32; at ZeRO 2 a bucket as well."""
     summed, parts = bytes_of_sums(run), _parts(run, weights)
     in_fp32 = 0 if summed == FP32 else FP32
     if _keeps_gradients(run):
@@ -257,9 +255,9 @@ def _reduction(run: RunConfig, weights: Weights) -> int:
 
 
 def _optimizer_step(run: RunConfig, weights: Weights) -> int:
-    """Flat gradients, and a copy in fp32 for half precision.
+    """Temporary bytes of the optimizer step: flat gradients, and an fp32 copy for half precision.
 
-    Adam steps in place, and gradient norms are computed in blocks.
+    Adam updates in place, and gradient norms are computed in blocks.
     """
     if run.zero.offloads_optimizer:
         return 0
@@ -271,32 +269,32 @@ def _optimizer_step(run: RunConfig, weights: Weights) -> int:
 
 
 def _has_buckets(run: RunConfig) -> bool:
-    """Whether the gradients of ZeRO 1 and 2 are in ``megatron.engines.gradients``."""
+    """Whether gradients are in the buckets of ``megatron.engines.gradients`` (ZeRO 1 and 2)."""
     return run.zero.zero_stage in (1, 2) and not run.zero.offloads_optimizer
 
 
 def bytes_of_sums(run: RunConfig) -> int:
-    """Bytes of an element of the sum over micro-batches."""
+    """Bytes per element of accumulated gradients."""
     return FP32 if run.precision.grad_accum_dtype == "fp32" else bytes_of(run)
 
 
 def _keeps_gradients(run: RunConfig) -> bool:
-    """Whether the buckets stay, as at ZeRO 1."""
+    """Whether gradient buckets are permanent, as at ZeRO 1."""
     return run.zero.zero_stage == 1 or run.coalesces_grad_reduction
 
 
 def _flat(run: RunConfig, weights: Weights) -> int:
-    """Elements of the flat gradients."""
+    """Elements of the flat gradients of all parameter groups."""
     return sum(group.part * group.owners for group in _groups(run, weights))
 
 
 def _parts(run: RunConfig, weights: Weights) -> int:
-    """Elements of them that a rank updates."""
+    """Elements of the flat gradients that belong to this rank."""
     return sum(group.part for group in _groups(run, weights))
 
 
 class _Group(NamedTuple):
-    """A group of the optimizer, and how many ranks partition it."""
+    """A parameter group, and the number of ranks that partition it."""
 
     weights: Weights
     owners: int
@@ -308,13 +306,13 @@ class _Group(NamedTuple):
 
 
 def _groups(run: RunConfig, weights: Weights) -> list[_Group]:
-    """The weights with decay, the weights without, and with expert parallelism the experts."""
-    of_experts = owners(run) // run.parallel.expert_model_parallel_size
-    return [_Group(*one) for one in zip(weights.groups, (owners(run), owners(run), of_experts), strict=False)]
+    """The parameter groups with their owners: with decay, without and, with expert parallelism, experts."""
+    expert_owners = owners(run) // run.parallel.expert_model_parallel_size
+    return [_Group(*group) for group in zip(weights.groups, (owners(run), owners(run), expert_owners), strict=False)]
 
 
 def _shards(run: RunConfig, weights: Weights) -> int:
-    """Elements of one owner's parts of every weight at ZeRO 3."""
+    """Elements of one owner's parts of all weights at ZeRO 3."""
     return sum(count * ceil(weight.numel / owners(run)) for weight, count in weights.counts)
 
 

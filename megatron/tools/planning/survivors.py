@@ -1,4 +1,4 @@
-"""The best layout for the hosts that are left: the same training run, of the same global batch, on fewer devices."""
+"""Plans a layout for the surviving hosts: the same training run with the same global batch on fewer devices."""
 
 import math
 import subprocess
@@ -15,7 +15,7 @@ from megatron.config import RunConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.machine import DEVICES, Device, Machine, device_of_name
-from megatron.tools.planning.request import as_flag, make_request, words
+from megatron.tools.planning.request import arguments_of, as_flag, make_request
 from megatron.tools.planning.search import Candidate, search
 
 _CHOSEN = (
@@ -26,7 +26,7 @@ _CHOSEN = (
     "micro_batch_size",
     "gradient_accumulation_steps",
 )
-"""Flags of a layout, which are chosen again."""
+"""Layout flags that are always chosen again."""
 _CHOSEN_IF_NEEDED = (
     "zero_stage",
     "ds_sequence_parallel_size",
@@ -41,23 +41,23 @@ _CHOSEN_IF_NEEDED = (
     "recompute_method",
     "recompute_num_layers",
 )
-"""Flags that are kept as long as a layout with them fits."""
+"""Layout flags that are kept as long as a layout with them fits."""
 _ALL = (*_CHOSEN, *_CHOSEN_IF_NEEDED)
 _BATCH = {"global_batch_size", "step_batch_size_schedule"}
 _MOST_SIZES = 3
-"""Numbers of hosts for which a layout fits, among which the fastest is chosen."""
+"""How many numbers of hosts with fitting layouts are compared for the fastest."""
 
 
 class PlannedLayout(NamedTuple):
-    """A layout for some of the hosts."""
+    """A planned layout for the first hosts of a list."""
 
     hosts: int
-    """Number of hosts that are used, the first ones."""
+    """Number of hosts that are used."""
     candidate: Candidate
     arguments: list[str]
-    """Of the training program: the given ones with this layout."""
+    """Arguments of the training program: the given ones with this layout."""
     fitting: int
-    """Layouts that fit on that many hosts."""
+    """Number of layouts that fit on these hosts."""
 
     def __str__(self) -> str:
         parallel, train = self.candidate.run.parallel, self.candidate.run.train
@@ -80,11 +80,11 @@ def plan_survivors(
     least: int = 1,
     architecture: ArchitectureSpec = GPT2,
 ) -> PlannedLayout | None:
-    """The fastest layout that fits on the first ``least`` or more of hosts with these ``slots``; None if none does.
+    """The fastest layout on at least the first ``least`` of the hosts with these ``slots``; None if none fits.
 
-    Global batch sizes, model, data and schedule stay as in ``run``, which ``arguments`` configure.
+    Global batch sizes, model, data and learning-rate schedule stay as in ``run``, the config of ``arguments``.
 
-    Raises ConfigError if the planner does not know the arguments, such as ``--deepspeed_config``.
+    Raises ConfigError if the planner does not support an argument, such as ``--deepspeed_config``.
     """
     given, _, _ = read_flags(arguments, architecture)
     for chosen in (_CHOSEN, _ALL):
@@ -93,22 +93,21 @@ def plan_survivors(
             fixed["global_batch_size"] = as_flag("global_batch_size", run.train.global_batch_size)
         numbers = range(len(slots), least - 1, -1)
         searched = ((hosts, _fitting(fixed, run, slots[:hosts], device, architecture)) for hosts in numbers)
-        plans = list(islice((one for one in searched if one[1]), _MOST_SIZES))
+        plans = list(islice((plan for plan in searched if plan[1]), _MOST_SIZES))
         if plans:
-            hosts, fitting = min(plans, key=lambda one: one[1][0].timing.total)
+            hosts, fitting = min(plans, key=lambda plan: plan[1][0].timing.total)
             flags = {name: fitting[0].given[name] for name in _ALL if name in fitting[0].given}
-            return PlannedLayout(hosts, fitting[0], words({**fixed, **flags}), len(fitting))
+            return PlannedLayout(hosts, fitting[0], arguments_of({**fixed, **flags}), len(fitting))
     return None
 
 
 def arguments_at_world_size(
     arguments: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
 ) -> tuple[list[str], str]:
-    """``--elastic-layout``: the arguments for as many ranks as ``environ`` has, and what was chosen, for the user.
+    """``--elastic-layout``: the arguments for the number of ranks in ``environ``, and a description of the choice.
 
-    The tensor-parallel size, the stages, and the sizes of context and expert parallelism stay as given if the layout is
-    legal on these ranks and fits in memory.
-    Every rank gets the same answer. Raises ConfigError if no layout of all these ranks does.
+    The sizes of tensor, pipeline, context and expert parallelism stay as given if the layout is supported on these
+    ranks and fits in memory. Every rank gets the same answer. Raises ConfigError if no layout of these ranks fits.
     """
     given, _, _ = read_flags(arguments, architecture)
     if not _BATCH & given.keys():
@@ -124,8 +123,8 @@ def arguments_at_world_size(
     planned = plan_survivors(arguments, run, slots, device, least=len(slots), architecture=architecture)
     if planned is None:
         raise ConfigError(
-            f"--elastic-layout: no layout of {counted(ranks, 'rank')} is legal and fits: start another number of them; "
-            "tools/plan.py lists why"
+            f"--elastic-layout: no layout of {counted(ranks, 'rank')} is supported and fits: start another number of "
+            "them; tools/plan.py lists why"
         )
     return planned.arguments, f"on {counted(ranks, 'rank')}: {planned}"
 
@@ -140,7 +139,7 @@ def name_of_gpu() -> str:
 
 
 def device_here(kind: str, query: Callable[[], str] = name_of_gpu) -> Device | None:
-    """The device of a ``kind``, such as cuda, of this host; None if the planner does not know it."""
+    """This host's device of a ``kind``, such as cuda; None if the planner does not know it."""
     return DEVICES["cpu"] if kind == "cpu" else device_of_name(query())
 
 
@@ -151,19 +150,19 @@ def _fitting(
     device: Device,
     architecture: ArchitectureSpec,
 ) -> list[Candidate]:
-    """The layouts with the flags ``fixed`` that fit on hosts with these ``slots``, the fastest first."""
+    """The layouts with the ``fixed`` flags that fit on hosts with these ``slots``, the fastest first."""
     request = make_request(
-        words(fixed),
+        arguments_of(fixed),
         Machine(device, min(slots)),
         sum(slots),
         precision=run.precision.dtype,
         vocab_size=run.model.vocab_size or None,
         architecture=architecture,
     )
-    found = search(request)
-    return [*found.fitting, *found.superseded]
+    plan = search(request)
+    return [*plan.fitting, *plan.superseded]
 
 
 def _sizes(run: RunConfig) -> tuple[int, int]:
-    """Sizes that the planner searches unless flags give them."""
+    """Context- and expert-parallel sizes, which the planner searches unless they are given."""
     return run.parallel.context_parallel_size, run.parallel.expert_model_parallel_size

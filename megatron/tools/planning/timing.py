@@ -1,4 +1,4 @@
-"""Estimated time of an iteration: compute, pipeline bubble, and communication over the links of a machine."""
+"""Estimated time of an iteration: compute, pipeline bubble, and communication over a machine's links."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from megatron.tools.planning.states import FP32, bytes_of, bytes_of_sums, owners
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in one iteration, by kind of parallelism."""
+    """Bytes that a rank sends per iteration, by kind of parallelism."""
 
     tensor: float
     pipeline: float
@@ -32,20 +32,20 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total bytes."""
         return self.tensor + self.pipeline + self.data + self.experts + self.sequence
 
 
 def traffic(run: RunConfig, stage: Stage, memory: Memory) -> Traffic:
-    """What a rank of ``stage`` with the parameters of ``memory`` sends in one iteration."""
+    """The traffic of a rank of ``stage`` with the parameters of ``memory``."""
     reduced = data(run, memory.parameters, memory.trained)
     return Traffic(tensor(run, stage), pipeline(run, stage), reduced, dispatched(run, stage), sequence(run, stage))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
-    """All-reduces of hidden states: two per layer forward and two backward, two more where layers are recomputed.
+    """Bytes of all-reduces of hidden states: two per layer forward and two backward, two more with recomputation.
 
-    With sequence parallelism each is a gather and a reduce-scatter, which send as much, and inputs are gathered again.
+    With sequence parallelism each is an all-gather and a reduce-scatter of the same size; inputs are gathered again.
     """
     layers, t = stage.num_blocks, run.parallel.model_parallel_size
     passes = 6 if run.activation.layers_together else 4
@@ -54,41 +54,40 @@ def tensor(run: RunConfig, stage: Stage) -> float:
 
 
 def sequence(run: RunConfig, stage: Stage) -> float:
-    """What ranks that share samples send: keys and values around a ring, or parts of the sequence for heads.
+    """Bytes of context parallelism and Ulysses: keys and values around a ring, or all-to-all of heads.
 
     Ulysses exchanges query, key, value and context around attention, forward and backward.
     """
     layers, passes = stage.num_blocks, 3 if run.activation.layers_together else 2
     hidden, parts = _hidden_bytes(run) / run.parallel.model_parallel_size, run.parallel.ulysses_size
     exchanged = 4 * passes * ring_gather(hidden, parts)  # 4 hidden states in each of the passes
-    return run.train.gradient_accumulation_steps * layers * (exchanged + _visiting(run))
+    return run.train.gradient_accumulation_steps * layers * (exchanged + _ring_bytes(run))
 
 
-def _visiting(run: RunConfig) -> float:
-    """What a ring sends for a layer: keys and values, once more where attention is recomputed, and their gradients.
+def _ring_bytes(run: RunConfig) -> float:
+    """Bytes of ring attention per layer: keys and values, again if attention is recomputed, and their gradients.
 
-    Passed around, they reach the ranks that attend to them, forward and backward, and their gradients, in fp32, follow
-    them and return. With a window, steps that bring no rank a key that it attends to are left out; documents may fill
-    the sequence. Gathered, every rank receives the keys and values of all ranks.
+    In a ring they visit the ranks that attend to them, forward and backward, and their fp32 gradients follow and
+    return. With a window, useless steps are left out; documents may fill the sequence. With all-gather, every rank
+    receives the keys and values of all ranks.
     """
     model, parallel, ring = run.model, run.parallel, run.parallel.ring_size
     if ring == 1:
         return 0.0
-    of_rank = heads(run, sizes(run))[1] // ring
+    local = heads(run, sizes(run))[1] // ring
     passes = 3 if run.activation.layers_together or model.recomputes_attention else 2
     if parallel.cp_comm_type == "all_gather":
-        return of_rank * (ring - 1) * (passes * bytes_of(run) + FP32)
+        return local * (ring - 1) * (passes * bytes_of(run) + FP32)
     causal, chunk = architecture_of(model).is_causal, run.data.seq_length // (2 * ring)
     steps = steps_within(ring, -(-model.pre_tokens // chunk) if causal else 2 * ring, causal)
     returning = len(steps) if len(steps) > 1 else 0
-    return of_rank * (passes * (len(steps) - 1) * bytes_of(run) + returning * FP32)
+    return local * (passes * (len(steps) - 1) * bytes_of(run) + returning * FP32)
 
 
 def gathered_again(run: RunConfig, stage: Stage) -> float:
-    """Shards of the sequence that the backward pass gathers again: two inputs per layer, and the input of the logits.
+    """Bytes that the backward pass gathers again with sequence parallelism: two inputs per layer, and the head's input.
 
-    A part of ``tensor`` that is not waited for: gradients are computed at the same time (arXiv 2205.05198, section
-    4.2.2).
+    This part of ``tensor`` overlaps with the computation of gradients (arXiv 2205.05198, section 4.2.2).
     """
     if not run.parallel.sequence_parallel:
         return 0.0
@@ -97,7 +96,7 @@ def gathered_again(run: RunConfig, stage: Stage) -> float:
 
 
 def summed_meanwhile(run: RunConfig, stage: Stage) -> float:
-    """The part of ``tensor`` that is sent while gradients of weights are computed: sums of gradients of inputs."""
+    """Bytes of input-gradient reductions, the part of ``tensor`` that overlaps with weight gradients."""
     if schedule_of(run).divides_backward or run.model.lora_rank:
         return 0.0
     sums = ring_gather(_hidden_bytes(run), run.parallel.model_parallel_size)
@@ -106,13 +105,13 @@ def summed_meanwhile(run: RunConfig, stage: Stage) -> float:
 
 
 def _hidden_bytes(run: RunConfig) -> int:
-    """Bytes of the hidden states of a micro-batch in the model's type, of a rank's part of the sequence."""
+    """Bytes of a micro-batch's hidden states in the model's dtype, for a rank's shard of the sequence."""
     tokens = run.train.micro_batch_size * run.data.seq_length // run.parallel.sequence_ranks
     return tokens * run.model.hidden_size * bytes_of(run)
 
 
 def pipeline(run: RunConfig, stage: Stage) -> float:
-    """Hidden states forward and their gradients backward, at each boundary."""
+    """Bytes between pipeline stages: hidden states forward and their gradients backward, at each chunk boundary."""
     parallel = run.parallel
     if parallel.pipe_stages == 1:
         return 0.0
@@ -122,10 +121,10 @@ def pipeline(run: RunConfig, stage: Stage) -> float:
 
 
 def data(run: RunConfig, parameters: int, trained: int) -> float:
-    """Gradients reduced and weights gathered, by ZeRO stage (arXiv 1910.02054, section 7).
+    """Bytes of reduced gradients and gathered weights, by ZeRO stage (arXiv 1910.02054, section 7).
 
-    ZeRO 2 and 3 reduce the gradients of every micro-batch unless the reduction is coalesced, and ZeRO 3 gathers the
-    weights twice for each, too; only ZeRO 3 gathers weights that are not ``trained``.
+    ZeRO 2 and 3 reduce gradients in every micro-batch unless the reduction is coalesced, and ZeRO 3 gathers weights
+    twice in each, including weights that are not ``trained``.
     """
     ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
     reductions = 1 if run.coalesces_grad_reduction else accumulated
@@ -137,7 +136,7 @@ def data(run: RunConfig, parameters: int, trained: int) -> float:
 
 
 def dispatched(run: RunConfig, stage: Stage) -> float:
-    """Tokens sent to the ranks of their experts and back, forward and backward, and once more where recomputed."""
+    """Bytes of tokens sent to their experts and back, forward and backward, and again with recomputation."""
     if run.parallel.expert_model_parallel_size == 1:
         return 0.0
     layers = sum(count for layer, count in stage.counts if any(weight.is_expert for weight in layer.parameters))
@@ -148,35 +147,35 @@ def dispatched(run: RunConfig, stage: Stage) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """An iteration, in seconds."""
+    """Time of an iteration by purpose, in seconds, without overlapped communication."""
 
     compute: float
-    """Of the busiest stage."""
+    """Computation of the busiest stage."""
     tensor: float
-    """Waiting for tensor-parallel ranks."""
+    """Communication of tensor parallelism."""
     pipeline: float
-    """Sending between stages."""
+    """Transfers between stages."""
     bubble: float
-    """Waiting for the pipeline to fill and to drain."""
+    """Idle time while the pipeline fills and drains."""
     data: float
-    """Reducing gradients and gathering weights."""
+    """Reduction of gradients and gathering of weights."""
     experts: float
-    """Sending tokens to their experts and back; not in ``shares`` without expert parallelism."""
+    """Dispatch of tokens to experts and back; not in ``shares`` without expert parallelism."""
     sequence: float
-    """Waiting for ranks that share samples; not in ``shares`` where there are none."""
+    """Communication of context parallelism and Ulysses; not in ``shares`` without them."""
     passes: PassSeconds
-    """Of a micro-batch on the busiest stage; not in the total."""
+    """Passes of a micro-batch on the busiest stage; not in the total."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Seconds of each part of the total, by name."""
+        """Purpose to seconds, which add up to the total."""
         names = ["compute", "tensor", "pipeline", "bubble", "data"]
         names += [name for name in ("experts", "sequence") if getattr(self, name)]
         return {name: getattr(self, name) for name in names}
 
     @cached_property
     def total(self) -> float:
-        """All of it."""
+        """Total seconds."""
         return sum(self.shares.values())
 
 
@@ -194,23 +193,23 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     first = hidden_bytes(run, sizes(run)) / machine.bandwidth(span["pipeline"])
     sends = max(
         sends - compute, 2 * (run.parallel.pipe_stages - 1) * first
-    )  # only the first and last ones are waited for
+    )  # only the first and last transfers do not overlap
     experts = seconds("experts", (traffic.experts for _, traffic in stages))
-    around = seconds("sequence", (traffic.sequence for _, traffic in stages))
-    if run.parallel.ring_size > 1 and run.parallel.cp_comm_type != "all_gather":  # during attention
+    ring = seconds("sequence", (traffic.sequence for _, traffic in stages))
+    if run.parallel.ring_size > 1 and run.parallel.cp_comm_type != "all_gather":  # overlaps with attention
         cores = max(core_seconds(run, machine, stage) for stage, _ in stages)
-        around = max(around - (1 + BACKWARD) * micro_batches * cores, 0.0)
+        ring = max(ring - (1 + BACKWARD) * micro_batches * cores, 0.0)
     data = _waiting_for_data(run, seconds("data", (traffic.data for _, traffic in stages)), busiest)
-    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + experts + around)
-    return Timing(compute, tensor, sends, idle, data, experts, around, busiest)
+    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + experts + ring)
+    return Timing(compute, tensor, sends, idle, data, experts, ring, busiest)
 
 
 _CHUNKS = 4
-"""Of a matmul, with ``--tp-comm-overlap``: all but one are sent during the matmul of another."""
+"""Chunks of a matmul with ``--tp-comm-overlap``; the communication of all but one is overlapped."""
 
 
 def _waiting_for_sums(run: RunConfig, machine: Machine, stage: Stage, traffic: Traffic) -> float:
-    """Seconds of tensor parallelism that are not spent in matmuls as well."""
+    """Seconds of tensor-parallel communication that do not overlap with matmuls."""
     if run.parallel.model_parallel_size == 1:
         return 0.0
     bandwidth = machine.bandwidth(spans(run.parallel)["tensor"])
@@ -219,23 +218,23 @@ def _waiting_for_sums(run: RunConfig, machine: Machine, stage: Stage, traffic: T
         passes = 2 if run.activation.layers_together else 1
         forward = 2 * passes * stage.num_blocks * ring_all_reduce(_hidden_bytes(run), run.parallel.model_parallel_size)
         waited -= run.train.gradient_accumulation_steps * forward * (1 - 1 / _CHUNKS)
-    meanwhile = run.train.gradient_accumulation_steps * pass_seconds(run, machine, stage).weights
-    return waited / bandwidth - min(summed_meanwhile(run, stage) / bandwidth, meanwhile)
+    weight_seconds = run.train.gradient_accumulation_steps * pass_seconds(run, machine, stage).weights
+    return waited / bandwidth - min(summed_meanwhile(run, stage) / bandwidth, weight_seconds)
 
 
-_FIRST = 0.15
-"""Share of ZeRO 3's communication that is waited for at least (arXiv 2104.04473, table 2)."""
+_LEAST_EXPOSED = 0.15
+"""Minimum share of ZeRO 3's communication that is not overlapped (arXiv 2104.04473, table 2)."""
 
 
 def _waiting_for_data(run: RunConfig, seconds: float, passes: PassSeconds) -> float:
-    """Those of ``seconds`` of data parallelism that are not spent in computation as well.
+    """The part of the ``seconds`` of data-parallel communication that does not overlap with computation.
 
-    At ZeRO 1 gradients are reduced during the last backward pass, at ZeRO 2 during each, and weights are gathered
-    during the first forward pass. ZeRO 3 does both during all passes, but for what nothing is computed beside.
+    At ZeRO 1 gradients are reduced during the last backward pass, at ZeRO 2 during each one, and weights are gathered
+    during the first forward pass. ZeRO 3 does both during all passes, with a minimum that is not overlapped.
     """
     micro_batches = run.train.gradient_accumulation_steps
     if run.zero.zero_stage == 3 and run.zero.zero_overlap_comm is not False:
-        return max(seconds - micro_batches * passes.total, _FIRST * seconds)
+        return max(seconds - micro_batches * passes.total, _LEAST_EXPOSED * seconds)
     if run.zero.zero_stage in (0, 3) or run.zero.offloads_optimizer:
         return seconds
     reductions = micro_batches if run.zero.zero_stage == 2 and not run.coalesces_grad_reduction else 1
@@ -247,7 +246,7 @@ def _waiting_for_data(run: RunConfig, seconds: float, passes: PassSeconds) -> fl
 
 
 def spans(parallel: ParallelConfig) -> dict[str, int]:
-    """For each kind of traffic: ranks of one group are numbered less than this far apart."""
+    """Kind of traffic to the span of its groups: their ranks differ by less than this."""
     inner = parallel.model_parallel_size * parallel.sequence_ranks
     replicas = inner * parallel.data_parallel_size
     return {
@@ -260,26 +259,26 @@ def spans(parallel: ParallelConfig) -> dict[str, int]:
 
 
 _MOST_STAGES = 8
-"""Stages that are simulated; the bubble of more is taken to grow like theirs."""
+"""Maximum number of simulated stages; the bubble of more stages is extrapolated."""
 
 
 def idle_ratio(schedule: Schedule, seconds: PassSeconds) -> float:
-    """Idle time over useful time of a pipeline all of whose stages take ``seconds`` for the passes of a micro-batch."""
+    """Idle time divided by useful time of a pipeline whose stages all take ``seconds`` per micro-batch."""
     stages, micro_batches = schedule.stages, schedule.micro_batches
     if stages == 1 or schedule.name == "1f1b" or (schedule.name == "interleaved" and micro_batches % stages == 0):
         return bubble_ratio(stages, micro_batches, schedule.chunks)
-    inputs, weights = (round(one / seconds.forward, 1) for one in (seconds.inputs, seconds.weights))
+    inputs, weights = (round(part / seconds.forward, 1) for part in (seconds.inputs, seconds.weights))
     return _idle_ratio(schedule, PassSeconds(1.0, inputs, weights))
 
 
 @lru_cache(maxsize=4096)
 def _idle_ratio(schedule: Schedule, seconds: PassSeconds) -> float:
-    """The same from a simulation."""
+    """``idle_ratio`` from a simulation."""
     stages, micro_batches, simulated = schedule.stages, schedule.micro_batches, schedule
     if schedule.name != "interleaved":  # more than two micro-batches for each stage do not change the idle time
         fewer = min(stages, _MOST_STAGES)
-        of_fewer = ceil(fewer * min(micro_batches / stages, 2))
-        simulated = replace(schedule, stages=fewer, micro_batches=of_fewer)
+        fewer_micro_batches = ceil(fewer * min(micro_batches / stages, 2))
+        simulated = replace(schedule, stages=fewer, micro_batches=fewer_micro_batches)
     idle = _idle_passes(simulated, seconds) * (stages - 1) / (simulated.stages - 1)
     return idle / (micro_batches * schedule.chunks * seconds.total)
 
