@@ -207,7 +207,7 @@ def test_an_encoder_of_images_takes_time_and_memory():
         ).fitting
         text = "\n".join(describe_candidate(one, stage_memory(one.run)))
         lines[bool(flag)] = re.search(
-            r"encoder of images computes ([\d.]+)% of the FLOPs, and keeps ([\d.]+ \w+)", text
+            r"vision encoder computes ([\d.]+)% of the FLOPs, and keeps ([\d.]+ \w+)", text
         )
     trained, frozen = (float(lines[key][1]) for key in (False, True))
     assert trained > 2 * frozen > 0 and lines[False][2].endswith("GB") and not lines[True][2].endswith("GB")
