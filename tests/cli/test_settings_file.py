@@ -172,7 +172,7 @@ def test_tools_that_describe_runs_read_it(tmp_path: Path) -> None:
     (file := tmp_path / "run.yaml").write_text(LINES + "\nglobal-batch-size: 8\nbf16: true\n")
     request = planned(["--config", str(file), "--lr", "2"], Machine(DEVICES["a100"], 2), 2)
     assert (request.given["hidden_size"].value, request.given["lr"].value) == (64, 2)
-    words = verified(["--config", str(file)], 4, None, CPU).words
+    words = verified(["--config", str(file)], 4, None, CPU).arguments
     assert "--config" not in words and words[words.index("--hidden-size") + 1] == "64" and "--bf16" in words
 
 

@@ -92,6 +92,6 @@ def test_layouts_of_random_models_agree(number: int, monkeypatch: pytest.MonkeyP
     bounds = Bounds.of(request.run(layouts[0]).precision.dtype)
     results = list(verify_layouts(request, layouts, bounds, 240))
     names = " ".join(layout.name for layout in layouts)
-    command = f"python tools/verify_layout.py --iterations {ITERATIONS} --layouts {names} {' '.join(request.words)}"
+    command = f"python tools/verify_layout.py --iterations {ITERATIONS} --layouts {names} {' '.join(request.arguments)}"
     print(command, table(results, bounds), sep="\n")
     assert all(result.agrees for result in results), [result.failure for result in results if result.failure]

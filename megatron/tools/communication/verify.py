@@ -99,7 +99,7 @@ _IN_TURN = 8
 
 def _verify_in_turn(request: Request, parent: Path, layouts: Sequence[Layout]) -> list[tuple[Layout, list[Finding]]]:
     """``verify`` of ``layouts``, which load each other's checkpoints in place of one rank's."""
-    words = without(list(request.words), ["--eval-iters", "0"])
+    words = without(list(request.arguments), ["--eval-iters", "0"])
     folder = Path(tempfile.mkdtemp(dir=parent))
     before, found = "", []
     for layout in layouts:

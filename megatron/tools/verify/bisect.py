@@ -1,7 +1,7 @@
-"""From a layout that differs from one process to the smallest that does, and to what computes the first difference.
+"""Reduce a layout whose results differ from one process to the smallest such layout, and locate the operation at fault.
 
-A layout is smaller if it has fewer ranks, or as many along fewer axes. Each is trained up to the first iteration that
-differs, which is recorded.
+A layout is smaller if it has fewer ranks, or as many ranks along fewer axes. Each smaller layout is trained up to the
+first iteration that differs, and this iteration is recorded.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron.common.errors import LaunchError
 from megatron.model.spec import ParameterSpec, architecture_of
 from megatron.tools.verify.compare import Bounds, Differences, Result, gradient_differences
-from megatron.tools.verify.locate import Finding, collectives, first_rerouted, locate, what_copies_say
+from megatron.tools.verify.locate import Finding, cause_from_copies, collectives, first_rerouted, locate
 from megatron.tools.verify.request import (
     ONE_PROCESS,
     ONE_PROCESS_WITH_ZERO,
@@ -29,35 +29,35 @@ from megatron.tools.verify.runs import Trainer
 from megatron.tools.verify.shards import Recording
 
 _MOST_RUNS = 24
-"""Of smaller layouts; then the layout that differs is located itself."""
+"""Limit of smaller layouts that are tried; after them, the difference is located in the original layout."""
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """The smallest layout that differs as a layout does, and where."""
+    """The smallest layout with the fault of ``layout``, and where its computation first differs."""
 
     layout: Layout
     smallest: Layout
     iteration: int
     finding: Finding
     runs: int
-    """Layouts that were trained for it."""
+    """Number of layouts trained in the search."""
 
     def __str__(self) -> str:
-        small, found = self.smallest, self.finding
+        small, finding = self.smallest, self.finding
         lines = [
             f"{self.layout.name} differs. The smallest layout that does is {small.name} "
             f"({small.processes} processes), in iteration {self.iteration}:",
-            f"    first tensor  {found.tensor}",
-            f"    computed by   {found.operation}",
+            f"    first tensor  {finding.tensor}",
+            f"    computed by   {finding.operation}",
         ]
-        lines += [f"    its values    {found.cause}"] if found.cause else []
-        calls = [f"{count} x {call}" for call, count in found.collectives.items()] or ["none"]
+        lines += [f"    its values    {finding.cause}"] if finding.cause else []
+        calls = [f"{count} x {call}" for call, count in finding.collectives.items()] or ["none"]
         return "\n".join([*lines, f"    collectives   {', '.join(calls)}"])
 
 
 class Trained(NamedTuple):
-    """What a layout computes, and the recording of its last iteration."""
+    """The results of training on a layout, and the recording of its last iteration."""
 
     result: Result
     recording: Recording
@@ -65,22 +65,22 @@ class Trained(NamedTuple):
 
 @dataclass
 class Bisector:
-    """Compares layouts with one process, and records what they compute."""
+    """Trains layouts, compares them with one process and locates their first difference."""
 
     request: Request
     bounds: Bounds
     time_limit: float
     references: dict[int, Trained] = field(default_factory=dict)
-    """One process, by the iterations that it was trained."""
+    """Runs of one process, by number of iterations."""
     rounded: set[Layout] = field(default_factory=set)
-    """Layouts that agree in fp32, and differ in half precision since rounding chooses other experts for some tokens."""
+    """Layouts that agree in fp32, and differ in half precision since rounding routes some tokens to other experts."""
 
     def __post_init__(self) -> None:
-        of_one = (one for one in (ONE_PROCESS, ONE_PROCESS_WITH_ZERO) if is_supported(self.request, one))
-        self.base = next(of_one, None)
+        bases = (layout for layout in (ONE_PROCESS, ONE_PROCESS_WITH_ZERO) if is_supported(self.request, layout))
+        self.base = next(bases, None)
 
     def differences(self, layout: Layout) -> Differences:
-        """The differences of ``layout`` from one process. Raises LaunchError if a run fails."""
+        """The differences between ``layout`` and one process. Raises LaunchError if a run fails."""
         iterations = self.request.iterations
         return self._compare(self._reference(iterations), self._train(layout, iterations))
 
@@ -115,13 +115,13 @@ class Bisector:
         differences = self._compare(reference, trained)
         if differences.agree and not locates:
             return None
-        (of_one,) = reference.recording.ranks
+        (reference_rank,) = reference.recording.ranks
         if differences.kind != "initial weights":
-            if finding := locate(of_one, trained.recording, self.bounds.gradient):
+            if finding := locate(reference_rank, trained.recording, self.bounds.gradient):
                 return finding
         if differences.agree:
             return None
-        if self._is_half and first_rerouted(of_one, trained.recording) is not None:
+        if self._is_half and first_rerouted(reference_rank, trained.recording) is not None:
             finding = self._in_fp32.finding(layout, iteration)
             self.rounded |= {layout} if finding is None else set()
             return finding
@@ -132,12 +132,12 @@ class Bisector:
 
     @property
     def _is_half(self) -> bool:
-        return not {"--bf16", "--fp16"}.isdisjoint(self.request.words)
+        return not {"--bf16", "--fp16"}.isdisjoint(self.request.arguments)
 
     @cached_property
     def _in_fp32(self) -> "Bisector":
-        words = tuple(word for word in self.request.words if word not in ("--bf16", "--fp16"))
-        request = replace(self.request, words=words)
+        arguments = tuple(argument for argument in self.request.arguments if argument not in ("--bf16", "--fp16"))
+        request = replace(self.request, arguments=arguments)
         return Bisector(request, Bounds.of("fp32"), self.time_limit)
 
     def _reference(self, iterations: int) -> Trained:
@@ -156,20 +156,20 @@ class Bisector:
 
 
 def bisections(bisector: Bisector, results: Sequence[LayoutResult]) -> Iterator[Bisection | str]:
-    """Of each of the ``results`` that differs, its bisection, or why there is none; of those with few ranks first."""
+    """The bisection of each of the ``results`` that differs, or why there is none; layouts with few ranks first."""
     if bisector.base is None:
         yield "one process does not support this run: nothing to bisect with"
         return
     differing = [result for result in results if result.differences is not None and not result.agrees]
-    if results[0].layout.processes > 1:  # it may itself be the one that is wrong
+    if results[0].layout.processes > 1:  # the reference may itself be wrong
         differing.append(results[0])
-    found: list[Bisection] = []
-    for result in sorted(differing, key=lambda one: one.layout.processes):
+    completed: list[Bisection] = []
+    for result in sorted(differing, key=lambda result: result.layout.processes):
         layout = result.layout
         if reference_of(replace(bisector.request, first=bisector.base), layout) != bisector.base:
-            yield f"{layout.name} is not comparable with one process, whose global_aux_loss is another"
+            yield f"{layout.name} is not comparable with one process, where global_aux_loss has a different value"
             continue
-        known = next((one for one in found if is_within(one.smallest, layout)), None)
+        known = next((bisection for bisection in completed if is_within(bisection.smallest, layout)), None)
         if known is not None:
             yield f"{layout.name} is larger than {known.smallest.name}, which differs"
             continue
@@ -185,20 +185,20 @@ def bisections(bisector: Bisector, results: Sequence[LayoutResult]) -> Iterator[
             why = " in fp32: rounding chooses other experts for some tokens" if is_rounded else ""
             yield f"{layout.name} agrees with one process{why}"
         else:
-            found.append(bisection)
+            completed.append(bisection)
             yield bisection
 
 
 def is_within(small: Layout, layout: Layout) -> bool:
-    """Whether each axis and option of ``small`` is one of ``layout``, too."""
+    """Whether ``layout`` has each axis and option of ``small``, or more."""
     return small in _parts_of(layout)
 
 
 def smaller_layouts(request: Request, layout: Layout) -> Iterator[Layout]:
-    """The supported layouts with some of the axes and options of ``layout``, those of fewest ranks first."""
-    of_one = (ONE_PROCESS, ONE_PROCESS_WITH_ZERO)
-    parts = [one for one in _parts_of(layout) if one not in (layout, *of_one) and one.processes <= layout.processes]
-    yield from (one for one in sorted(parts, key=_size) if is_supported(request, one))
+    """The supported layouts with some of the axes and options of ``layout``, in order of their number of ranks."""
+    excluded = (layout, ONE_PROCESS, ONE_PROCESS_WITH_ZERO)
+    parts = [part for part in _parts_of(layout) if part not in excluded and part.processes <= layout.processes]
+    yield from (part for part in sorted(parts, key=_size) if is_supported(request, part))
 
 
 def _size(layout: Layout) -> tuple[int, int]:
@@ -212,11 +212,11 @@ def _parts_of(layout: Layout) -> list[Layout]:
         for name, value in vars(layout).items()
     }
     layouts = (Layout(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values()))
-    return [one for one in layouts if (one.virtual_stages > 1) == (one.schedule == "interleaved")]
+    return [part for part in layouts if (part.virtual_stages > 1) == (part.schedule == "interleaved")]
 
 
 def _smaller(name: str, value: object) -> list[int]:
-    """2, if ``value`` is a larger size that it divides."""
+    """Smaller sizes to try for an axis of size ``value``: 2, if it is larger and even."""
     is_size = name not in ("zero", "virtual_stages") and isinstance(value, int) and value > 2 and value % 2 == 0
     return [2] if is_size else []
 
@@ -229,7 +229,7 @@ def _finding_of_step(
     layout: Layout,
     specs: Mapping[str, ParameterSpec],
 ) -> Finding:
-    """The first difference if all that modules compute agrees: in the gradients of weights, or in the step."""
+    """The first difference if the outputs of all modules agree: in the gradients of weights, or in the step."""
     first = str(differences.first)
     operations = {
         "initial weights": f"drawing or sharding the weights of {_module_of(first.removeprefix('initial '))}",
@@ -239,17 +239,17 @@ def _finding_of_step(
     }
     if differences.kind != "gradient":
         return Finding(first, operations.get(differences.kind, ""))
-    found = gradient_differences(reference, other, bounds, differences.noise)
-    differing = [name for name in reversed(found) if not found[name] <= bounds.gradient]
+    by_parameter = gradient_differences(reference, other, bounds, differences.noise)
+    differing = [name for name in reversed(by_parameter) if not by_parameter[name] <= bounds.gradient]
     name = differing[0]
-    cause = what_copies_say(other.gradients.get(name, ()), reference.gradients[name][0])
-    return Finding(first, _gradient_operation(differing, found, layout, specs), cause)
+    cause = cause_from_copies(other.gradients.get(name, ()), reference.gradients[name][0])
+    return Finding(first, _gradient_operation(differing, by_parameter, layout, specs), cause)
 
 
 def _gradient_operation(
     differing: Sequence[str], every: Mapping[str, float], layout: Layout, specs: Mapping[str, ParameterSpec]
 ) -> str:
-    """What combines the gradients of exactly the parameters that differ."""
+    """The reduction whose parameters are exactly those that differ."""
     replicas = layout.data * layout.context * layout.ulysses
     if replicas > 1 and len(differing) > 0.9 * len(every):
         return "the reduction of gradients over the data-parallel ranks"

@@ -1,13 +1,13 @@
 """Compare what two runs computed: losses, gradient norms, the gradients of the first step and the weights.
 
-Comparing only the final weights misleads. Adam divides a gradient by its own size, so an element whose gradient is
-nothing but rounding makes a step as long as any other, in a direction that each layout rounds differently. Gradients
-of the first step have no such history: all layouts take them of the same weights and the same samples, so they differ
-by rounding only, and their bound is fixed.
+Comparing only the final weights misleads. Adam normalizes gradients, so an element whose gradient is pure rounding
+error makes a step as long as any other, in a direction that depends on how the layout rounds. Gradients of the first
+step have no such history: all layouts compute them from the same weights and samples, so they differ by rounding
+error only, and their bound is fixed.
 
-Two things may differ by more without a fault: a gradient that is zero in exact arithmetic, and what follows from the
+Two things may differ by more without a fault: a gradient that is zero in exact arithmetic, and everything after the
 first step, since training at a large learning rate, or with an optimizer that takes signs or makes gradients
-orthogonal, amplifies rounding. Runs of the reference from initial weights that differ by rounding show how far.
+orthogonal, amplifies rounding errors. Runs of the reference from perturbed initial weights measure by how much.
 """
 
 import math
@@ -19,53 +19,53 @@ import torch
 from torch import Tensor
 
 SAFETY = 10.0
-"""A difference may be this multiple of what runs of the reference differ by."""
+"""A difference may be this multiple of the difference between perturbed runs of the reference."""
 _SMALLEST_SCALE = 1e-3
-"""A gradient is compared relative to its largest element, or to this part of the model's largest if that is more: a
-parameter without effect, such as a bias of attention's keys, has a gradient of nothing but rounding."""
+"""A gradient is compared relative to its largest element, or to this fraction of the model's largest if that is more:
+the gradient of a parameter without effect, such as a bias of attention's keys, is pure rounding error."""
 _NOISE = 0.5
-"""A gradient of which rounding changes this part is nothing but rounding. It changes a hundredth of others in bf16."""
+"""A gradient is pure rounding error if rounding changes this fraction of it; of others it changes 0.01 in bf16."""
 
 Copies = Sequence[Tensor]
-"""A full parameter, or something of its shape, from each rank that has all of it."""
+"""A full parameter, or a tensor of its shape, from each rank that has a copy."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run computed. The mappings are by name of parameter, in the order of the layers."""
+    """The results of a run. Mappings have the names of parameters as keys, in the order of the layers."""
 
     losses: Sequence[float | None]
     grad_norms: Sequence[float | None]
     learning_rates: Sequence[float]
     gradients: Mapping[str, Copies]
-    """Of the first step, before clipping."""
+    """Gradients of the first step, before clipping."""
     first_weights: Mapping[str, Copies]
-    """After the first step."""
+    """Weights after the first step."""
     weights: Mapping[str, Copies]
-    """After the last step."""
+    """Weights after the last step."""
     first_step: int = 0
-    """Index of the first iteration with a step; fp16 skips those whose gradients overflow."""
+    """Index of the first iteration with a step; fp16 skips the step if gradients overflow."""
 
 
 class Bounds(NamedTuple):
-    """The largest differences that rounding explains."""
+    """Tolerances: the largest differences that rounding errors explain."""
 
     loss: float
     grad_norm: float
     gradient: float
     weights: float
     other_weights: float = 2.0
-    """Steps of a learning rate each, in opposite directions: what Adam can make of rounding."""
+    """In units of the learning rate: two steps of Adam in opposite directions, caused by rounding errors."""
 
     @classmethod
     def of(cls, dtype: str) -> "Bounds":
-        """The bounds for fp32, bf16 or fp16: several times what is found between layouts that are right."""
+        """The bounds for fp32, bf16 or fp16: several times the differences measured between correct layouts."""
         bounds = {"fp32": (1e-4, 1e-4, 1e-4, 0.02), "fp16": (2e-4, 2e-3, 0.02, 0.5), "bf16": (1e-3, 1e-2, 0.1, 0.5)}
         return cls(*bounds[dtype])
 
     @property
     def clear_gradient(self) -> float:
-        """Part of a parameter's largest gradient above which rounding cannot decide on an element's step."""
+        """Fraction of a parameter's largest gradient above which rounding does not decide an element's step."""
         return min(10 * self.gradient, 0.5)
 
 
@@ -74,78 +74,78 @@ class Differences:
     """The largest differences between a run and the reference."""
 
     loss: float
-    """Of an iteration, relative."""
+    """Largest relative difference of an iteration's loss."""
     grad_norm: float
-    """Of an iteration, relative."""
+    """Largest relative difference of an iteration's gradient norm."""
     gradient: float | None
-    """Of an element in the first step, relative to the largest element of its parameter; None if none was kept."""
+    """Of an element in the first step, relative to its parameter's largest element; None if no gradients were saved."""
     weights: float
-    """Of an element with a clear gradient in the first step, in units of the sum of the learning rates."""
+    """Of elements with a clear gradient in the first step, in units of the sum of the learning rates."""
     other_weights: float
     """Of the other elements, in the same unit."""
     first: str | None
     """The first quantity that is out of bounds, in the order in which training computes them."""
     kind: str = ""
-    """Of the first: initial weights, loss, gradient, norm or step."""
+    """Kind of the first quantity: initial weights, loss, gradient, norm or step."""
     iteration: int = 0
-    """Of the first, from 1 on."""
+    """Iteration of the first quantity, from 1 on."""
     may_be_rounding: bool = False
-    """Whether runs of the reference may show that it is rounding: small gradients, or what follows from a step."""
+    """Whether it may be rounding error, which perturbed runs can show: small gradients, or results after a step."""
     is_rounding: bool = False
-    """Whether it agrees only since rounding makes as much of a difference in the reference."""
+    """Whether the runs agree only with the bounds that perturbed runs of the reference raise."""
     losses: Sequence[float] = field(default=(), compare=False)
     norms: Sequence[float] = field(default=(), compare=False)
     first_weights: float = field(default=0.0, compare=False)
-    """As ``weights``, after the first step, in units of its learning rate."""
+    """The same as ``weights``, after the first step, in units of its learning rate."""
     noise: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The largest difference of each gradient that is nothing but rounding."""
+    """The largest difference of each gradient that is pure rounding error, by parameter."""
 
     @property
     def agree(self) -> bool:
-        """Whether everything is within its bound. NaN never is."""
+        """Whether all differences are within their bounds. NaN never is."""
         return self.first is None
 
 
 _NONE = Differences(0.0, 0.0, 0.0, 0.0, 0.0, None)
 
 
-def what_rounding_becomes(reference: Result, others: Sequence[Result], bounds: Bounds) -> Differences:
-    """The largest differences of ``others``, runs of the reference from weights that differ by rounding."""
+def rounding_effects(reference: Result, others: Sequence[Result], bounds: Bounds) -> Differences:
+    """The largest differences of ``others``, runs of the reference from weights perturbed by rounding errors."""
     noise = _noise(reference, others, bounds)
-    found = [compare(reference, other, bounds, replace(_NONE, noise=noise)) for other in others]
+    runs = [compare(reference, other, bounds, replace(_NONE, noise=noise)) for other in others]
     return Differences(
-        loss=_largest(one.loss for one in found),
-        grad_norm=_largest(one.grad_norm for one in found),
-        gradient=_largest(one.gradient or 0.0 for one in found),
-        weights=_largest(one.weights for one in found),
-        other_weights=_largest(one.other_weights for one in found),
+        loss=_largest(run.loss for run in runs),
+        grad_norm=_largest(run.grad_norm for run in runs),
+        gradient=_largest(run.gradient or 0.0 for run in runs),
+        weights=_largest(run.weights for run in runs),
+        other_weights=_largest(run.other_weights for run in runs),
         first=None,
-        losses=[_largest(of_iteration) for of_iteration in zip(*(one.losses for one in found), strict=True)],
-        norms=[_largest(of_iteration) for of_iteration in zip(*(one.norms for one in found), strict=True)],
-        first_weights=_largest(one.first_weights for one in found),
+        losses=[_largest(differences) for differences in zip(*(run.losses for run in runs), strict=True)],
+        norms=[_largest(differences) for differences in zip(*(run.norms for run in runs), strict=True)],
+        first_weights=_largest(run.first_weights for run in runs),
         noise=noise,
     )
 
 
 def _noise(reference: Result, others: Sequence[Result], bounds: Bounds) -> dict[str, float]:
-    """By how much each gradient differs, of those that are small and nothing but rounding."""
+    """The largest difference of each small gradient that is pure rounding error, by parameter."""
     noise = {}
     for name in _small_gradients(reference, bounds):
         gradient = reference.gradients[name][0]
         differences = [other.gradients[name][0] - gradient for other in others]
-        if any(one.norm() > _NOISE * gradient.norm() for one in differences):
-            noise[name] = _largest(one.abs().max().item() for one in differences)
+        if any(difference.norm() > _NOISE * gradient.norm() for difference in differences):
+            noise[name] = _largest(difference.abs().max().item() for difference in differences)
     return noise
 
 
 def _small_gradients(reference: Result, bounds: Bounds) -> set[str]:
-    """Those that may be nothing but rounding of larger ones."""
+    """Names of the gradients so small that they may be rounding errors of larger ones."""
     sizes = {name: copies[0].abs().max().item() for name, copies in reference.gradients.items()}
     return {name for name, size in sizes.items() if size < bounds.gradient * max(sizes.values())}
 
 
 class _ByName(NamedTuple):
-    """Differences of each parameter. Of weights they are those of elements with a clear gradient, and of the others."""
+    """Differences of each parameter; weights have two, of elements with a clear gradient and of the others."""
 
     gradients: dict[str, float]
     first_weights: dict[str, tuple[float, float]]
@@ -153,25 +153,25 @@ class _ByName(NamedTuple):
 
 
 _Problem = tuple[str, int, str]
-"""Kind, iteration and words of something that is out of bounds."""
+"""Kind, iteration and description of a quantity that is out of bounds."""
 
 
 def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differences = _NONE) -> Differences:
     """Compare ``other`` with ``reference``.
 
-    ``rounding`` is what further runs of the reference differ in. It raises the bounds of gradients that are nothing but
-    rounding, and of what follows from the first step, of that as much more as gradients differ more.
+    ``rounding`` has the differences of perturbed runs of the reference. It raises the bounds of gradients that are pure
+    rounding error, and of all results after the first step, in proportion to the difference of the gradients.
     """
     clear = _clear_gradients(reference, bounds, rounding.noise)
     rates, step = reference.learning_rates, reference.first_step
     names = _ByName(
         gradient_differences(reference, other, bounds, rounding.noise),
-        _of_weights(reference.first_weights, other.first_weights, rates[step : step + 1], clear),
-        _of_weights(reference.weights, other.weights, rates, clear),
+        _weight_differences(reference.first_weights, other.first_weights, rates[step : step + 1], clear),
+        _weight_differences(reference.weights, other.weights, rates, clear),
     )
-    found = Differences(
-        loss=_largest(losses := _of_series(reference.losses, other.losses)),
-        grad_norm=_largest(norms := _of_series(reference.grad_norms, other.grad_norms)),
+    result = Differences(
+        loss=_largest(losses := _relative_differences(reference.losses, other.losses)),
+        grad_norm=_largest(norms := _relative_differences(reference.grad_norms, other.grad_norms)),
         gradient=_largest(names.gradients.values()) if names.gradients else None,
         weights=_largest(clear_ones for clear_ones, _ in names.weights.values()),
         other_weights=_largest(rest for _, rest in names.weights.values()),
@@ -182,67 +182,68 @@ def compare(reference: Result, other: Result, bounds: Bounds, rounding: Differen
         noise=rounding.noise,
     )
     differing = [name for name in reversed(names.gradients) if not names.gradients[name] <= bounds.gradient]
-    of_gradients = [("gradient", step + 1, _described(name, reference, other)) for name in differing]
-    before = _before_the_step(found, names, bounds, step + 1, of_gradients)
-    after = _after_the_step(found, names, bounds, step + 1, rounding)
+    in_gradients = [("gradient", step + 1, _described(name, reference, other)) for name in differing]
+    before = _problems_before_step(result, names, bounds, step + 1, in_gradients)
+    after = _problems_after_step(result, names, bounds, step + 1, rounding)
     kind, iteration, text = next(iter(before + after), ("", 0, None))
-    is_small = _small_gradients(reference, bounds).issuperset(differing) and before == of_gradients
+    is_small = _small_gradients(reference, bounds).issuperset(differing) and before == in_gradients
     may_be_rounding = is_small and bool(before or after)
-    return replace(found, first=text, kind=kind, iteration=iteration, may_be_rounding=may_be_rounding)
+    return replace(result, first=text, kind=kind, iteration=iteration, may_be_rounding=may_be_rounding)
 
 
-def _before_the_step(
-    found: Differences, names: _ByName, bounds: Bounds, first: int, of_gradients: list[_Problem]
+def _problems_before_step(
+    result: Differences, names: _ByName, bounds: Bounds, first: int, in_gradients: list[_Problem]
 ) -> list[_Problem]:
-    """What is out of its bound, which is fixed, up to the step of iteration ``first``, in the order of training."""
-    drawn = [name for name, (_, rest) in names.first_weights.items() if not rest <= bounds.other_weights]
+    """Quantities out of their fixed bounds up to the step of iteration ``first``, in the order of training."""
+    initial = [name for name, (_, rest) in names.first_weights.items() if not rest <= bounds.other_weights]
     return [
-        *(("initial weights", first, f"initial {name}") for name in drawn),
-        *_beyond("loss", found.losses[:first], [bounds.loss] * first),
-        *of_gradients,
-        *_beyond("norm", found.norms[:first], [bounds.grad_norm] * first),
+        *(("initial weights", first, f"initial {name}") for name in initial),
+        *_out_of_bounds("loss", result.losses[:first], [bounds.loss] * first),
+        *in_gradients,
+        *_out_of_bounds("norm", result.norms[:first], [bounds.grad_norm] * first),
     ]
 
 
-def _after_the_step(
-    found: Differences, names: _ByName, bounds: Bounds, first: int, rounding: Differences
+def _problems_after_step(
+    result: Differences, names: _ByName, bounds: Bounds, first: int, rounding: Differences
 ) -> list[_Problem]:
-    """The same from that step on, where bounds are raised as far as ``rounding`` is amplified."""
-    growth = SAFETY * max(1.0, (found.gradient or 0.0) / (rounding.gradient or math.inf))
+    """Quantities out of bounds from this step on, where bounds grow with the differences in ``rounding``."""
+    growth = SAFETY * max(1.0, (result.gradient or 0.0) / (rounding.gradient or math.inf))
 
     def raised(bound: float, *measured: float) -> float:
         return max(bound, growth * _largest(measured))
 
-    def is_beyond(clear_ones: float, rest: float) -> bool:
-        most, most_of_rest = (raised(getattr(bounds, of), getattr(rounding, of)) for of in ("weights", "other_weights"))
-        return not (clear_ones <= most and rest <= most_of_rest)
+    def is_out_of_bounds(clear_ones: float, rest: float) -> bool:
+        limit, rest_limit = (raised(getattr(bounds, of), getattr(rounding, of)) for of in ("weights", "other_weights"))
+        return not (clear_ones <= limit and rest <= rest_limit)
 
-    numbers, most = range(1, len(found.losses) + 1), raised(bounds.weights, rounding.first_weights)
-    stepped = [name for name, (clear_ones, _) in names.first_weights.items() if not clear_ones <= most]
-    ended = [name for name, differences in names.weights.items() if is_beyond(*differences)]
+    numbers, limit = range(1, len(result.losses) + 1), raised(bounds.weights, rounding.first_weights)
+    stepped = [name for name, (clear_ones, _) in names.first_weights.items() if not clear_ones <= limit]
+    ended = [name for name, differences in names.weights.items() if is_out_of_bounds(*differences)]
     return [
         *(("step", first, f"{name} after the first step") for name in stepped),
-        *_beyond("loss", found.losses, [raised(bounds.loss, *rounding.losses[first:n]) for n in numbers]),
-        *_beyond("norm", found.norms, [raised(bounds.grad_norm, *rounding.norms[first:n]) for n in numbers]),
-        *(("step", len(found.losses), f"final {name}") for name in ended),
+        *_out_of_bounds("loss", result.losses, [raised(bounds.loss, *rounding.losses[first:n]) for n in numbers]),
+        *_out_of_bounds("norm", result.norms, [raised(bounds.grad_norm, *rounding.norms[first:n]) for n in numbers]),
+        *(("step", len(result.losses), f"final {name}") for name in ended),
     ]
 
 
 _QUANTITIES = {"loss": "loss", "norm": "gradient norm"}
 
 
-def _beyond(kind: str, differences: Sequence[float], limits: Sequence[float]) -> list[_Problem]:
+def _out_of_bounds(kind: str, differences: Sequence[float], limits: Sequence[float]) -> list[_Problem]:
     numbered = enumerate(zip(differences, limits, strict=True), 1)
-    return [(kind, n, f"{_QUANTITIES[kind]} of iteration {n}") for n, (one, limit) in numbered if not one <= limit]
+    iterations = [n for n, (difference, limit) in numbered if not difference <= limit]
+    return [(kind, n, f"{_QUANTITIES[kind]} of iteration {n}") for n in iterations]
 
 
-def _of_series(reference: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
-    """Relative difference of each iteration; infinite if one run has fewer of them."""
+def _relative_differences(reference: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
+    """Relative difference in each iteration; infinite for iterations that one of the runs lacks."""
     missing = [math.inf] * abs(len(reference) - len(other))
-    return [_of_number(a, b) for a, b in zip(reference, other, strict=False)] + missing
+    return [_relative_difference(a, b) for a, b in zip(reference, other, strict=False)] + missing
 
 
-def _of_number(reference: float | None, other: float | None) -> float:
+def _relative_difference(reference: float | None, other: float | None) -> float:
     if reference is None or other is None:  # a step that fp16 skipped has no gradient norm
         return 0.0 if reference is other else math.inf
     return abs(other - reference) / abs(reference) if reference else abs(other)
@@ -251,7 +252,7 @@ def _of_number(reference: float | None, other: float | None) -> float:
 def gradient_differences(
     reference: Result, other: Result, bounds: Bounds, noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """The largest difference of an element, relative to its parameter's largest, by name."""
+    """The largest difference of an element, relative to its parameter's largest element, by parameter."""
     scales = _scales(reference, bounds, noise)
     return {
         name: _largest_difference(copies[0], other.gradients.get(name, ())) / scales[name]
@@ -260,15 +261,15 @@ def gradient_differences(
 
 
 def _scales(reference: Result, bounds: Bounds, noise: Mapping[str, float]) -> dict[str, float]:
-    """What the differences of each gradient are relative to. One that is ``noise`` may differ by SAFETY times that."""
+    """The scale of each gradient's differences. A gradient in ``noise`` may differ by SAFETY times its noise."""
     sizes = {name: copies[0].abs().max().item() for name, copies in reference.gradients.items()}
     smallest = _SMALLEST_SCALE * max(sizes.values(), default=0.0) or 1.0
-    of_noise = {name: SAFETY * difference / bounds.gradient for name, difference in noise.items()}
-    return {name: max(size, smallest, of_noise.get(name, 0.0)) for name, size in sizes.items()}
+    noise_scales = {name: SAFETY * difference / bounds.gradient for name, difference in noise.items()}
+    return {name: max(size, smallest, noise_scales.get(name, 0.0)) for name, size in sizes.items()}
 
 
 def _clear_gradients(reference: Result, bounds: Bounds, noise: Mapping[str, float]) -> dict[str, Tensor]:
-    """Elements of each parameter whose first gradient is far above rounding."""
+    """Mask of the elements of each parameter whose first gradient is far above rounding errors."""
     scales = _scales(reference, bounds, noise)
     return {
         name: copies[0].abs() >= bounds.clear_gradient * scales[name] for name, copies in reference.gradients.items()
@@ -276,7 +277,7 @@ def _clear_gradients(reference: Result, bounds: Bounds, noise: Mapping[str, floa
 
 
 def _described(name: str, reference: Result, other: Result) -> str:
-    """The gradient of the parameter ``name``, with its factor if it differs only by a factor."""
+    """Description of a gradient that differs: the parameter's name, and the factor if it differs by a factor."""
     gradient, copies = reference.gradients[name][0], other.gradients.get(name)
     if not copies or not gradient.any():
         return f"gradient of {name}"
@@ -286,25 +287,25 @@ def _described(name: str, reference: Result, other: Result) -> str:
     return f"gradient of {name}{f' ({factor:.3g} times the reference)' if is_multiple else ''}"
 
 
-def _of_weights(
+def _weight_differences(
     reference: Mapping[str, Copies], other: Mapping[str, Copies], rates: Sequence[float], clear: Mapping[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """Differences of elements with and without a clear gradient, in units of the sum of the learning rates, by name.
+    """Differences of elements with and without a clear gradient, in units of the sum of the learning rates.
 
-    What rounding the weight itself makes of each step does not count: a norm's weight of 1 is rounded by 6e-8.
+    The rounding of the weight itself in each step does not count: a norm's weight of 1 is rounded by 6e-8.
     """
-    found = {}
+    differences = {}
     unit = sum(rates) or torch.finfo(torch.float32).tiny
     for name, (weight, *_) in reference.items():
         rounding = 2 * len(rates) * torch.finfo(torch.float32).eps * weight.abs().max().item()
         chosen = clear.get(name, torch.zeros_like(weight, dtype=torch.bool))
         both = [_largest_difference(weight, other.get(name, ()), elements) for elements in (chosen, ~chosen)]
-        found[name] = (max(both[0] - rounding, 0.0) / unit, max(both[1] - rounding, 0.0) / unit)
-    return found
+        differences[name] = (max(both[0] - rounding, 0.0) / unit, max(both[1] - rounding, 0.0) / unit)
+    return differences
 
 
 def _largest_difference(reference: Tensor, copies: Copies, chosen: Tensor | None = None) -> float:
-    """Of an element, with any of the copies; infinite if there are none or their shape is another."""
+    """The largest difference of an element in any copy; infinite if there are no copies or the shapes differ."""
     if not copies or any(copy.shape != reference.shape for copy in copies):
         return math.inf
     differences = [(copy - reference).abs() for copy in copies]
@@ -314,5 +315,5 @@ def _largest_difference(reference: Tensor, copies: Copies, chosen: Tensor | None
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """The largest; NaN counts as infinite."""
+    """The largest number; NaN counts as infinite, and without numbers it is 0."""
     return max((math.inf if math.isnan(number) else number for number in numbers), default=0.0)

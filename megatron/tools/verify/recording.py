@@ -1,7 +1,7 @@
-"""Record an iteration on each rank of a run: what every module computes, its gradient, and its collectives.
+"""Record an iteration on each rank of a run: the outputs of all modules, their gradients, and collectives.
 
-A tensor is known by the number of its layer in the model and the path of its module there, which are the same on every
-layout. The module of a tied layer has another number for each of its uses.
+A tensor's name is the number of its layer in the model and the path of its module in the layer, which are the same on
+every layout. A module that tied layers share has the number of the layer in which it runs.
 """
 
 from collections import Counter, defaultdict
@@ -29,11 +29,11 @@ from megatron.tools.verify.shards import Key, Name, Place, Rank
 from megatron.training import setup
 
 _GROUPS = ("tensor", "data", "pipe", "ring", "ulysses", "sequence", "replica", "expert", "expert_data")
-"""Of a layout. Of two that have the same ranks the first is named."""
+"""Process groups of a layout. A collective is counted under the first of those that are the same group."""
 
 
 def record_run(folder: str, iteration: int) -> None:
-    """Let the program that this process becomes record its ``iteration``, from 1 on, in ``folder``."""
+    """Patch ``build_engine`` so that this process records training ``iteration``, from 1 on, in ``folder``."""
     build = setup.build_engine
 
     def build_recorded(run: RunConfig, layout: ParallelLayout, *arguments: Any) -> Engine:
@@ -57,10 +57,7 @@ def record_run(folder: str, iteration: int) -> None:
 
 
 def perturb_weights(relative: float, number: int) -> None:
-    """Let the program that this process becomes draw initial weights that are larger or smaller by ``relative``.
-
-    Which are larger follows from ``number``.
-    """
+    """Patch the initialization to change each weight by ``relative``, with signs drawn with ``number``."""
     draw = WeightInit.draw
 
     def perturbed(init: WeightInit, shape: tuple[int, ...]) -> Tensor:
@@ -71,7 +68,7 @@ def perturb_weights(relative: float, number: int) -> None:
 
 
 class Recorder:
-    """What one rank has computed of the iteration that runs."""
+    """Records the tensors and collectives of the current iteration on one rank."""
 
     def __init__(self, engine: Engine, run: RunConfig, layout: ParallelLayout):
         self._engine, self._layout = engine, layout
@@ -95,7 +92,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record while inside."""
+        """Record within the ``with`` block."""
         module = self._engine.module
         self._engine.wait_for_weights()
         with ExitStack() as stack:
@@ -131,7 +128,7 @@ class Recorder:
 
     @property
     def _micro_batch(self) -> int:
-        """Of all data-parallel ranks."""
+        """Number of the current micro-batch among those of all data-parallel ranks."""
         return self._layout.data_group.rank() * self._micro_batches + (self._instruction.micro_batch or 1) - 1
 
     def _enter(self, layer: "_Layer", path: str, module: nn.Module, inputs: tuple, options: dict) -> None:
@@ -167,7 +164,7 @@ class Recorder:
                 self.rank.consumers[tensor.recorded_as].append(module)
 
     def _record_output(self, module: str, output: Any) -> None:
-        """Record what a module returns, but for what an inner module has returned or its caller has passed to it."""
+        """Record the output of a module, except tensors that a submodule or the caller already produced."""
         call = self._calls[module]
         self._calls[module] += 1
         for part, tensor in enumerate(_tensors(output)):
@@ -196,12 +193,12 @@ class Recorder:
 
     def _wrap(self, name: str, function: Callable) -> Callable:
         def call(*arguments: Any, **options: Any) -> Any:
-            group = next((one for one in (*arguments, *options.values()) if isinstance(one, ProcessGroup)), None)
+            group = next((value for value in (*arguments, *options.values()) if isinstance(value, ProcessGroup)), None)
             module = self._running[-1] if self._running else self._last_gradient
-            called = f"{name} of the {self._axis(group)} group"
-            self.rank.collectives["iteration", False].append(called)
+            collective = f"{name} of the {self._axis(group)} group"
+            self.rank.collectives["iteration", False].append(collective)
             if self._instruction.micro_batch in (None, 1):
-                self.rank.collectives[module, not self._running].append(called)
+                self.rank.collectives[module, not self._running].append(collective)
             return function(*arguments, **options)
 
         return call
@@ -211,7 +208,7 @@ class Recorder:
 
 
 class _RecordedLoss:
-    """A loss function with its attributes, of which ``record`` makes the calls."""
+    """A proxy of a loss function whose calls go through ``record``."""
 
     def __init__(self, loss_fn: Callable, record: Callable):
         self._loss_fn, self._record = loss_fn, record
@@ -224,28 +221,28 @@ class _RecordedLoss:
 
 
 class _Layer:
-    """A module in the list of layers, which may be at several places of it."""
+    """A module in the list of layers, with all its (chunk, number of the layer) in this list."""
 
     def __init__(self, module: nn.Module, uses: list[tuple[int, int]]):
         self.module, self._uses = module, uses
-        self._coming: list[int] = []
+        self._next_numbers: list[int] = []
         self._number = uses[0][1]
 
     def begin(self, chunk: int | None) -> None:
         """Begin a forward pass through a chunk of the stage."""
-        self._coming = [number for of_chunk, number in self._uses if of_chunk == (chunk or 0)]
+        self._next_numbers = [number for used_chunk, number in self._uses if used_chunk == (chunk or 0)]
 
     def next_use(self) -> None:
-        """Go on to the next place."""
-        self._number = self._coming.pop(0) if self._coming else self._number
+        """Take the number of the module's next use in this pass."""
+        self._number = self._next_numbers.pop(0) if self._next_numbers else self._number
 
     def name(self, path: str) -> str:
-        """Of the submodule ``path``, with the number of the layer."""
+        """The name of the submodule ``path``, with the number of the layer."""
         return f"{self._number}.{path}" if path else str(self._number)
 
 
 def _layers(module: Any) -> Iterator[_Layer]:
-    """The layers of this rank that are modules; of a model that is no list, the model as layer 0."""
+    """The layers of this rank that are modules; a model that is not a list of layers is layer 0."""
     if not hasattr(module, "forward_funcs"):
         yield _Layer(module, [(0, 0)])
         return
@@ -254,11 +251,11 @@ def _layers(module: Any) -> Iterator[_Layer]:
     uses: dict[nn.Module, list[tuple[int, int]]] = defaultdict(list)
     for chunk, (start, layers) in enumerate(zip(starts, chunks, strict=True)):
         for number, layer in enumerate(layers, start):
-            used = layer.args[0] if isinstance(layer, partial) else layer
-            if isinstance(used, nn.Module):
-                uses[used].append((chunk, number))
-    for used, places in uses.items():
-        yield _Layer(used, places)
+            shared = layer.args[0] if isinstance(layer, partial) else layer
+            if isinstance(shared, nn.Module):
+                uses[shared].append((chunk, number))
+    for used, numbers in uses.items():
+        yield _Layer(used, numbers)
 
 
 def _place(layout: ParallelLayout) -> Place:

@@ -1,4 +1,4 @@
-"""Which runs are compared: names of layouts, and the command line of each. No torch here."""
+"""The runs to compare: names of layouts, and the command line of each run. Does not import torch."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ _PART = re.compile(rf"(?:({'|'.join(_SIZES)})([0-9]+))|({'|'.join(_OPTIONS)})")
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share the work. ``pipe`` 0 is ``DeepSpeedEngine``, 1 and more are pipeline stages."""
+    """Sizes of the parallel axes. ``pipe`` 0 is ``DeepSpeedEngine``, 1 and more are stages of ``PipelineEngine``."""
 
     tensor: int
     pipe: int
@@ -32,15 +32,15 @@ class Layout:
     zero: int = 0
     sequence_parallel: bool = False
     ulysses: int = 1
-    """DeepSpeed's own sequence parallelism."""
+    """Size of DeepSpeed-Ulysses sequence parallelism."""
     schedule: str = "1f1b"
-    """Of the pipeline, by the choices of --pipeline-schedule."""
+    """Pipeline schedule, a choice of --pipeline-schedule."""
     virtual_stages: int = 1
     """Model chunks per stage of the interleaved schedule."""
     context: int = 1
-    """Context parallelism: ring attention."""
+    """Context-parallel size (ring attention)."""
     experts: int = 1
-    """Data-parallel ranks over which experts are divided."""
+    """Expert-parallel size."""
 
     @property
     def name(self) -> str:
@@ -61,15 +61,15 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that select it, on its number of processes."""
-        words = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}".split()
-        words += ["--sequence-parallel"] if self.sequence_parallel else []
-        words += ["--context-parallel-size", str(self.context)] if self.context > 1 else []
-        words += ["--ds-sequence-parallel-size", str(self.ulysses)] if self.ulysses > 1 else []
-        words += ["--expert-model-parallel-size", str(self.experts)] if self.experts > 1 else []
-        words += ["--pipeline-schedule", self.schedule] if self.schedule != "1f1b" else []
+        """The flags of the layout, for a world size of ``processes``."""
+        flags = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}".split()
+        flags += ["--sequence-parallel"] if self.sequence_parallel else []
+        flags += ["--context-parallel-size", str(self.context)] if self.context > 1 else []
+        flags += ["--ds-sequence-parallel-size", str(self.ulysses)] if self.ulysses > 1 else []
+        flags += ["--expert-model-parallel-size", str(self.experts)] if self.experts > 1 else []
+        flags += ["--pipeline-schedule", self.schedule] if self.schedule != "1f1b" else []
         virtual = ["--num-virtual-stages-per-pipeline-rank", str(self.virtual_stages)]
-        return words + (virtual if self.schedule == "interleaved" else [])
+        return flags + (virtual if self.schedule == "interleaved" else [])
 
 
 ONE_PROCESS = Layout(1, 0, 1)
@@ -93,7 +93,8 @@ def parse_layout(name: str) -> Layout:
         raise ConfigError(f"layout {name}: sizes of TP, PP and DP are needed; write {GRAMMAR}")
     if "plain" in options and sizes["pp"] > 1:
         raise ConfigError(f"layout {name}: DeepSpeedEngine has no stages; write pp0 or pp1 with plain")
-    schedules = [one for one in _SCHEDULES if one in options] + ["interleaved"] * ("interleaved" in sizes)
+    schedules = [schedule for schedule in _SCHEDULES if schedule in options]
+    schedules += ["interleaved"] if "interleaved" in sizes else []
     if len(schedules) > 1:
         raise ConfigError(f"layout {name}: a pipeline has one schedule; write {GRAMMAR}")
     return Layout(
@@ -111,7 +112,7 @@ def parse_layout(name: str) -> Layout:
 
 
 def grids(processes: int) -> Iterator[Layout]:
-    """Every layout of ``processes``: each grid, engine, ZeRO stage and option, supported or not."""
+    """All layouts of ``processes`` ranks: all grids, engines, ZeRO stages and options, supported or not."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
     for tensor, stages, context, ulysses in itertools.product(sizes, repeat=4):
         data, rest = divmod(processes, tensor * stages * context * ulysses)
@@ -119,8 +120,8 @@ def grids(processes: int) -> Iterator[Layout]:
             continue
         for pipe in (0, 1) if stages == 1 else (stages,):
             schedules = ("1f1b", "interleaved", *_SCHEDULES) if pipe > 1 else ("1f1b", "dualpipev")
-            over = [size for size in sizes if data % size == 0]
-            for zero, sequence, schedule, experts in itertools.product(range(4), (False, True), schedules, over):
+            divisors = [size for size in sizes if data % size == 0]
+            for zero, sequence, schedule, experts in itertools.product(range(4), (False, True), schedules, divisors):
                 virtual = 2 if schedule == "interleaved" else 1
                 yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual, context, experts)
 
@@ -139,7 +140,7 @@ LAYOUT_FIELDS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
 )
-"""Names of the fields that a layout's flags set."""
+"""Names of the settings that a layout's flags set."""
 _TOOL_FIELDS = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
 _REPLACED = ("attention_dropout", "hidden_dropout", "eval_iters", "log_interval", "global_batch_size")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -150,37 +151,37 @@ PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt2.py"
 class Request:
     """A program, and the arguments and environment that its runs on all layouts share."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     iterations: int
     environ: Mapping[str, str]
     first: Layout = ONE_PROCESS
-    """The reference."""
+    """The reference layout."""
     program: Path = PROGRAM
     architecture: ArchitectureSpec = GPT2
 
     def run(self, layout: Layout) -> RunConfig:
-        """The run of ``layout``. Raises ConfigError if it is not supported."""
+        """The settings of a run on ``layout``. Raises ConfigError if they break a rule."""
         return self.parsed(layout).checked()
 
     def parsed(self, layout: Layout) -> ParsedRun:
-        """The run of ``layout`` and what is wrong with it."""
+        """The settings of a run on ``layout``, and the rules that they break."""
         environ = {**self.environ, "WORLD_SIZE": str(layout.processes)}
-        return read_run([*self.words, *layout.flags], environ, self.architecture)
+        return read_run([*self.arguments, *layout.flags], environ, self.architecture)
 
     def command(self, layout: Layout, folder: Path, iterations: int, save_interval: int) -> list[str]:
         """The command that trains on ``layout`` and writes metrics and checkpoints to ``folder``."""
         outputs = ["--metrics-file", str(metrics_file(folder)), "--save", str(checkpoint_folder(folder))]
         intervals = ["--exit-interval", str(iterations), "--save-interval", str(save_interval)]
-        return [str(self.program), *self.words, *layout.flags, *intervals, *outputs]
+        return [str(self.program), *self.arguments, *layout.flags, *intervals, *outputs]
 
 
 def metrics_file(folder: Path) -> Path:
-    """Where a run writes its metrics."""
+    """The file of a run's metrics."""
     return folder / "metrics.jsonl"
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Where a run writes its checkpoint."""
+    """The folder of a run's checkpoints."""
     return folder / "checkpoint"
 
 
@@ -191,9 +192,9 @@ def make_request(
     environ: Mapping[str, str],
     program: Path = PROGRAM,
 ) -> Request:
-    """The request for ``argv``, arguments of ``program``; its global batch is the one of the layout ``first``.
+    """The request for ``argv``, arguments of ``program``, with their global batch size on layout ``first``.
 
-    By default the first layout is one process. Raises ConfigError with a line for each thing that is wrong.
+    By default the first layout is one process. Raises ConfigError with a line for each problem.
     """
     architecture = read_architecture(program)
     values, problems, _ = read_flags(argv, architecture)
@@ -206,14 +207,14 @@ def make_request(
     if problems:
         raise ConfigError(problems)
     environ = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
-    words = ["--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0", "--log-interval", "1"]
+    arguments = ["--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0", "--log-interval", "1"]
     if not {"train_iters", "train_samples"} & values.keys():
-        words += ["--train-iters", str(iterations)]
+        arguments += ["--train-iters", str(iterations)]
     for name, value in values.items():
         if name not in _REPLACED:
-            words += value.arguments
+            arguments += value.arguments
     batch = values["global_batch_size"].arguments if "global_batch_size" in values else []
-    request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
+    request = Request((*arguments, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
         first = ONE_PROCESS if is_supported(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
     run = request.run(first)
@@ -223,23 +224,23 @@ def make_request(
         )
     if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
         # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
-        words = without(words, values["gradient_accumulation_steps"].arguments)
+        arguments = without(arguments, values["gradient_accumulation_steps"].arguments)
     if "step_batch_size_schedule" not in values:
-        words += ["--global-batch-size", str(run.train.global_batch_size)]
-    return replace(request, words=tuple(words), first=first)
+        arguments += ["--global-batch-size", str(run.train.global_batch_size)]
+    return replace(request, arguments=tuple(arguments), first=first)
 
 
-def without(words: list[str], pair: list[str]) -> list[str]:
-    """``words`` without a flag and its value."""
-    start = next(n for n in range(len(words)) if words[n : n + 2] == pair)
-    return words[:start] + words[start + 2 :]
+def without(arguments: list[str], pair: list[str]) -> list[str]:
+    """``arguments`` without a flag and its value."""
+    start = next(n for n in range(len(arguments)) if arguments[n : n + 2] == pair)
+    return arguments[:start] + arguments[start + 2 :]
 
 
 def reference_of(request: Request, layout: Layout) -> Layout:
-    """The layout that computes the same as ``layout`` but for rounding: the first, unless the loss depends on replicas.
+    """The layout with the same results as ``layout`` except for rounding: the first, if its loss is the same.
 
-    ``global_aux_loss`` balances experts over a micro-batch and those before it on all replicas: with more replicas, of
-    other samples. Then it is the first with as many replicas.
+    ``global_aux_loss`` balances experts over the micro-batches so far of all replicas, so its value depends on the
+    number of replicas. Then the reference is the first layout with as many replicas as ``layout``.
     """
     model = request.run(layout).model
     is_global = model.has_experts and model.moe_router_load_balancing_type == "global_aux_loss"
@@ -254,9 +255,9 @@ def rule_violations(request: Request, layouts: Sequence[Layout]) -> list[str]:
 
 
 def supported_layouts(request: Request, processes: int, sample: int | None = None, seed: int = 1) -> list[Layout]:
-    """The first layout, and every layout of ``processes`` that breaks no rule and runs as its name says.
+    """The first layout, and all supported layouts of ``processes`` ranks.
 
-    With ``sample``, only that many of the others, chosen by ``seed``.
+    With ``sample``, only that many layouts after the first, drawn at random with ``seed``.
     """
     layouts = [layout for layout in grids(processes) if layout != request.first]
     if sample is not None:
@@ -266,7 +267,7 @@ def supported_layouts(request: Request, processes: int, sample: int | None = Non
 
 
 def is_supported(request: Request, layout: Layout) -> bool:
-    """Whether ``layout`` breaks no rule, and has the ZeRO stage of its name: half precision runs 0 as 1."""
+    """Whether ``layout`` breaks no rule and keeps the ZeRO stage of its name: half precision runs stage 0 as 1."""
     parsed = request.parsed(layout)
     return not parsed.problems and parsed.run.zero.zero_stage == layout.zero
 

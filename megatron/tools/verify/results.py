@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.common.errors import LaunchError
-from megatron.tools.verify.compare import SAFETY, Bounds, Differences, Result, compare, what_rounding_becomes
+from megatron.tools.verify.compare import SAFETY, Bounds, Differences, Result, compare, rounding_effects
 from megatron.tools.verify.request import Layout, Request, reference_of
 from megatron.tools.verify.runs import Trainer
 
 _ROUNDING = {"fp32": 2.0**-22, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Relative difference of weights that is of the size of rounding, by the type that computes with them."""
+"""Relative size of rounding errors, by the data type of the computation."""
 _MOST_RUNS = 3
-"""Of the reference, from other weights each. In one, a number may by chance differ by far less than in most."""
+"""Perturbed runs of the reference. With a single run, a number may by chance differ by far less than usual."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class LayoutResult:
     layout: Layout
     seconds: float
     differences: Differences | None
-    """From its reference; None if the run failed."""
+    """Differences from its reference; None if the run failed."""
     failure: str | None = None
     reference: Layout | None = None
-    """With what it is compared instead of the first layout, whose auxiliary loss is another."""
+    """Its reference, if it is not the first layout because the auxiliary loss differs there."""
 
     @property
     def agrees(self) -> bool:
-        """Whether everything that is comparable is within the bounds."""
+        """Whether all comparable quantities are within the bounds."""
         return self.differences is not None and self.differences.agree
 
     @property
@@ -49,48 +49,48 @@ class LayoutResult:
 
 
 class Comparison:
-    """Compares runs with references, and measures what rounding becomes there if a difference might come of it."""
+    """Compares runs with references; if rounding may explain a difference, measures it with perturbed references."""
 
     def __init__(self, request: Request, bounds: Bounds, time_limit: float) -> None:
         run = request.run(request.first)
         self.trainer = Trainer(request, run, time_limit)
         self.references: dict[Layout, Result] = {}
         self._request, self._bounds, self._rounding = request, bounds, _ROUNDING[run.precision.dtype]
-        self._again: dict[tuple[Layout, int], list[Result]] = {}
+        self._perturbed: dict[tuple[Layout, int], list[Result]] = {}
 
     def differences(self, layout: Layout, result: Result) -> Differences:
-        """Compare what ``layout`` has computed with its reference. Raises LaunchError if there is none."""
+        """Compare the result of ``layout`` with its reference. Raises LaunchError if the reference fails."""
         first, peer = self._request.first, reference_of(self._request, layout)
         if layout == peer:
             self.references[peer] = result
         if peer not in self.references:
-            of_peer, failure = self.trainer.train(peer)
-            if of_peer is None:
+            reference, failure = self.trainer.train(peer)
+            if reference is None:
                 raise LaunchError(f"layout {peer.name} failed: {failure}")
-            self.references[peer] = of_peer
+            self.references[peer] = reference
         if peer != first:
-            of_first = compare(self.references[first], result, self._bounds)
-            if of_first.kind == "initial weights" or (of_first.kind, of_first.iteration) == ("loss", 1):
-                return of_first
+            from_first = compare(self.references[first], result, self._bounds)
+            if from_first.kind == "initial weights" or (from_first.kind, from_first.iteration) == ("loss", 1):
+                return from_first
             if layout == peer:
-                return dataclasses.replace(of_first, first=None)
+                return dataclasses.replace(from_first, first=None)
         return self.compare(peer, self.references[peer], result)
 
     def compare(self, layout: Layout, reference: Result, other: Result) -> Differences:
-        """Compare ``other`` with ``reference``, which ``layout`` has computed."""
+        """Compare ``other`` with ``reference``, the result of ``layout``."""
         differences = compare(reference, other, self._bounds)
         is_rounding = False
-        runs = self._again.setdefault((layout, len(reference.losses)), [])
+        runs = self._perturbed.setdefault((layout, len(reference.losses)), [])
         for number in range(_MOST_RUNS):
             if not differences.may_be_rounding:
                 break
             if number == len(runs):
                 iterations, prepare = len(reference.losses), ("perturb_weights", self._rounding, number)
-                again, _ = self.trainer.train(layout, iterations, prepare)
-                if again is None:
+                perturbed, _ = self.trainer.train(layout, iterations, prepare)
+                if perturbed is None:
                     break
-                runs.append(again)
-            rounding = what_rounding_becomes(reference, runs[: number + 1], self._bounds)
+                runs.append(perturbed)
+            rounding = rounding_effects(reference, runs[: number + 1], self._bounds)
             differences = compare(reference, other, self._bounds, rounding)
             is_rounding = differences.agree
         return dataclasses.replace(differences, is_rounding=is_rounding)
@@ -99,7 +99,7 @@ class Comparison:
 def verify_layouts(
     request: Request, layouts: Sequence[Layout], bounds: Bounds, time_limit: float
 ) -> Iterator[LayoutResult]:
-    """The result of each layout as soon as it is there. If the first fails there is nothing to compare with."""
+    """Yield the result of each layout as it completes. Stops if the first layout, the reference, fails."""
     comparison = Comparison(request, bounds, time_limit)
     for layout in layouts:
         start, differences = time.monotonic(), None
@@ -117,7 +117,7 @@ def verify_layouts(
 
 
 def progress_line(number: int, total: int, result: LayoutResult) -> str:
-    """A line for a layout that is done."""
+    """The line of progress for a finished layout."""
     line = f"[{number:{len(str(total))}}/{total}] {result.layout.name}: {result.summary} ({result.seconds:.0f} s)"
     return line if result.failure is None else f"{line}, {result.failure}"
 
@@ -129,8 +129,8 @@ def table(results: Sequence[LayoutResult], bounds: Bounds) -> str:
     """The largest differences of each layout, and their bounds."""
     rows = [("layout", "processes", *(name.replace("_", " ") for name in _COLUMNS), "result")]
     for result in results:
-        found = [getattr(result.differences, name, None) for name in _COLUMNS]
-        numbers = ["-" if number is None else f"{number:.1e}" for number in found]
+        differences = [getattr(result.differences, name, None) for name in _COLUMNS]
+        numbers = ["-" if number is None else f"{number:.1e}" for number in differences]
         rows.append((result.layout.name, str(result.layout.processes), *numbers, result.summary))
     rows.append(("bound", "", *(f"{bound:.1e}" for bound in bounds), ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -142,23 +142,23 @@ def table(results: Sequence[LayoutResult], bounds: Bounds) -> str:
 
 
 def _notes(results: Sequence[LayoutResult]) -> Iterator[str]:
-    """What results with a qualification mean."""
+    """Footnotes that explain qualified results."""
     if any(result.reference for result in results):
         yield (
-            "\nWith other numbers of replicas, global_aux_loss is another loss: only the first loss is compared with "
+            "\nThe value of global_aux_loss depends on the number of replicas: only the first loss is compared with "
             f"{results[0].layout.name}, and all else with a layout that has as many replicas."
         )
     if any(result.differences is not None and result.differences.is_rounding for result in results):
         yield (
-            "\nWithin rounding: beyond the bounds, but not more than by training the reference again from "
-            f"weights that differ by rounding (at most {SAFETY:g} times as much)."
+            "\nWithin rounding: beyond the bounds, but by at most "
+            f"{SAFETY:g} times the difference between runs of the reference from weights perturbed by rounding errors."
         )
 
 
 def as_dict(
     results: Sequence[LayoutResult], bisections: Sequence[object], *, bounds: Bounds, iterations: int
 ) -> dict[str, Any]:
-    """The same for programs. A difference that is infinite or NaN is null."""
+    """The report for --json. Infinite or NaN differences are null."""
     layouts = [
         {
             "layout": result.layout.name,
@@ -170,8 +170,8 @@ def as_dict(
         }
         for result in results
     ]
-    of_all = {"tolerances": bounds._asdict(), "iterations": iterations, "layouts": layouts}
-    return of_all | {"bisections": [str(one) for one in bisections]}
+    report = {"tolerances": bounds._asdict(), "iterations": iterations, "layouts": layouts}
+    return report | {"bisections": [str(bisection) for bisection in bisections]}
 
 
 def _finite(values: dict) -> dict:

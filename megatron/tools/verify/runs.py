@@ -1,4 +1,4 @@
-"""Train on a layout as a user does, and read what it computed from its metrics and checkpoints.
+"""Train on a layout by the command line of a program, and read the results from its metrics and checkpoints.
 
 On a CPU the ranks are forks of one process that has imported torch and DeepSpeed, and start within a second. On a GPU
 each rank is a new process, since CUDA does not survive a fork.
@@ -37,27 +37,27 @@ from megatron.tools.verify.compare import Copies, Result
 from megatron.tools.verify.request import Layout, Request, checkpoint_folder, metrics_file
 
 _SAVED_ITERATIONS = 5
-"""Up to that many, a checkpoint after each iteration takes less time than to start a second run."""
+"""Up to this many iterations, saving after each takes less time than a second run up to the first step."""
 
 Preparation = tuple[Any, ...]
-"""What each rank calls before the program: the name of a function of ``recording``, and its arguments."""
+"""A call that each rank makes before the program: the name of a function of ``recording``, and its arguments."""
 
 
 class Trainer:
-    """Trains on layouts and reads what they computed."""
+    """Trains on layouts and reads their results."""
 
     def __init__(self, request: Request, run: RunConfig, time_limit: float) -> None:
         self._request, self._optim, self._time_limit = request, run.optim, time_limit
-        prepare_environment(os.environ)  # of the process that the ranks are forks of
+        prepare_environment(os.environ)  # the parent process that the ranks are forked from
         self._context = rank_context(run.parallel.device)
 
     def train(
         self, layout: Layout, iterations: int | None = None, prepare: Preparation = ()
     ) -> tuple[Result | None, str | None]:
-        """What ``layout`` computes in that many iterations, or why its run failed.
+        """The result of ``layout`` after ``iterations``, or the failure of its run.
 
-        The gradients of the first step are in the checkpoint after it. A run of few iterations saves after each; a
-        longer one saves at its end, and a second run ends with the first step.
+        The gradients of the first step are read from the checkpoint after it. A run of few iterations saves after each;
+        a longer run saves at its end, and a second run ends with the first step.
         """
         iterations = iterations or self._request.iterations
         with tempfile.TemporaryDirectory(prefix="verify_layout.", ignore_cleanup_errors=True) as root:
@@ -100,7 +100,7 @@ _FAILURE_SECONDS = 10.0
 
 
 def rank_context(device: str) -> ForkServerContext | SpawnContext:
-    """How the ranks of runs on ``device`` are started. On a CPU it begins with the imports that they share."""
+    """The multiprocessing context of ranks on ``device``. On a CPU, it starts the fork server with shared imports."""
     if device != "cpu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -127,11 +127,11 @@ def run_ranks(
 ) -> str | None:
     """Run ``python COMMAND`` as ``processes`` ranks on this host, with their output in ``log``.
 
-    Returns None if all ranks succeed within ``time_limit`` seconds, else what went wrong and ``cause_in(log)``.
+    Returns None if all ranks succeed within ``time_limit`` seconds, else the failure and ``cause_in(log)``.
     """
     ranks = [
-        context.Process(target=_run_program, args=(list(command), of_rank, str(log), prepare))
-        for of_rank in _environments(processes, environ)
+        context.Process(target=_run_program, args=(list(command), rank_environ, str(log), prepare))
+        for rank_environ in _environments(processes, environ)
     ]
     try:
         for rank in ranks:
@@ -156,7 +156,7 @@ def run_ranks(
 
 
 def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The environment of each rank, as launchers set it."""
+    """The environment of each rank, with the variables that launchers set."""
     shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     divide_cores(shared, processes)
@@ -164,7 +164,7 @@ def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, 
 
 
 def _run_program(command: list[str], environ: dict[str, str], log: str, prepare: Preparation) -> None:
-    """Become the program, on one rank."""
+    """Run the program in this process, as one rank."""
     die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, file_mode())
     os.dup2(output, 1)
@@ -190,14 +190,14 @@ def _run_program(command: list[str], environ: dict[str, str], log: str, prepare:
 
 
 def cause_in(log: Path, most: int = 15) -> str:
-    """The first error in the log of a run that failed, which others follow, or without one the last lines."""
+    """The first error in the log of a failed run, which may cause the later ones; without errors, the last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     errors = [line for line in lines if ": error: " in line]
     return "\n".join(f"    {line}" for line in errors[:1] or lines[-most:])
 
 
 def read_result(long: Path, short: Path, optim: OptimConfig) -> Result:
-    """Read what a run saved in the folder ``long``, and its checkpoint after its first step, in ``short`` or there.
+    """Read the result of the run in folder ``long``; gradients come from the checkpoint in ``short``, often the same.
 
     Raises CheckpointError if a checkpoint is incomplete or no step was made.
     """
@@ -215,16 +215,16 @@ def read_result(long: Path, short: Path, optim: OptimConfig) -> Result:
         gradients={
             name: [copy[moment] * scales[moment] for copy in states[name]] for name, moment in moments.items() if moment
         },
-        first_weights=_of_key(states, WEIGHT),
-        weights=_of_key(_parameter_states(newest(checkpoint_folder(long))), WEIGHT),
+        first_weights=_weights(states),
+        weights=_weights(_parameter_states(newest(checkpoint_folder(long)))),
         first_step=step,
     )
 
 
 def first_step(folder: Path) -> int:
-    """Index of the first iteration whose step the run in ``folder`` did not skip.
+    """Index of the first iteration whose optimizer step the run in ``folder`` did not skip.
 
-    Raises CheckpointError if it skipped all.
+    Raises CheckpointError if it skipped all steps.
     """
     lines = metrics_file(folder).read_text(encoding="utf-8").splitlines()
     for index, line in enumerate(lines):
@@ -236,33 +236,33 @@ def first_step(folder: Path) -> int:
     )
 
 
-def _of_key(states: Mapping[str, Sequence[Mapping[str, Tensor]]], key: str) -> dict[str, Copies]:
-    return {name: [copy[key] for copy in copies] for name, copies in states.items()}
+def _weights(states: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> dict[str, Copies]:
+    return {name: [copy[WEIGHT] for copy in copies] for name, copies in states.items()}
 
 
 def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
-    """Weight and moments of each whole parameter that is trained, in the order of the layers.
+    """Full weights and moments of each trained parameter, in the order of the layers.
 
-    A parameter that tensor parallelism cuts has one copy on each pipeline stage that holds it, any other has one on
-    each tensor-parallel rank of those. The vocabulary is without its padding.
+    A sharded parameter has one copy on each pipeline stage that holds it, a replicated parameter has one on each
+    tensor-parallel rank of these stages. The vocabulary is without its padding.
     """
     config = saved.whole_model_config()
     named = architecture_of(config).named_parameters(config)
     specs = {name: spec for name, spec in named.items() if is_trained(config, name)}
     states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
-    found = SavedStates(saved)
+    saved_states = SavedStates(saved)
     ranks = range(saved.layout.model_parallel_size)
-    for stage in found.stages():
-        for name in {name for group in found.groups(stage) for name in group}:
-            parts = [in_memory(found.trained(name, stage, rank)) for rank in ranks]
-            states[name] += _whole_copies(specs[name], parts)
+    for stage in saved_states.stages():
+        for name in {name for group in saved_states.groups(stage) for name in group}:
+            parts = [in_memory(saved_states.trained(name, stage, rank)) for rank in ranks]
+            states[name] += _full_copies(specs[name], parts)
     if missing := [name for name, copies in states.items() if not copies]:
         raise CheckpointError(f"{saved.path} has no state of {', '.join(missing)}")
     return states
 
 
-def _whole_copies(spec: ParameterSpec, parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a parameter whose state on each tensor-parallel rank is in ``parts``."""
+def _full_copies(spec: ParameterSpec, parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Tensor]]:
+    """The full weight and moments of a parameter, from its state on each tensor-parallel rank in ``parts``."""
     keys = [key for key, value in parts[0].items() if isinstance(value, Tensor) and value.dim()]
     rows = spec.shape[0] if spec.is_vocabulary else None
     if spec.shard_dim is not None:

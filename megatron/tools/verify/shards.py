@@ -1,6 +1,6 @@
-"""What the ranks of a layout have recorded, beside what it should be: parts of the tensors of one process.
+"""Compare the recordings of a layout's ranks with the shards that they should have of the tensors of one process.
 
-The part that a rank should have follows from the shapes of the full tensor and its own, and from its place.
+The shard that a rank should have follows from the shapes of the full tensor and of the shard, and from its coordinates.
 """
 
 from collections import defaultdict
@@ -22,19 +22,19 @@ _PARTIAL_SUMS = {
     # Several ranks may have copies of a head of keys, each with the gradient of its own queries.
     (".k_layernorm", True), (".rotary", True),
 }  # fmt: skip
-"""Ends of the names of modules, and whether it is about gradients, whose tensors are partial sums. Of
-``.dense_4h_to_h`` those of experts."""
+"""Suffixes of the names of modules whose outputs (False) or gradients (True) are partial sums on each rank. For
+``.dense_4h_to_h``, only within experts."""
 
 
 class Name(NamedTuple):
-    """A tensor that a module computes, of any micro-batch."""
+    """Name of a tensor that a module computes, in any micro-batch."""
 
     module: str
-    """``2.attention.dense``; ``2.input`` is what layer 2 gets from elsewhere; ``targets`` and ``loss``."""
+    """``2.attention.dense``, ``2.input`` (an input of layer 2 from a stage or the batch), ``targets`` or ``loss``."""
     call: int = 0
-    """Of the module, in a micro-batch."""
+    """Number of the module's call in a micro-batch."""
     part: int = 0
-    """Of a module's output that is a tuple."""
+    """Index in the module's output, if it is a tuple."""
 
     def __str__(self) -> str:
         return self.module + (f", call {self.call + 1}" if self.call else "")
@@ -44,13 +44,13 @@ class Key(NamedTuple):
     """A tensor of a recording."""
 
     micro_batch: int
-    """From 0 on, in the order of the samples of all data-parallel ranks."""
+    """Number from 0 on, in the order of the samples of all data-parallel ranks."""
     name: Name
     is_gradient: bool = False
 
 
 class Place(NamedTuple):
-    """Where a rank is in the layout: index and size along each axis that divides tensors."""
+    """Coordinates of a rank in the layout: its index and the size along each axis that shards tensors."""
 
     tensor: tuple[int, int]
     ring: tuple[int, int]
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A dimension that an axis divides, and the part of it that a rank has."""
+    """A dimension that an axis shards, and the index of a rank's shard."""
 
     dim: int
     axis: str
@@ -69,44 +69,44 @@ class Cut(NamedTuple):
     size: int
 
     def of(self, full: Tensor) -> Tensor:
-        """The part of ``full``; a ring has chunks in zigzag order."""
+        """The shard of ``full``; along the ring, two chunks in zigzag order."""
         if self.axis != "ring":
             return full.chunk(self.size, self.dim)[self.number]
         chunks = full.chunk(2 * self.size, self.dim)
-        return torch.cat([chunks[one] for one in chunks_of(self.number, self.size)], self.dim)
+        return torch.cat([chunks[index] for index in chunks_of(self.number, self.size)], self.dim)
 
 
 @dataclass
 class Rank:
-    """What one rank has recorded, and what it has to do with tensors of one process."""
+    """The recording of one rank."""
 
     number: int
     place: Place
     vocabulary: tuple[int, int]
-    """Its size without and with padding."""
+    """Size without and with padding."""
     lengths: tuple[int, int]
-    """Of the sequences of the model, and of its decoder or 0."""
+    """Sequence length of the model, and of its decoder (0 without one)."""
     experts: int
     senders: list[int]
-    """For each rank that sends tokens to experts here: how many micro-batches its own are after those of this rank."""
+    """Offset of the number of a micro-batch from this rank's, for each rank that sends tokens to its experts."""
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     inputs: dict[str, list[Name]] = field(default_factory=dict)
-    """Of each layer."""
+    """Names of the inputs of each layer."""
     consumers: dict[Name, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """The modules that read a tensor."""
+    """Modules that read each tensor."""
     collectives: dict[tuple[str, bool], list[str]] = field(default_factory=lambda: defaultdict(list))
-    """By the module, and whether it is in its backward pass."""
+    """Collectives called in each (module, whether in its backward pass)."""
     classes: dict[str, str] = field(default_factory=dict)
-    """Of each module, its name."""
+    """Name of the class of each module."""
     weights: dict[str, list[float]] = field(default_factory=dict)
     """Norms of the weights of each module."""
     parts: dict[str, int] = field(default_factory=dict)
-    """Matrices that are side by side in the weight of a module."""
+    """Number of matrices concatenated in the weight of a module."""
 
     def expected(
         self, name: Name, full: Tensor, shape: torch.Size, reference: "Rank"
     ) -> tuple[Tensor, tuple[Cut, ...]] | None:
-        """The part of ``full`` that has ``shape`` on this rank; None if the shapes are not those of a part."""
+        """The shard of ``full`` that has ``shape`` on this rank; None if no shard has this shape."""
         size, padded = self.vocabulary
         if shape and (full.size(-1), shape[-1] * self.place.tensor[1]) == (reference.vocabulary[1], padded):
             full = F.pad(full[..., :size], (0, padded - size))
@@ -122,10 +122,10 @@ class Rank:
 
 
 def cuts_of(place: Place, full: Sequence[int], shape: Sequence[int], lengths: Sequence[int]) -> tuple[Cut, ...] | None:
-    """How axes divide a tensor of shape ``full`` so that a rank has ``shape``.
+    """The axes that shard a tensor of shape ``full`` so that a rank has ``shape``; None if they cannot.
 
-    The sequence, one of the dimensions of such ``lengths``, is divided over rings, Ulysses and, with sequence
-    parallelism, the tensor-parallel ranks; heads or columns over the tensor-parallel ranks, and within Ulysses.
+    The sequence, a dimension with one of ``lengths``, is sharded over rings, Ulysses and, with sequence parallelism,
+    tensor-parallel ranks; heads or columns over tensor-parallel ranks and, in Ulysses attention, its ranks.
     """
     if any(part == 0 or size % part for size, part in zip(full, shape, strict=True)):
         return None
@@ -136,10 +136,10 @@ def cuts_of(place: Place, full: Sequence[int], shape: Sequence[int], lengths: Se
                 continue
             if "tensor" in axes and not place.sequence_parallel:
                 continue
-            of_sequence = [Cut(dim, axis, *getattr(place, axis)) for axis in axes]
-            others = _cuts_of_heads(place, {d: ratio for d, ratio in ratios.items() if d != dim}, axes)
-            if others is not None:
-                return *(cut for cut in of_sequence if cut.size > 1), *others
+            sequence_cuts = [Cut(dim, axis, *getattr(place, axis)) for axis in axes]
+            head_cuts = _cuts_of_heads(place, {d: ratio for d, ratio in ratios.items() if d != dim}, axes)
+            if head_cuts is not None:
+                return *(cut for cut in sequence_cuts if cut.size > 1), *head_cuts
     return None
 
 
@@ -149,14 +149,14 @@ def _cuts_of_heads(place: Place, ratios: dict[int, int], used: Iterable[str]) ->
     if len(ratios) > 1 or "tensor" in used:
         return None
     ((dim, ratio),) = ratios.items()
-    (index, size), (of_ulysses, parts) = place.tensor, place.ulysses
-    if "ulysses" not in used and ratio == size * parts:
-        return [Cut(dim, "tensor", index, size), Cut(dim, "ulysses", of_ulysses, parts)]
+    index, size = place.tensor
+    if "ulysses" not in used and ratio == size * place.ulysses[1]:
+        return [Cut(dim, "tensor", index, size), Cut(dim, "ulysses", *place.ulysses)]
     return [Cut(dim, "tensor", index * ratio // size, ratio)] if size % ratio == 0 else None
 
 
 def _rows_of_experts(rank: Rank, key: Key, reference: Rank) -> Tensor | None:
-    """The rows that an expert-parallel rank gets: those of its experts, of the micro-batches of all ranks that send."""
+    """The rows that an expert-parallel rank receives: the tokens of its experts, from all ranks of its group."""
     index, size = rank.place.expert
     router = Name(f"{key.name.module.partition('.experts')[0]}.router", part=1)
     by_sender = []
@@ -172,16 +172,16 @@ def _rows_of_experts(rank: Rank, key: Key, reference: Rank) -> Tensor | None:
 
 
 class Part(NamedTuple):
-    """A tensor of a rank, or of several if it is their sum, and what it should be."""
+    """A tensor of a rank, or the sum of several ranks' partial sums, and its expected value."""
 
     ranks: tuple[int, ...]
     micro_batch: int
-    found: Tensor
+    actual: Tensor
     expected: Tensor
 
 
 class Recording:
-    """What the ranks of a run have recorded of an iteration."""
+    """The recordings of all ranks of a run in an iteration."""
 
     def __init__(self, folder: Path):
         files = sorted(folder.glob("rank*.pt"))
@@ -190,7 +190,7 @@ class Recording:
         self.classes = {module: kind for rank in self.ranks for module, kind in rank.classes.items()}
 
     def has_other_weights(self, module: str) -> bool:
-        """Whether replicas have different weights of ``module``, by their norms."""
+        """Whether replicas have different weights of ``module``, according to their norms."""
         first: dict[tuple, list[float]] = {}
         for rank in self.ranks:
             place, weights = rank.place, rank.weights.get(module, [])
@@ -199,22 +199,22 @@ class Recording:
         return False
 
     def parts(self, name: Name, is_gradient: bool, reference: Rank, full: Name) -> list[Part]:
-        """The tensors ``name`` of all ranks and micro-batches, beside the tensor ``full`` of one process."""
+        """The tensors ``name`` of all ranks and micro-batches, with the shards expected from one process's ``full``."""
         sums: dict[tuple, list[tuple[Rank, Tensor, Tensor]]] = {}
         for rank in self.ranks:
             for key, tensor in rank.tensors.items():
                 if (key.name, key.is_gradient) != (name, is_gradient):
                     continue
-                of_one = reference.tensors.get(key._replace(name=full))
-                if of_one is not None and ".experts" in name.module and rank.place.expert[1] > 1:
-                    of_one = _rows_of_experts(rank, key, reference)
-                expected = None if of_one is None else rank.expected(name, of_one, tensor.shape, reference)
+                full_tensor = reference.tensors.get(key._replace(name=full))
+                if full_tensor is not None and ".experts" in name.module and rank.place.expert[1] > 1:
+                    full_tensor = _rows_of_experts(rank, key, reference)
+                expected = None if full_tensor is None else rank.expected(name, full_tensor, tensor.shape, reference)
                 if expected is None:
                     continue
                 cuts = expected[1]
                 ring, ulysses = rank.place.ring, rank.place.ulysses
                 if is_gradient and any(cut.axis in ("ring", "ulysses") for cut in cuts):
-                    tensor = tensor / (ring[1] * ulysses[1])  # the mean over these ranks is of their losses
+                    tensor = tensor / (ring[1] * ulysses[1])  # the loss is the mean over these ranks' losses
                 group: tuple = (key.micro_batch, cuts, rank.number)
                 if _is_partial(name, is_gradient):
                     group = (key.micro_batch, cuts, ring, ulysses, rank.place.stage)
@@ -223,16 +223,16 @@ class Recording:
                 sums.setdefault(group, []).append((rank, tensor, expected[0]))
         return [
             Part(
-                tuple(rank.number for rank, _, _ in some),
+                tuple(rank.number for rank, _, _ in addends),
                 group[0],
-                torch.stack([tensor.double() for _, tensor, _ in some]).sum(0),
-                some[0][2].double(),
+                torch.stack([tensor.double() for _, tensor, _ in addends]).sum(0),
+                addends[0][2].double(),
             )
-            for group, some in sums.items()
+            for group, addends in sums.items()
         ]
 
 
 def _is_partial(name: Name, is_gradient: bool) -> bool:
-    ends = (end for end, of_gradients in _PARTIAL_SUMS if of_gradients == is_gradient)
-    is_end = any(name.module.endswith(end) for end in ends)
-    return is_end and (not name.module.endswith(".dense_4h_to_h") or ".experts." in name.module)
+    suffixes = tuple(suffix for suffix, for_gradients in _PARTIAL_SUMS if for_gradients == is_gradient)
+    is_listed = name.module.endswith(suffixes)
+    return is_listed and (not name.module.endswith(".dense_4h_to_h") or ".experts." in name.module)

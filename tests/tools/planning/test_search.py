@@ -206,8 +206,6 @@ def test_an_encoder_of_images_takes_time_and_memory():
             request_of(*words, model="llava-1.5-7b", vocab_size=32064, architecture=LLAVA, device="h100")
         ).fitting
         text = "\n".join(describe_candidate(one, stage_memory(one.run)))
-        lines[bool(flag)] = re.search(
-            r"vision encoder computes ([\d.]+)% of the FLOPs, and keeps ([\d.]+ \w+)", text
-        )
+        lines[bool(flag)] = re.search(r"vision encoder computes ([\d.]+)% of the FLOPs, and keeps ([\d.]+ \w+)", text)
     trained, frozen = (float(lines[key][1]) for key in (False, True))
     assert trained > 2 * frozen > 0 and lines[False][2].endswith("GB") and not lines[True][2].endswith("GB")

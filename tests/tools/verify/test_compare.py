@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.tools.verify import results
-from megatron.tools.verify.compare import Bounds, Differences, Result, compare, what_rounding_becomes
+from megatron.tools.verify.compare import Bounds, Differences, Result, compare, rounding_effects
 from megatron.tools.verify.request import ONE_PROCESS
 from megatron.tools.verify.runs import cause_in
 
@@ -106,7 +106,7 @@ def test_rounding_that_is_amplified_raises_the_bounds_after_the_first_step_only(
     """Up to ten times what was measured in an iteration or before it, if gradients differ as much."""
     slightly = {"gradients": {"1.weight": [GRADIENT + 2e-6]}}
     again = result(losses=(2.0, 1.001), norms=(0.5, 0.2501), weights={"0.weight": [moved(clear=0.01)]}, **slightly)
-    rounding = what_rounding_becomes(result(), [again, result(**slightly)], BOUNDS)
+    rounding = rounding_effects(result(), [again, result(**slightly)], BOUNDS)
 
     def first_with(**changes) -> str | None:
         return compare(result(), result(**slightly, **changes), BOUNDS, rounding).first
@@ -129,7 +129,7 @@ def test_a_small_gradient_of_nothing_but_rounding_is_compared_with_how_much_roun
         gradients = {"1.weight": [factor * noise], **others}
         return result(gradients=gradients, first_weights=weights, weights=weights)
 
-    rounding = what_rounding_becomes(of(1), [of(-0.5), of(0.2)], bf16)
+    rounding = rounding_effects(of(1), [of(-0.5), of(0.2)], bf16)
     assert rounding.noise == pytest.approx({"1.weight": 1.5 * 6e-3})
 
     def differences(other: Result, known: Differences = rounding) -> Differences:
@@ -142,8 +142,8 @@ def test_a_small_gradient_of_nothing_but_rounding_is_compared_with_how_much_roun
     of_another = differences(of(1, **{"0.weight": [1.2 * GRADIENT]}))
     assert (of_another.kind, of_another.may_be_rounding) == ("gradient", False)
     assert not differences(of(-1, steps=0.25)).agree
-    assert not what_rounding_becomes(of(1), [of(0.8)], bf16).noise
-    assert not what_rounding_becomes(result(), [result(gradients={"0.weight": [-GRADIENT]})], bf16).noise
+    assert not rounding_effects(of(1), [of(0.8)], bf16).noise
+    assert not rounding_effects(result(), [result(gradients={"0.weight": [-GRADIENT]})], bf16).noise
 
 
 @pytest.mark.parametrize("loss, runs", [(1.00005, 0), (1.09, 2), (1.5, 3)])
