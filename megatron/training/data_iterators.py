@@ -254,7 +254,8 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         return tensor.pin_memory().to(device, non_blocking=True)
 
     def kept(tensor: Tensor) -> Tensor:
-        return keep_on_host(copied(tensor), tensor)
+        is_image = tensor.dtype == torch.uint8  # large, and of use on the device only
+        return copied(tensor) if is_image else keep_on_host(copied(tensor), tensor)
 
     return (
         Batch(kept(tokens) if isinstance(tokens, Tensor) else tuple(map(kept, tokens)), tuple(map(copied, targets)))
