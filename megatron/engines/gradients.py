@@ -270,9 +270,8 @@ def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
     if layout.expert_group is not None:
         dist.all_reduce(values[1], group=layout.expert_group)
     total = values.sum()
-    for group in (layout.tensor_group, layout.pipe_group):
-        if group.size() > 1:  # with a single rank, it would needlessly wait for the communication thread
-            dist.all_reduce(total, group=group)
+    if layout.model_group.size() > 1:  # with a single rank, it would needlessly wait for the communication thread
+        dist.all_reduce(total, group=layout.model_group)
     return total
 
 
