@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.fuzzing import Attack
 from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.tensor_files import read_file
-from megatron.checkpoint.tracker import tag_at
 from megatron.common.errors import CheckpointError
-from megatron.tools.convert.load_and_save import lazy_weights
 from megatron.tools.convert.megatron_files import _read
 
 LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
@@ -98,19 +97,6 @@ def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
     return chosen.tag, chosen.newer_problems
 
 
-def test_weights_of_exchanged_files_are_refused(folder: Path) -> None:
-    """By what reads weights without an engine, such as conversions."""
-    tag = folder / "global_step2"
-    first, second = (tag / name for name in FILES["weights of a layer"])
-    first.rename(tag / "moved")
-    second.rename(first)
-    (tag / "moved").rename(second)
-    (tag / "manifest.json").unlink()
-    write_manifest(tag, {})
-    with pytest.raises(CheckpointError, match="files have been exchanged"):
-        dict(lazy_weights(tag_at(tag)))
-
-
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
@@ -135,16 +121,6 @@ def test_a_damaged_file_is_detected(folder: Path, choose: Callable, kind: str, d
     with pytest.raises(CheckpointError):
         read_file(tag / name)
     assert choose(folder, "--load-strict")[0] == ""
-
-
-class Attack:
-    """A pickle that runs code when it is read."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,6 @@ def test_the_tool_converts_once(programs: Programs, saved_on):
     assert "global_step3_universal: converted from" in programs.warm(1, *tool, folder).ok().output
 
 
-def test_tool_refuses_folders_without_a_checkpoint(programs: Programs, tmp_path: Path):
-    finished = programs.warm(1, "tools/convert_checkpoint.py", "to-universal", tmp_path)
-    assert finished.returncode == 4 and "no checkpoint there" in finished.output
-
-
 def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
     saved = newest(saved_on("dp1"))
 

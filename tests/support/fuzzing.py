@@ -13,6 +13,17 @@ from megatron.common.errors import UserError
 
 T = TypeVar("T")
 
+
+class Attack:
+    """A pickle that runs code when it is read: it makes the folder ``marker``."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
 NUMBERS = st.one_of(
     st.integers(-3, 3),
     st.integers(-(2**70), 2**70),

@@ -121,6 +121,7 @@ def test_merged_weights_are_those_of_the_layout(
     [
         ("merge nowhere --output {out}", "nowhere: no such file or folder", 4),
         ("reshard . --model-parallel-size 2", "is not a checkpoint", 4),
+        ("to-universal .", "no checkpoint there", 4),
         ("merge {trained} --output {trained}", "exists already; name another place", 2),
         ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is not a size", 2),
         ("merge {trained} --output {out}.safetensors --max-shard-size 1GB", "is one file", 2),

@@ -105,16 +105,9 @@ def test_a_host_that_is_silent_and_one_that_is_down(local_hosts: LocalHosts, fol
         silent.listen()
         local_hosts.name("host-silent", silent.getsockname()[1])
         local_hosts.name("host-down", free_port())
-        ended = subprocess.run(
-            [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json", "--hostfile", "hostfile"],
-            cwd=_hostfile(folder, "host-a host-silent host-down"),
-            env={"PATH": local_hosts.path, "HOME": str(folder), "DS_ACCELERATOR": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT,
-        )
-    hosts = json.loads(ended.stdout)["hosts"]
-    assert ended.returncode == 6
+        code, printed = start(local_hosts, folder, "host-a host-silent host-down", "--json")
+    hosts = json.loads(printed)["hosts"]
+    assert code == 6
     assert all(line["ok"] for line in hosts["host-a"])
     for host, words, fix in (("host-silent", "timed out", "ping"), ("host-down", "Connection refused", "start ssh")):
         last = hosts[host][-1]

@@ -2,7 +2,6 @@
 
 import enum
 import math
-import os
 import random
 import sys
 import types
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.fuzzing import Attack
 from support.programs import Programs
 from support.whole_models import logits_and_weights, made_up_weights
 from torch import Tensor
@@ -331,19 +331,11 @@ def test_missing_values_are_requested(tmp_path: Path, given: GivenModel, message
     assert message in str(caught.value)
 
 
-class Harm:
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
-
-
 def test_a_pickle_runs_no_code(tmp_path: Path):
     file = "mp_rank_00_model_states.pt"
     write_megatron_deepspeed(tmp_path, size=1)
-    torch.save({"optimizer": Harm(tmp_path / "marker")}, tmp_path / "global_step7" / file)
-    with pytest.raises(UserError, match=f"{file} cannot be read .it asks for posix.system") as caught:
+    torch.save({"optimizer": Attack(tmp_path / "marker")}, tmp_path / "global_step7" / file)
+    with pytest.raises(UserError, match=f"{file} cannot be read .it asks for posix.mkdir") as caught:
         whole_model(read_shards(tmp_path), SAID)
     assert "which could run code" in str(caught.value) and not (tmp_path / "marker").exists()
 
@@ -352,7 +344,7 @@ def test_a_pickle_runs_no_code(tmp_path: Path):
 def test_files_of_torch_before_zip(tmp_path: Path, held: str):
     write_megatron_deepspeed(tmp_path, size=1)
     file = tmp_path / "global_step7" / "mp_rank_00_model_states.pt"
-    value = {"args": ARGS, "more": Harm(tmp_path / "marker") if held == "harm" else None}
+    value = {"args": ARGS, "more": Attack(tmp_path / "marker") if held == "harm" else None}
     torch.save(value, file, _use_new_zipfile_serialization=False)
     if held == "weights":
         assert whole_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS)).config.num_attention_heads == HEADS

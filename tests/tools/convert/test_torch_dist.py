@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fuzzing import Attack
 from support.programs import Programs
 from support.whole_models import logits_and_weights
 
@@ -92,11 +93,6 @@ def test_logits_are_those_of_megatron_core(run_ranks, tmp_path: Path, saved: Pat
     torch.testing.assert_close(logits[..., :92], expected, rtol=0, atol=1e-5)
 
 
-class Harm:
-    def __reduce__(self):
-        return os.system, ("touch marker",)
-
-
 def replaced(old: bytes, new: bytes) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         content = (folder / ".metadata").read_bytes()
@@ -129,8 +125,8 @@ def without_part(entry: Any) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "harm": (
-        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Harm())),
-        "it asks for posix.system, which could run code",
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Attack(folder.parent / "marker"))),
+        "it asks for posix.mkdir, which could run code",
     ),
     "a function of a module of torch": (
         lambda folder: (folder / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.filesystem\nos\n."),
