@@ -23,11 +23,11 @@ from torch import Tensor
 from benchmarks.comparing import Comparison, Quantity, Result, Seconds, alternate, timed
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import run_of
+from megatron.checkpoint.engine_files import EngineFiles, HostCopies
 from megatron.checkpoint.files import write_manifest
-from megatron.checkpoint.host_copies import HostCopies
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshots import Snapshots
-from megatron.checkpoint.tensor_files import EngineFiles, read_file, write_file
+from megatron.checkpoint.tensor_files import read_file, write_file
 from megatron.common.files import sync
 from megatron.config import RunConfig
 from megatron.data.loader import Batch

@@ -22,14 +22,14 @@ from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
+from megatron.checkpoint.engine_files import EngineFiles, HostCopies, StateFile, bytes_of, pinned_copies
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
-from megatron.checkpoint.host_copies import HostCopies, pinned_copies
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
-from megatron.checkpoint.tensor_files import EngineFiles, StateFile, bytes_of, with_identity, write_file
+from megatron.checkpoint.tensor_files import with_identity, write_file
 from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import ModelConfig, RunConfig

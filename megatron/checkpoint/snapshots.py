@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks, on_rank_0
+from megatron.checkpoint.engine_files import EngineFiles, StateFile, pinned_copies
 from megatron.checkpoint.files import disk_errors, replace_text
-from megatron.checkpoint.host_copies import pinned_copies
 from megatron.checkpoint.save import Checkpointer, write_files
 from megatron.checkpoint.snapshot_files import (
     START_FILE,
@@ -33,7 +33,6 @@ from megatron.checkpoint.snapshot_files import (
     this_host,
     write_marker,
 )
-from megatron.checkpoint.tensor_files import EngineFiles, StateFile
 from megatron.common.errors import ResourceError, UserError
 from megatron.config import RunConfig
 from megatron.launch.progress import SNAPSHOT_THREAD

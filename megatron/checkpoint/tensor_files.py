@@ -1,4 +1,4 @@
-"""Files of tensors, written by ``torch.save``, and read without letting them run code; by DeepSpeed, too.
+"""Files of tensors, written by ``torch.save``, and read without letting them run code.
 
 Tensors of safetensors files are read when they are asked for.
 """
@@ -15,15 +15,13 @@ from typing import IO, Any, cast
 
 import safetensors
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
 from torch.utils._pytree import tree_map
 
-from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, make_folder, read_manifest
-from megatron.checkpoint.host_copies import HostCopies, in_host_memory, is_size, tensors_of
+from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, read_manifest
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
@@ -173,93 +171,6 @@ def with_identity(content: Any, name: str, iteration: int) -> Any:
         content = OrderedDict(content)
         content._metadata = {_IDENTITY: _identity(name, iteration)}
     return content
-
-
-StateFile = tuple[Path, Any]
-"""A file to be written, and its content."""
-
-
-class EngineFiles(CheckpointEngine):
-    """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
-
-    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again. Otherwise
-    it keeps the tensors themselves, for a writer that is done before training continues.
-    """
-
-    def __init__(self, copies: HostCopies | None = None):
-        super().__init__()
-        self.copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
-        self._held: dict[str, Any] = {}
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
-        if self.copies is not None:
-            name = Path(path).name
-            state_dict = self.copies.start(state_dict, self._used.get(name, []))
-            self._used[name] = tensors_of(state_dict)
-        else:
-            state_dict = tree_map(_without_other_data, state_dict, is_leaf=is_size)
-        self._kept.append((Path(path), state_dict))
-
-    @contextmanager
-    def holding(self, contents: dict[str, Any]) -> Iterator[None]:
-        """While inside, ``load`` takes the files of these names from ``contents``."""
-        self._held = contents
-        yield
-        self._held = {}
-
-    def wait(self) -> None:
-        """Let a writer wait until all copies are complete."""
-        if self.copies is not None:
-            self.copies.wait()
-
-    def take(self) -> list[StateFile]:
-        """Everything kept since the last call."""
-        kept, self._kept = self._kept, []
-        return kept
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of ``path``, on the CPU, which was compared with the manifest before.
-
-        Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
-        """
-        if Path(path).name in self._held:
-            return self._held[Path(path).name]
-        content = read_checked_file(Path(path), mapped=True)
-        if Path(path).name.startswith("layer_"):
-            return content
-        return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}
-
-    def preserves_storage_sharing(self) -> bool:
-        """No: DeepSpeed need not copy views, of which ``save`` would otherwise keep all of their storage."""
-        return False
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
-        make_folder(Path(path))
-
-    def create(self, info: Any) -> None:
-        """Do nothing."""
-
-    def commit(self, info: Any) -> bool:
-        """Do nothing: the checkpoint is committed later, for all ranks at once."""
-        return True
-
-
-def _without_other_data(leaf: Any) -> Any:
-    """``leaf``, or a copy in host memory of a tensor that is a part of its storage, all of which would be saved.
-
-    Parts of ZeRO's storages that lack no more than padding are not copied.
-    """
-    if not isinstance(leaf, Tensor) or leaf.nbytes >= 0.9 * leaf.untyped_storage().nbytes():
-        return leaf
-    return leaf.detach().to("cpu", copy=True)
-
-
-def bytes_of(item: Any) -> int:
-    """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
-    storages = [tensor.untyped_storage() for tensor in tensors_of(item)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class LazyTensors(Mapping[str, Tensor]):

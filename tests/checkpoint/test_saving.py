@@ -16,9 +16,9 @@ from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining, pretrain
 from torch import nn
 
+from megatron.checkpoint.engine_files import EngineFiles, bytes_of, in_host_memory
 from megatron.checkpoint.files import disk_errors
-from megatron.checkpoint.host_copies import in_host_memory
-from megatron.checkpoint.tensor_files import EngineFiles, bytes_of, write_file
+from megatron.checkpoint.tensor_files import write_file
 from megatron.cli import parse_run
 from megatron.common.errors import ResourceError
 

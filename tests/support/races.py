@@ -223,7 +223,7 @@ class _Queueing(TorchDispatchMode):
 @contextmanager
 def late_streams(found: Found) -> Iterator[None]:
     """While inside, asynchronous saves and snapshots take the CPU for a device, whose side streams are late."""
-    from megatron.checkpoint import host_copies
+    from megatron.checkpoint import engine_files
 
     inside: list[LateStream] = []
 
@@ -244,7 +244,7 @@ def late_streams(found: Found) -> Iterator[None]:
     compute = SimpleNamespace(wait_event=lambda event: event.stream.run() if hasattr(event, "stream") else None)
     device = SimpleNamespace(Stream=partial(LateStream, found), Event=Event, stream=entered, device_name=lambda: "late")
     device.current_stream, device.pin_memory = lambda: compute, lambda x: x
-    with patch.object(host_copies, "get_accelerator", lambda: device):
+    with patch.object(engine_files, "get_accelerator", lambda: device):
         yield
 
 

@@ -16,8 +16,8 @@ from support.races import LateStream, hunted, trained
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron.checkpoint import host_copies
-from megatron.checkpoint.host_copies import PinnedCopies
+from megatron.checkpoint import engine_files
+from megatron.checkpoint.engine_files import PinnedCopies
 from megatron.engines.gradients import GradientBucket
 from megatron.engines.transfers import Transfers
 from megatron.engines.zero import ZeroOptimizer
@@ -65,12 +65,12 @@ def sources_are_freed(copies: PinnedCopies, item: Any, used: Any = ()) -> Any:
 
 
 def buffers_are_used_again(item: Any, used: Any = (), *, pinned: bool = False) -> Any:
-    memory = [BUFFERS.setdefault(x.shape, torch.empty_like(x)) for x in host_copies.tensors_of(item)]
+    memory = [BUFFERS.setdefault(x.shape, torch.empty_like(x)) for x in engine_files.tensors_of(item)]
     return in_host_memory(item, memory, pinned=pinned)
 
 
 finish, start, pass_on = GradientBucket.finish, GradientBucket.start, sequence._pass_on
-start_copies, in_host_memory = PinnedCopies.start, host_copies.in_host_memory
+start_copies, in_host_memory = PinnedCopies.start, engine_files.in_host_memory
 gather, BUFFERS = partition_parameters._dist_allgather_fn, dict[torch.Size, Tensor]()
 
 Faults = dict[str, tuple[Any, str, Callable]]
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, Faults]] = {
             "writer": (PinnedCopies, "wait", lambda _: None),
             "compute": (LateStream, "wait_stream", lambda *_: None),
             "freed": (PinnedCopies, "start", sources_are_freed),
-            "reused": (host_copies, "in_host_memory", buffers_are_used_again),
+            "reused": (engine_files, "in_host_memory", buffers_are_used_again),
         },
     ),
 }
