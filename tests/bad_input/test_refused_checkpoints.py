@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.programs import Programs
-from support.refusals import COMMAND, refusal
+from support.refusals import refusal
 
 SAME = "--load ck --save ck"
 STRICT = f"{SAME} --load-strict"
@@ -110,13 +109,3 @@ def test_run_does_not_start_over_without_a_valid_checkpoint(place: Path, words: 
     size = len(weights.read_bytes())
     line = f"ck/global_step2/{WEIGHTS} has {size:,} bytes, but {size + 1:,} were saved{NONE}"
     assert refusal(place, words) == (4, [line])
-
-
-def test_falls_back_to_the_newest_valid_checkpoint(programs: Programs, place: Path) -> None:
-    """Strict loading refuses what is accepted without it: not everything is refused."""
-    (place / "ck" / "global_step2" / "run.json").unlink()
-    command = [programs.root / "pretrain_gpt2.py", *COMMAND, *SAME.split()]
-    finished = Programs(place, programs.folder).warm(1, *command).ok()
-    assert "> warning: ck/global_step2/run.json is missing\n" in finished.output
-    assert "loaded ck/global_step1; resuming after iteration 1" in finished.output
-    assert (place / "ck" / "latest").read_text() == "global_step4"

@@ -111,7 +111,8 @@ def _program_problems(launch: Namespace, hosts: Sequence[Host]) -> list[str]:
 
 def _shadow_problems(folder: Path) -> list[str]:
     """Files that DeepSpeed's launcher, which Python starts as a module, would import instead of a library."""
-    loaded = {name.partition(".")[0] for name in sys.modules} & sys.stdlib_module_names
+    specs = {name: module.__spec__ for name, module in sys.modules.items() if name in sys.stdlib_module_names}
+    loaded = [name for name, spec in specs.items() if spec is not None and spec.origin not in ("frozen", "built-in")]
     return [
         f"{folder / file} would be imported in place of {name}: rename it, or start in another working folder"
         for name in sorted({*loaded, *_IMPORTED})

@@ -114,24 +114,48 @@ def elastic(
     return code, started
 
 
-LOST = Ended(255, False, frozenset("b"))
+LOST, KILLED, DONE = Ended(255, False, frozenset("b")), Ended(137, False), Ended(0, False)
+BACK, OF_C = Ended(137, False, to_rejoin=True), Ended(1, False, frozenset("c"))
+SAME = ["5"] * 9
+RUNS = [
+    (
+        [LOST, BACK, DONE],
+        ["", "5", "7", "9"],
+        (2, 3, 1),
+        ["", "b", "", ""],
+        0,
+        "abc ac abc",
+        "without b (ssh: no answer",
+    ),
+    # The loss of a host is no crash loop, even if no rank has left an exit code, so that no host is to blame.
+    ([KILLED, KILLED, KILLED, DONE], SAME, (1, 3, 9), ["", "b", "a", "b"], 0, "abc ac bc ac", ""),
+    ([KILLED] * 3, SAME, (1, 3, 9), [""] * 9, 93, "abc abc abc", "no host was in all of them; not restarted"),
+    (
+        [LOST, LOST, Ended(1, False, frozenset("bc")), DONE],
+        *(SAME, (2, 3, 9), [""] * 9, 0, "abc abc abc ac"),
+        "3 failures in a row without a new checkpoint, b in all of them: left out",
+    ),
+    ([LOST] * 3, SAME, (3, 3, 9), [""] * 9, 93, "abc abc abc", "b in all of them, and too few without; not restarted"),
+    ([LOST, OF_C, LOST], SAME, (1, 3, 9), [""] * 9, 93, "abc abc abc", "no host was in all of them; not restarted"),
+    *(([Ended(code, False)], SAME, (1, 3, 9), [""] * 9, code, "abc", "") for code in (0, 2, 75)),
+    ([Ended(1, by_signal=True)], SAME, (1, 3, 9), [""] * 9, 1, "abc", ""),
+    ([Ended(75, by_signal=True, to_rejoin=True)], SAME, (1, 3, 9), [""] * 9, 75, "abc", ""),
+]
+"""Ends and newest checkpoints; --min-hosts, --exclude-after and --max-restarts; hosts that each health check misses;
+exit code, the hosts of each start, and what is said."""
 
 
-def test_a_lost_host_and_its_return(capsys) -> None:
-    back = Ended(137, False, to_rejoin=True)
-    ends = [LOST, back, Ended(0, False)]
-    assert elastic(ends, ["", "5", "7", "9"], limits(2, 3, 1), ["", "b", "", ""]) == (0, ["abc", "ac", "abc"])
+@pytest.mark.parametrize(("ends", "checkpoints", "numbers", "lost", "code", "starts", "text"), RUNS)
+def test_starts_and_ends(ends, checkpoints, numbers, lost, code, starts, text, capsys) -> None:
+    assert elastic(ends, checkpoints, limits(*numbers), lost) == (code, starts.split())
+    assert text in capsys.readouterr().err
+
+
+def test_a_start_is_a_line(capsys) -> None:
+    elastic([LOST, DONE], ["", "5", "7"], limits(2, 3, 1), ["", "b"])
     lines = capsys.readouterr().err.splitlines()
-    assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5, unless the hosts have a newer" in lines[2]
-    assert len(lines) == 4
-
-
-def test_lost_hosts_are_no_crash_loop() -> None:
-    """Not even if no rank has left an exit code, so that no host is to blame."""
-    killed = Ended(137, False, frozenset())
-    ends = [killed, killed, killed, Ended(0, False)]
-    assert elastic(ends, ["5"] * 9, limits(1, 3, 9), ["", "b", "a", "b"]) == (0, ["abc", "ac", "bc", "ac"])
-    assert elastic([killed] * 3, ["5"] * 9, limits(1, 3, 9))[0] == 93
+    assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5, unless the hosts have a newer" in lines[-1]
+    assert len(lines) == 3
 
 
 def test_no_start_below_the_least_number_of_hosts() -> None:
@@ -139,27 +163,6 @@ def test_no_start_below_the_least_number_of_hosts() -> None:
     with pytest.raises(LaunchError, match=message) as caught:
         elastic([LOST], ["", "5"], limits(2, 3, 9), ["", "ab"])
     assert caught.value.exit_code == 6
-
-
-def test_a_host_in_every_failure_is_left_out(capsys) -> None:
-    ends = [LOST, LOST, Ended(1, False, frozenset("bc")), Ended(0, False)]
-    assert elastic(ends, ["5"] * 5, limits(2, 3, 9)) == (0, ["abc"] * 3 + ["ac"])
-    assert "3 failures in a row without a new checkpoint, b in all of them: left out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("ends", "least", "code", "text"),
-    [
-        ([LOST, LOST, LOST], 3, 93, "b in all of them, and too few without; not restarted"),
-        ([LOST, Ended(1, False, frozenset("c")), LOST], 1, 93, "no host was in all of them; not restarted"),
-        *(([Ended(code, False)], 1, code, "") for code in (0, 2, 75)),
-        ([Ended(1, by_signal=True)], 1, 1, ""),
-        ([Ended(75, by_signal=True, to_rejoin=True)], 1, 75, ""),
-    ],
-)
-def test_ends(ends, least, code, text, capsys) -> None:
-    assert elastic(ends, ["5"] * 9, limits(least, 3, 9))[0] == code
-    assert text in capsys.readouterr().err
 
 
 def test_slow_hosts_are_left_out_while_enough_are_left(tmp_path: Path) -> None:
@@ -372,6 +375,16 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
     assert isinstance(end.value, LaunchError) or end.value.code == PREEMPTED
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that watches and health checks see, which sleeping sets forward."""
+    now = [0.0]
+    for module in (elastic_watch, elastic_run, supervision):
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
 class Ssh:
     """A connection of pdsh that runs until it is closed."""
 
@@ -396,11 +409,12 @@ class Ssh:
         ({2: "2", 3: "2"}, 60),
     ],
 )
-def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, monkeypatch, codes, seconds) -> None:
+def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(
+    tmp_path, monkeypatch, clock, codes, seconds
+) -> None:
     """They have a minute if no restart follows: those of the gone host have finished, or named a mistake."""
     by_signal, seconds = (True, 60) if seconds == "signal" else (False, seconds)  # its ranks may still be saving
-    clock, lines = [0.0], {"a": Ssh(), "b": Ssh()}
-    monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
+    lines = {"a": Ssh(), "b": Ssh()}
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: lines)
     watch = watch_of(tmp_path, A, B)
     for rank, code in codes.items():
@@ -412,10 +426,8 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
     assert ended == [False, False, False, True] and watch.gone == {"b"}
 
 
-def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
+def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch, clock) -> None:
     """Its ssh has ended before it was seen."""
-    clock = [0.0]
-    monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
     watch = watch_of(tmp_path, A, B)
     ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
@@ -434,11 +446,8 @@ def run_with_health_checks(monkeypatch, folder: Path, check, **parts) -> SimpleN
     return run
 
 
-def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, tmp_path) -> None:
+def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, clock, tmp_path) -> None:
     """A network may fail for a moment, for all hosts at once; before the first start nothing is awaited."""
-    clock = [0.0]
-    monkeypatch.setattr(elastic_run.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(elastic_run.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     run = run_with_health_checks(monkeypatch, tmp_path, lambda: states([A, B], "ab" if clock[0] < back else "a"))
     for run._used, back, last in ((frozenset("a"), 20, 20), (frozenset("a"), 999, 80), (frozenset(), 999, 80)):
         healthy = [state.host.name for state in ElasticRun.check_hosts(run, {}) if state.problem is None]
@@ -483,10 +492,9 @@ def test_a_rank_0_that_is_stopped_ends_the_start(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_the_code_of_a_run_that_saves_after_a_signal(
-    tmp_path, monkeypatch, codes, later, code, patience, seconds
+    tmp_path, monkeypatch, clock, codes, later, code, patience, seconds
 ) -> None:
     """DeepSpeed's launcher ends with 1 while the ranks still save."""
-    clock = [0.0]
 
     def leave(codes: Mapping[int, str]) -> None:
         for rank, text in codes.items():
@@ -496,7 +504,6 @@ def test_the_code_of_a_run_that_saves_after_a_signal(
         clock[0] += seconds
         leave(later)
 
-    monkeypatch.setattr(supervision.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(supervision.time, "sleep", sleep)
     leave(codes)
     assert code_after_signal(tmp_path, 1, patience) == code

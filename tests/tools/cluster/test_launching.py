@@ -64,7 +64,7 @@ def test_files_that_the_launcher_would_import_are_refused(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").touch()
-    for name in ("torch.py", "random.py", "mine.py"):
+    for name in ("torch.py", "random.py", "mine.py", "sys.py"):
         (tmp_path / name).write_text("print()\n")
     with pytest.raises(ConfigError) as caught:
         check_arguments(read_launch(["--num_gpus", "1", "mine.py"]), CPU)
