@@ -38,6 +38,11 @@ _SSH_FIXES = {
 _OTHER_FIX = "ssh -v {port}{host} true"
 
 
+def _verdict(problem: str | None, fix: str, fine: str) -> CheckResult:
+    """A line with the ``problem`` and its ``fix``, or, if there is none, with what is ``fine``."""
+    return CheckResult(False, problem, fix) if problem else CheckResult(True, fine)
+
+
 def check_ssh(host: HostContext) -> Iterator[CheckResult]:
     """ssh connects without a password, and a python answers. A run on this host only needs no ssh."""
     report = host.report
@@ -59,12 +64,9 @@ def check_port(host: HostContext) -> Iterator[CheckResult]:
     """The master port is free on the first host."""
     if host.report.host != host.all_reports[0].host:
         return
-    port = host.examination.master_port
-    if owner := host.fact("port"):
-        fix = f"{host.fix('ss', '-ltnp')} | grep :{port}  # or start with another --master_port"
-        yield CheckResult(False, f"{port}: {owner}", fix)
-    else:
-        yield CheckResult(True, f"{port} is free")
+    port, owner = host.examination.master_port, host.fact("port")
+    fix = f"{host.fix('ss', '-ltnp')} | grep :{port}  # or start with another --master_port"
+    yield _verdict(owner and f"{port}: {owner}", fix, f"{port} is free")
 
 
 def check_interface(host: HostContext) -> Iterator[CheckResult]:
@@ -72,23 +74,14 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
     network, on_cpu = host.fact("network"), host.examination.device == "cpu"
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME"
     setting = host.request["environ"].get(variable)
-    show = f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env"
+    fine, problem = f"{variable}={setting}" if setting else "found automatically", None
     if setting:
-        missing = _missing_interfaces(setting, network["interfaces"], exactly=variable.startswith("GLOO"))
-        if missing:
-            known = ", ".join(network["interfaces"])
-            yield CheckResult(False, f"{variable}={setting}: no {', '.join(missing)}, only {known}", show)
-        else:
-            yield CheckResult(True, f"{variable}={setting}")
+        if missing := _missing_interfaces(setting, network["interfaces"], exactly=variable.startswith("GLOO")):
+            problem = f"{variable}={setting}: no {', '.join(missing)}, only {', '.join(network['interfaces'])}"
     elif on_cpu and len(host.all_reports) > 1 and _only_here(network["own_addresses"]):
         own = ", ".join(network["own_addresses"]) or "no address"
-        yield CheckResult(
-            False,
-            f"its own name, {network['hostname']}, resolves to {own}, where no other host reaches it",
-            show,
-        )
-    else:
-        yield CheckResult(True, "found automatically")
+        problem = f"its own name, {network['hostname']}, resolves to {own}, where no other host reaches it"
+    yield _verdict(problem, f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env", fine)
 
 
 def _missing_interfaces(setting: str, interfaces: Sequence[str], *, exactly: bool) -> list[str]:
@@ -108,44 +101,37 @@ def _only_here(addresses: Sequence[str]) -> bool:
 
 def check_python(host: HostContext) -> Iterator[CheckResult]:
     """The interpreter that the launcher starts exists and has the same version."""
-    local, remote = host.local.fact("software"), host.fact("software")
-    copy = host.copy_command(sys.prefix, folder=str(Path(sys.prefix).parent))
+    local, remote, problem = host.local.fact("software"), host.fact("software"), None
     if remote["executable"] != sys.executable:
-        yield CheckResult(False, f"no {sys.executable}, only {remote['executable']} {remote['python']}", copy)
+        problem = f"no {sys.executable}, only {remote['executable']} {remote['python']}"
     elif remote["python"] != local["python"]:
-        yield CheckResult(False, f"{remote['python']}, here {local['python']}", copy)
-    else:
-        yield CheckResult(True, remote["python"])
+        problem = f"{remote['python']}, here {local['python']}"
+    yield _verdict(problem, host.copy_command(sys.prefix, folder=str(Path(sys.prefix).parent)), remote["python"])
 
 
 def check_versions(host: HostContext) -> Iterator[CheckResult]:
     """torch and deepspeed have the versions of this host."""
     local, remote = host.local.fact("software"), host.fact("software")
     for package in ("torch", "deepspeed"):
-        if remote[package] == local[package]:
-            yield CheckResult(True, f"{package} {remote[package]}")
-        else:
-            install = host.fix(remote["executable"], "-m", "pip", "install", f"{package}=={local[package]}")
-            yield CheckResult(False, f"{package} {remote[package] or 'is missing'}, here {local[package]}", install)
+        found = f"{package} {remote[package] or 'is missing'}"
+        problem = f"{found}, here {local[package]}" if remote[package] != local[package] else None
+        install = host.fix(remote["executable"], "-m", "pip", "install", f"{package}=={local[package]}")
+        yield _verdict(problem, install, found)
 
 
 def check_project(host: HostContext) -> Iterator[CheckResult]:
     """The same sources, in the same folder."""
-    local, remote = host.local.fact("project"), host.fact("project")
-    project = host.request["project"]
+    local, remote, project = host.local.fact("project"), host.fact("project"), host.request["project"]
     sources = [f"{project}/megatron", f"{project}/pretrain_gpt2.py"]
     if remote is None:
-        yield CheckResult(
-            False,
-            f"no pretrain_gpt2.py in {project}",
-            f"{host.fix('mkdir', '-p', project)} && {host.copy_command(*sources, folder=project)}",
-        )
-    elif remote["sources"] != local["sources"]:
-        commits = f"commit {remote['commit']}, here {local['commit']}"
-        changed = "other sources" + (f" ({commits})" if remote["commit"] != local["commit"] else ", of the same commit")
-        yield CheckResult(False, changed, host.copy_command(*sources, folder=project, flags=["--delete"]))
-    else:
-        yield CheckResult(True, f"commit {remote['commit']}" if remote["commit"] else remote["sources"][:_SHORT])
+        fix = f"{host.fix('mkdir', '-p', project)} && {host.copy_command(*sources, folder=project)}"
+        yield CheckResult(False, f"no pretrain_gpt2.py in {project}", fix)
+        return
+    problem, fix = None, host.copy_command(*sources, folder=project, flags=["--delete"])
+    if remote["sources"] != local["sources"]:
+        commits = f" (commit {remote['commit']}, here {local['commit']})"
+        problem = "other sources" + (commits if remote["commit"] != local["commit"] else ", of the same commit")
+    yield _verdict(problem, fix, f"commit {remote['commit']}" if remote["commit"] else remote["sources"][:_SHORT])
 
 
 def check_arguments(host: HostContext) -> Iterator[CheckResult]:
@@ -171,34 +157,27 @@ def check_data(host: HostContext) -> Iterator[CheckResult]:
             for report in (host.local, *host.all_reports)
         )
         first, expected = next((pair for pair in known if "value" in pair[1]), (host.report, remote))
-        problem = f": {remote['error']}" if "error" in remote else f" differs from {first.host.name}"
-        if remote != expected or "error" in remote:
-            yield CheckResult(False, f"{prefix}{problem}", _copy(host, f"{prefix}.bin", f"{prefix}.idx"))
-        else:
-            yield CheckResult(True, f"hash {remote['value'][:_SHORT]}")
+        wrong = f": {remote['error']}" if "error" in remote else f" differs from {first.host.name}"
+        problem = f"{prefix}{wrong}" if remote != expected or "error" in remote else None
+        copy = _copy(host, f"{prefix}.bin", f"{prefix}.idx")
+        yield _verdict(problem, copy, f"hash {remote.get('value', '')[:_SHORT]}")
 
 
 def check_folders(host: HostContext) -> Iterator[CheckResult]:
     """Folders are writable, and the folders of checkpoints are shared by all hosts."""
     for flag, path in host.request["folders"].items():
-        folder = host.fact("folders")[flag]
+        folder, problem, fix = host.fact("folders")[flag], None, ""
+        place, several = folder["place"], flag in _SHARED and len(host.all_reports) > 1
         if not folder["is_folder"]:
-            yield CheckResult(False, f"{flag} {path}: {folder['place']} is not a folder", host.fix("ls", "-l", path))
+            problem, fix = f"{place} is not a folder", host.fix("ls", "-l", path)
         elif not folder["writable"]:
-            yield CheckResult(
-                False,
-                f"{flag} {path}: no permission to write in {folder['place']}",
-                f"{host.fix('chmod', 'u+rwx', folder['place'])}  # or mount it for writing",
-            )
+            fix = f"{host.fix('chmod', 'u+rwx', place)}  # or mount it for writing"
+            problem = f"no permission to write in {place}"
         elif flag in _SHARED and not _is_shared(host, flag):
-            yield CheckResult(
-                False,
-                f"{flag} {path}: not shared; a resume reads all ranks' files",
-                f"{host.fix('findmnt', '-T', folder['place'])}  # mount one file system there on all hosts",
-            )
-        else:
-            several = flag in _SHARED and len(host.all_reports) > 1
-            yield CheckResult(True, f"{flag} {path}: writable{', shared' if several else ''}")
+            fix = f"{host.fix('findmnt', '-T', place)}  # mount one file system there on all hosts"
+            problem = "not shared; a resume reads all ranks' files"
+        fine = f"{flag} {path}: writable{', shared' if several else ''}"
+        yield _verdict(problem and f"{flag} {path}: {problem}", fix, fine)
 
 
 def check_disk(host: HostContext) -> Iterator[CheckResult]:
@@ -234,38 +213,31 @@ def _copy(host: HostContext, *paths: str) -> str:
 def check_devices(host: HostContext) -> Iterator[CheckResult]:
     """A device for each slot. On the CPU ranks share the cores, as many as the memory holds."""
     devices, slots, kind = host.fact("devices"), host.report.host.slots, host.examination.device
-    if kind == "cpu" and len(slots) * _LEAST_MEMORY > devices["memory"]:
-        most, memory = devices["memory"] // _LEAST_MEMORY, devices["memory"] / (1 << 30)
-        problem = f"{counted(len(slots), 'rank')} take more than the {memory:.1f} GiB of memory"
-        yield CheckResult(False, problem, f"{host.fix('free', '-g')}  # then slots={most} or fewer in the hostfile")
-    elif kind == "cpu":
-        yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cpu'], 'CPU core')}")
-    elif kind != "cuda":
-        yield CheckResult(True, f"{counted(len(slots), 'rank')}; devices of kind {kind} cannot be counted from here")
-    elif max(slots) >= devices["cuda"]:
-        count = devices["cuda"]
-        yield CheckResult(
-            False,
-            f"{counted(count, 'GPU')}, but the hostfile or the flags ask for slot {max(slots)}",
-            f"{host.fix('nvidia-smi', '-L')}  # then in the hostfile: slots={count}, or, without a GPU, no such line",
-        )
-    else:
-        yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cuda'], 'GPU')}")
+    ranks, count, problem, fix = counted(len(slots), "rank"), devices["cuda"], None, ""
+    fine = f"{ranks}; devices of kind {kind} cannot be counted from here"
+    if kind == "cpu":
+        fine = f"{ranks} on {counted(devices['cpu'], 'CPU core')}"
+        if len(slots) * _LEAST_MEMORY > devices["memory"]:
+            problem = f"{ranks} take more than the {devices['memory'] / (1 << 30):.1f} GiB of memory"
+            most = devices["memory"] // _LEAST_MEMORY
+            fix = f"{host.fix('free', '-g')}  # then slots={most} or fewer in the hostfile"
+    elif kind == "cuda":
+        fine = f"{ranks} on {counted(count, 'GPU')}"
+        if max(slots) >= count:
+            problem = f"{counted(count, 'GPU')}, but the hostfile or the flags ask for slot {max(slots)}"
+            show = host.fix("nvidia-smi", "-L")
+            fix = f"{show}  # then in the hostfile: slots={count}, or, without a GPU, no such line"
+    yield _verdict(problem, fix, fine)
 
 
 def check_environment(host: HostContext) -> Iterator[CheckResult]:
     """Variables set here that have an effect are set there."""
     examination, several = host.examination, len(host.all_reports) > 1
     unsent = unforwarded_variables(examination.environ, examination.device, Path.cwd()) if several else []
-    if unsent:
-        lines = " ".join(f'"{name}=${name}"' for name in unsent)
-        yield CheckResult(
-            False,
-            f"{', '.join(unsent)}: set here, not sent there",
-            f"printf '%s\\n' {lines} >> {shlex.quote(f'{Path.cwd()}/.deepspeed_env')}",
-        )
-    else:
-        yield CheckResult(True, ", ".join(sorted(host.request["environ"])) or "nothing to send")
+    lines = " ".join(f'"{name}=${name}"' for name in unsent)
+    fix = f"printf '%s\\n' {lines} >> {shlex.quote(f'{Path.cwd()}/.deepspeed_env')}"
+    fine = ", ".join(sorted(host.request["environ"])) or "nothing to send"
+    yield _verdict(f"{', '.join(unsent)}: set here, not sent there" if unsent else None, fix, fine)
 
 
 def check_leftovers(host: HostContext) -> Iterator[CheckResult]:
