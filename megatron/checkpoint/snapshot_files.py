@@ -22,7 +22,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -47,6 +47,10 @@ Files = dict[str, tuple[int, str]]
 """By name: size in bytes, and ``Record.xxh128``."""
 
 
+Place = tuple[int, str, int]
+"""Where a shard is: the first rank of the host, its folder, and the rank that took it."""
+
+
 class Shard(NamedTuple):
     """The files of one rank in one snapshot, as a host has them."""
 
@@ -56,15 +60,18 @@ class Shard(NamedTuple):
     """Of the run that took the snapshot."""
     files: Files
     folder: str
+    host: int = 0
+    """The first rank of the host, of the run that looks for snapshots."""
 
     @property
     def size(self) -> int:
         """Bytes of the files."""
         return sum(size for size, _ in self.files.values())
 
-
-Place = tuple[int, str, int]
-"""Where a shard is: the first rank of the host, its folder, and the rank that took it."""
+    @property
+    def place(self) -> Place:
+        """Where it is, among all copies of all shards."""
+        return self.host, self.folder, self.rank
 
 
 def snapshot_folder(config: CheckpointConfig) -> Path:
@@ -149,36 +156,34 @@ def copy_holders(hosts: Sequence[str]) -> dict[int, int]:
 
 
 def newest_complete(
-    found: Mapping[int, Sequence[Shard]], after: int, broken: Collection[Place] = ()
-) -> dict[int, list[tuple[int, Shard]]] | None:
+    found: Iterable[Shard], after: int, broken: Collection[Place] = ()
+) -> dict[int, list[Shard]] | None:
     """The newest snapshot of which ``found`` has all shards, if it is newer than iteration ``after``.
 
-    ``found`` has the shards of each host, by its first rank; those at the places ``broken`` do not count. Returns by
-    the rank that took it where each shard is: the first rank of a host, and the shard there.
+    Those at the places ``broken`` do not count. Returns the copies of each shard by the rank that took it.
     """
-    snapshots: dict[tuple[int, int], dict[int, list[tuple[int, Shard]]]] = {}
-    for first, shards in found.items():
-        for shard in shards:
-            if shard.iteration > after and (first, shard.folder, shard.rank) not in broken:
-                snapshot = snapshots.setdefault((shard.iteration, shard.ranks), {})
-                snapshot.setdefault(shard.rank, []).append((first, shard))
+    snapshots: dict[tuple[int, int], dict[int, list[Shard]]] = {}
+    for shard in found:
+        if shard.iteration > after and shard.place not in broken:
+            snapshots.setdefault((shard.iteration, shard.ranks), {}).setdefault(shard.rank, []).append(shard)
     complete = [key for key, shards in snapshots.items() if shards.keys() == set(range(key[1]))]
     return snapshots[max(complete)] if complete else None
 
 
-def divide(
-    snapshot: Mapping[int, Sequence[tuple[int, Shard]]], hosts: Sequence[str]
-) -> dict[int, list[tuple[int, Shard]]]:
+def divide(snapshot: Mapping[int, Sequence[Shard]], hosts: Sequence[str]) -> dict[int, list[Shard]]:
     """Which shards each rank writes to disk, of those that its host has: as many bytes as the others, if possible."""
     load: Counter[int] = Counter()
-    work: dict[int, list[tuple[int, Shard]]] = {}
-    for _, places in sorted(snapshot.items()):
+    work: dict[int, list[Shard]] = {}
+    for _, copies in sorted(snapshot.items()):
         options = [
-            (load[rank], rank, place) for place in places for rank, host in enumerate(hosts) if host == hosts[place[0]]
+            (load[rank], rank, number)
+            for number, shard in enumerate(copies)
+            for rank, host in enumerate(hosts)
+            if host == hosts[shard.host]
         ]
-        _, rank, place = min(options, key=lambda option: option[:2])
-        load[rank] += place[1].size
-        work.setdefault(rank, []).append(place)
+        _, rank, number = min(options)
+        load[rank] += copies[number].size
+        work.setdefault(rank, []).append(copies[number])
     return work
 
 

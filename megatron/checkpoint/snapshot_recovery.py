@@ -27,8 +27,8 @@ from megatron.common.checkpoint_folders import make_subfolder, placed
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 
-Work = Mapping[int, Sequence[tuple[int, Shard]]]
-"""By rank: the shards that it writes, each with the first rank of the host that has it."""
+Work = Mapping[int, Sequence[Shard]]
+"""By rank: the shards that it writes, which its host has."""
 Save = Callable[[Work, int], dict[Place, str]]
 """Saves the snapshot of an iteration; returns which shards are damaged, and how."""
 
@@ -54,14 +54,14 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
     return saved
 
 
-def _find_shards(run: RunConfig, hosts: Sequence[str]) -> dict[int, list[Shard]]:
-    """The shards in the memory of each host, by its first rank; what idle hosts brought to the disk is rank 0's."""
+def _find_shards(run: RunConfig, hosts: Sequence[str]) -> list[Shard]:
+    """The shards in the memory of all hosts; what idle hosts brought to the disk is that of rank 0's."""
     save, rank = Path(run.checkpoint.save or ""), dist.get_rank()
     start = on_rank_0(lambda: read_start(save))
     folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
     folders += brought_folders(save) if rank == 0 else []
     found = gathered_on_rank_0(lambda: [shard for folder in folders for shard in read_shards(folder, start)], list)
-    return dict(enumerate(found))
+    return [shard._replace(host=rank) for rank, shards in enumerate(found) for shard in shards]
 
 
 def _newest_on_disk(run: RunConfig) -> int:
@@ -72,22 +72,22 @@ def _newest_on_disk(run: RunConfig) -> int:
         return 0
 
 
-def _recover(save: Save, hosts: Sequence[str], found: Mapping[int, Sequence[Shard]], after: int) -> bool:
+def _recover(save: Save, hosts: Sequence[str], found: Sequence[Shard], after: int) -> bool:
     """``save`` the newest complete snapshot, if it is of an iteration after ``after``; whether there was one."""
     broken: dict[Place, str] = {}
     while (snapshot := newest_complete(found, after, broken)) is not None:
         work = divide(snapshot, hosts)
-        iteration = next(iter(snapshot.values()))[0][1].iteration
+        iteration = next(iter(snapshot.values()))[0].iteration
         what = f"the snapshot of iteration {iteration}"
         damaged = save(work, iteration)
         if not damaged:
-            names = sorted({hosts[first].split()[0] for shards in work.values() for first, _ in shards})
+            names = sorted({hosts[shard.host].split()[0] for shards in work.values() for shard in shards})
             _print(f"> {what}: saved as {tracker.tag_name(iteration)}, from the memory of {' '.join(names)}")
             return True
         broken |= damaged
         for text in damaged.values():
             _print(f"> warning: {what}: {text}")
-    newest = max((shard.iteration for shards in found.values() for shard in shards), default=0)
+    newest = max((shard.iteration for shard in found), default=0)
     if newest > after:
         _print(f"> the snapshot of iteration {newest} is not complete on the hosts that are left")
     return False
@@ -96,7 +96,7 @@ def _recover(save: Save, hosts: Sequence[str], found: Mapping[int, Sequence[Shar
 def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -> dict[Place, str]:
     """Save the snapshot of ``iteration`` as a checkpoint, unless shards of it are damaged, which are returned."""
     save, what = Path(run.checkpoint.save or ""), f"the snapshot of iteration {iteration}"
-    size = sum(shard.size for shards in work.values() for _, shard in shards)
+    size = sum(shard.size for shards in work.values() for shard in shards)
 
     @disk_errors(save, what, size)
     def begin() -> Path:
@@ -120,18 +120,18 @@ def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -
     return gathered_on_rank_0(disk_errors(save, what, size)(lambda: _write(own, path)), commit)
 
 
-def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> tuple[dict[str, Record], dict[Place, str]]:
+def _write(shards: Sequence[Shard], path: Path) -> tuple[dict[str, Record], dict[Place, str]]:
     """Copy shards of this host's memory to disk: the records of the files, and shards that are damaged, and how."""
     records: dict[str, Record] = {}
     broken: dict[Place, str] = {}
-    for first, shard in shards:
+    for shard in shards:
         for name, (_, digest) in shard.files.items():
             file = placed(path / name, shard.ranks)
             make_subfolder(file, path)
             record = records[file.relative_to(path).as_posix()] = copy_file(Path(shard.folder) / name, file)
             if record.xxh128 != digest:
                 problem = "is damaged: its hash differs from that of the snapshot"
-                broken[first, shard.folder, shard.rank] = f"{Path(shard.folder) / name} {problem}"
+                broken[shard.place] = f"{Path(shard.folder) / name} {problem}"
     return records, broken
 
 

@@ -35,15 +35,15 @@ from megatron.tools.cluster.elastic_run import moving
 from megatron.training.preflight import check
 
 
-def shards_after(hosts: Sequence[str], lost: Collection[str], iteration: int = 6) -> dict[int, list[Shard]]:
-    """What is left in memory, by the first rank of each host."""
-    found: dict[int, list[Shard]] = {}
+def shards_after(hosts: Sequence[str], lost: Collection[str], iteration: int = 6) -> list[Shard]:
+    """What is left in memory."""
+    found = []
     copies = copy_holders(hosts)
     for rank in range(len(hosts)):
         for holder in {rank, copies.get(rank, rank)}:
             if hosts[holder] not in lost:
                 first = hosts.index(hosts[holder])
-                found.setdefault(first, []).append(Shard(iteration, rank, len(hosts), {"f": (10, "")}, "slot"))
+                found.append(Shard(iteration, rank, len(hosts), {"f": (10, "")}, "slot", first))
     return found
 
 
@@ -65,17 +65,16 @@ def test_what_is_whole_after_the_loss_of_hosts(hosts: str, lost: str, is_whole: 
     assert all(hosts[rank] != hosts[holder] for rank, holder in copy_holders(hosts).items())
     if snapshot is not None:
         written = divide(snapshot, hosts)
-        assert sorted(shard.rank for shards in written.values() for _, shard in shards) == list(range(len(hosts)))
+        assert sorted(shard.rank for shards in written.values() for shard in shards) == list(range(len(hosts)))
         assert not {hosts[rank] for rank in written} & set(lost)
-        assert all(hosts[rank] == hosts[first] for rank, shards in written.items() for first, _ in shards)
+        assert all(hosts[rank] == hosts[shard.host] for rank, shards in written.items() for shard in shards)
 
 
 def test_the_newest_whole_snapshot() -> None:
     newer = shards_after("aabb", "", 7)
-    newer[2] = newer[2][:1]  # the other ranks of b were killed before they had all copies
-    newer[0] = newer[0][:1]
-    found = {first: [*shards_after("aabb", "")[first], *newer[first]] for first in (0, 2)}
-    assert newest_complete(found, 5)[3][0][1].iteration == 6
+    firsts = [next(shard for shard in newer if shard.host == host) for host in (0, 2)]  # others were killed before
+    found = [*shards_after("aabb", ""), *firsts]
+    assert newest_complete(found, 5)[3][0].iteration == 6
     assert newest_complete(found, 6) is None, "it is on disk"
     broken = {(0, "slot", 1), (2, "slot", 1)}
     assert newest_complete(found, 5, {(0, "slot", 1)}) and newest_complete(found, 5, broken) is None
