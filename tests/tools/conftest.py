@@ -1,5 +1,6 @@
 """A checkpoint that several tools are tried on."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
