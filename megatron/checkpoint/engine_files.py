@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.checkpoint.files import make_folder
-from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.checkpoint.tensor_files import read_file
 
 
 class HostCopies:
@@ -144,7 +144,7 @@ class EngineFiles(CheckpointEngine):
         """
         if Path(path).name in self._held:
             return self._held[Path(path).name]
-        content = read_checked_file(Path(path), mapped=True)
+        content = read_file(Path(path), mapped=True)
         if Path(path).name.startswith("layer_"):
             return content
         return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}

@@ -18,7 +18,7 @@ from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.resharding import load_resharded
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import check_share_of_copies, form_errors, read_rank_files
-from megatron.checkpoint.tensor_files import check_identity, read_checked_file
+from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.checkpoint.tracker import resolve
 from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
@@ -164,7 +164,7 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
     """Continue the random streams of ``saved``, or return why they cannot continue."""
     if not has_same_ranks(saved, run):
         return "the ranks differ"
-    states = read_checked_file(file := rng_file(saved.path, dist.get_rank()))
+    states = read_file(file := rng_file(saved.path, dist.get_rank()))
     with form_errors(file):
         if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
             return "saved on another kind of device"

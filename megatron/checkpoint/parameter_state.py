@@ -35,6 +35,7 @@ from torch import Tensor
 from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
+from megatron.checkpoint.tensor_files import read_file
 from megatron.common.checkpoint_folders import located
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
@@ -73,6 +74,11 @@ class SavedStates:
         self.state = cache(self._state)
         self.groups = cache(self._groups)
         self._module = cache(self._checked_module)
+
+    def read(self, file: Path) -> Any:
+        """All of a file, with its tensors in memory."""
+        self._opened(file).find(())  # which compares it with the manifest
+        return read_file(file)
 
     def _state(self, name: str, tensor_rank: int) -> State:
         """The state of a parameter on a tensor-parallel rank; of one that is not trained only the weight."""

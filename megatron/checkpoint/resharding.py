@@ -21,7 +21,7 @@ from megatron.checkpoint.schema import (
     form_errors,
 )
 from megatron.checkpoint.stored import Shard
-from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.checkpoint.tensor_files import read_file
 from megatron.engines.state import (
     MasterWeight,
     master_weights,
@@ -54,7 +54,7 @@ def load_resharded(
     path, layout, updates = saved.path, saved.layout, _WEIGHTS_ALONE
     with form_errors(path):
         states = SavedStates(saved, verified=True)
-        shared = read_checked_file(model_file(path, layout, 0), mapped=True)
+        shared = read_file(model_file(path, layout, 0), mapped=True)
         if optimizer:
             has_state = shared["skipped_steps"] < shared["iteration"]
             updates = Updates(moment_names(engine.basic_optimizer) if has_state else (), shared["iteration"])
@@ -70,7 +70,7 @@ def load_resharded(
     with form_errors(path):
         if optimizer:
             has_files = layout.has_optimizer_partitions
-            file = read_checked_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
+            file = read_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
             restore_loss_scale(engine, file["optimizer_state_dict" if has_files else "optimizer"])
         if progress:
             restore_progress(engine, shared)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import Record, check_content
-from megatron.checkpoint.tensor_files import check_identity, read_checked_file
+from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.common.reading import read_into, regular
 from megatron.model.spec import ParameterSpec
 
@@ -34,7 +34,7 @@ class StoredFile:
             check_content(self.path, self._record)
         if self._iteration is not None:
             check_identity(self.path, self._iteration)
-        return read_checked_file(self.path, outlines=True)
+        return read_file(self.path, outlines=True)
 
     def find(self, keys: Sequence[Any]) -> Any:
         """What is at a path of keys. Raises KeyError, IndexError or TypeError if there is nothing."""

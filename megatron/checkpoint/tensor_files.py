@@ -21,7 +21,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
 from torch.utils._pytree import tree_map
 
-from megatron.checkpoint.files import MANIFEST, NewFile, Record, check_content, read_manifest
+from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
@@ -42,15 +42,7 @@ def write_file(path: Path, content: Any) -> Record:
     return file.close()
 
 
-def read_file(path: Path, *, mapped: bool = False) -> Any:
-    """As ``read_checked_file``; one that is in a manifest is compared with it first. Raises the same if it differs."""
-    for folder in list(path.parents)[:2]:
-        if (folder / MANIFEST).exists() and (record := read_manifest(folder).get(path.relative_to(folder).as_posix())):
-            check_content(path, record)
-    return read_checked_file(path, mapped=mapped)
-
-
-def read_checked_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
+def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
     """The content of ``path``, on the CPU, of which no hash is compared.
 
     The tensors of a ``mapped`` file are in memory only while they are used. With ``outlines`` none is read; they are on
@@ -150,7 +142,7 @@ def check_identity(path: Path, iteration: int) -> None:
     """Raises CheckpointError if ``path`` asks for code, or is another file, or one of another iteration, by what it
     says of itself; files of earlier versions say nothing. Reads no tensor.
     """
-    content = read_checked_file(path, mapped=True)
+    content = read_file(path, mapped=True)
     metadata = getattr(content, "_metadata", None)
     said = metadata.get(_IDENTITY) if isinstance(metadata, dict) else None
     if said is not None and (not isinstance(said, str) or said != _identity(path.name, iteration)):

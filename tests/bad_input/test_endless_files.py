@@ -18,7 +18,7 @@ from support.fuzzing import outcome
 from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedRun, checked_description, describe
 from megatron.checkpoint.snapshot_files import read_start
-from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.checkpoint.tensor_files import read_file
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.common import reading
 from megatron.common.errors import CheckpointError, UserError
@@ -101,7 +101,7 @@ def parquet_bomb(path: Path) -> None:
 
 
 BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] = {
-    "weights.pt": (zip_bomb, read_checked_file, "expand to 4,19"),
+    "weights.pt": (zip_bomb, read_file, "expand to 4,19"),
     "manifest.json": (sparse, lambda path: read_manifest(path.parent), "too large|cannot be read"),
     "vocab.json": (sparse, lambda path: read_text(str(path)), "4,294,967,296 bytes, more than"),
     "ds.json": (

@@ -12,7 +12,7 @@ from support.command_lines import complaints
 
 from megatron.checkpoint.files import copy_file, read_manifest
 from megatron.checkpoint.safetensors_files import read_entries
-from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.checkpoint.tensor_files import read_file
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.settings_file import read_settings_file
 from megatron.common.environment import world_size
@@ -43,7 +43,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "trace": read_timeline,
     "key": lambda path: read_key(path, {}),
     "manifest.json": lambda path: read_manifest(path.parent),
-    "model.pt": read_checked_file,
+    "model.pt": read_file,
     "model.safetensors": read_entries,
     ".metadata": lambda path: read_shards(path.parent),
     "corpus.jsonl": lambda path: list(read_chunks(path, "jsonl", ["text"], size=1000)),

@@ -118,8 +118,6 @@ def test_a_damaged_file_is_detected(folder: Path, choose: Callable, kind: str, d
         assert problem.startswith(f"{tag}/") and "saved" in problem  # any file of the checkpoint may be named
     else:
         assert problem.startswith(f"{tag}/{name} ")
-    with pytest.raises(CheckpointError):
-        read_file(tag / name)
     assert choose(folder, "--load-strict")[0] == ""
 
 

@@ -28,7 +28,7 @@ from megatron.checkpoint.snapshot_files import (
     read_shards,
     write_marker,
 )
-from megatron.checkpoint.tensor_files import read_checked_file
+from megatron.checkpoint.tensor_files import read_file
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, ConfigError, ResourceError
 from megatron.tools.cluster.elastic_run import moving
@@ -357,7 +357,7 @@ def test_a_snapshot_has_what_a_checkpoint_has(run_ranks_once, programs: Programs
     names, of_snapshot = ({path.name for path in folder.glob("*.pt")} for folder in folders)
     assert names == of_snapshot
     for name in sorted(names):
-        saved, kept = (read_checked_file(folder / name) for folder in folders)
+        saved, kept = (read_file(folder / name) for folder in folders)
         assert tree_structure(kept) == tree_structure(saved)
         for one, other in zip(tree_leaves(kept), tree_leaves(saved), strict=True):
             is_tensor = isinstance(other, torch.Tensor)

@@ -15,7 +15,7 @@ from support.fuzzing import altered, damaged, outcome, scratch, unchanged
 
 from megatron.checkpoint.files import MANIFEST, _render, check_content, check_sizes, read_manifest, record_of
 from megatron.checkpoint.run_file import RUN_FILE, describe
-from megatron.checkpoint.tensor_files import check_identity, read_checked_file
+from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.checkpoint.tracker import LATEST, newest
 from megatron.common.errors import DataError
 from megatron.config import DataConfig, ModelConfig
@@ -140,7 +140,7 @@ def test_files_of_tensors(tensors: bytes, pickle: bytes) -> None:
             outcome(lambda: read_tensors(folder / "x.safetensors"), 4)
             found = outcome(lambda: find(folder / "x.safetensors"), 4)
             outcome(lambda: read_config(found), 4)
-            outcome(lambda: read_checked_file(folder / "mp_rank_00_model_states.pt"), 4)
+            outcome(lambda: read_file(folder / "mp_rank_00_model_states.pt"), 4)
             outcome(lambda: check_identity(folder / "mp_rank_00_model_states.pt", 1), 4)
 
 

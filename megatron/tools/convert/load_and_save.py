@@ -20,7 +20,7 @@ from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import SavedStates, model_file
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.schema import check_copies, form_errors
-from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
+from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError, shown
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
@@ -86,7 +86,7 @@ def read_versions(found: Found) -> dict[str, Any] | None:
     """The version of DeepSpeed that wrote it, and Megatron's checkpoint version. Its files are verified."""
     if found.saved is None or found.kind == "universal":
         return None
-    state = read_checked_file(model_file(found.saved.path, found.saved.layout, 0), outlines=True)
+    state = read_file(model_file(found.saved.path, found.saved.layout, 0), outlines=True)
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 
@@ -191,7 +191,7 @@ def _write_states(
     with file.open("r+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)  # a full disk is an error here, and a signal below
     with set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = read_checked_file(file, mapped=True)["module"]
+        mapped = read_file(file, mapped=True)["module"]
     for name in progress_bar(outlines, desc="writing"):
         weight = weights[name]
         mapped[name][: len(weight)].copy_(weight)

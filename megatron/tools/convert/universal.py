@@ -28,7 +28,6 @@ from megatron.checkpoint.parameter_state import (
 )
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import Updates, check_copies, check_state, check_steps, form_errors
-from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
 from megatron.common.files import UNFINISHED, sync, sync_folder
@@ -124,11 +123,11 @@ def _write(saved: SavedRun, folder: Path) -> None:
             counted.add(check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration)))
             check_steps(saved.path, counted)
             _write_parameter(folder / "zero" / name, spec, state)
-        shared = read_file(model_file(saved.path, saved.layout, 0))
+        shared = states.read(model_file(saved.path, saved.layout, 0))
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
         torch.save(common, folder / SHARED_FILE)
         if saved.has_optimizer:
-            torch.save(_optimizer(saved, shared, state.get("step")), folder / OPTIMIZER_FILE)
+            torch.save(_optimizer(states, shared, state.get("step")), folder / OPTIMIZER_FILE)
     (folder / SOURCE_FILE).write_text(source)
 
 
@@ -141,10 +140,11 @@ def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
         torch.save({"param": value, **remarks} if is_tensor else value, folder / f"{key}.pt")
 
 
-def _optimizer(saved: SavedRun, shared: dict[str, Any], step: Any) -> dict[str, Any]:
+def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[str, Any]:
     """Hyperparameters and loss scale, under the names that DeepSpeed looks for at each of its stages."""
+    saved = states.saved
     if saved.layout.has_optimizer_partitions:
-        state = read_file(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
+        state = states.read(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
     else:
         state = shared["optimizer"]
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
