@@ -28,7 +28,7 @@ from megatron.engines import (
     silence_known_warnings,
 )
 from megatron.launch.environment import hosts_store, listen, prepare_nccl
-from megatron.launch.rank import is_explained, print_warning
+from megatron.launch.rank import explanation, print_warning
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.process_groups import new_group
 
@@ -73,7 +73,7 @@ def distributed(
         try:
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         except RuntimeError as error:
-            if is_explained(error) or not (isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error))):
+            if explanation(error) or not (isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error))):
                 raise
             advice = f"; check {backend.upper()}_SOCKET_IFNAME and other environment variables of {backend}"
             raise LaunchError(

@@ -125,16 +125,10 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
         if (problem := unusable_path(error)) is not None:
             print_error(problem)
             return ConfigError.exit_code
-        if is_connection_lost(error):
-            print_error(f"rank {rank}: another rank failed first")
-            return LaunchError.exit_code
-        if (limit := failure_of_host(error)) is not None:
-            print_error(f"rank {rank}: {limit}" if rank else limit)
-            return ResourceError.exit_code
-        reason = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
-        if (reason := reason or failure_of_nccl(error)) is not None:
-            print_error(f"rank {rank}: {reason}")
-            return LaunchError.exit_code
+        if known := explanation(error):
+            names_itself = rank > 0 or isinstance(known, LaunchError)
+            print_error(f"rank {rank}: {known}" if names_itself else str(known))
+            return known.exit_code
         time.sleep(1)  # rank 0 may still be about to print the line of the iteration before; the cause comes last
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
@@ -183,9 +177,15 @@ def _finalize_mpi() -> None:
         mpi.Finalize()
 
 
-def is_explained(error: Exception) -> bool:
-    """Whether ``run_rank`` has a line of its own for an error of a backend or a limit of the host."""
-    return is_connection_lost(error) or is_timeout(error) or bool(failure_of_host(error) or failure_of_nccl(error))
+def explanation(error: Exception) -> UserError | None:
+    """What an error of a backend, or about a limit of the host, means for the user; None for any other."""
+    if is_connection_lost(error):
+        return LaunchError("another rank failed first")
+    if (limit := failure_of_host(error)) is not None:
+        return ResourceError(limit)
+    late = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
+    reason = late or failure_of_nccl(error)
+    return None if reason is None else LaunchError(reason)
 
 
 def is_connection_lost(error: Exception) -> bool:
