@@ -189,14 +189,6 @@ def test_a_run_that_rewinds_keeps_what_it_saves(tmp_path: Path) -> None:
     assert whole_iteration(tmp_path) == 3
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o640), (0o022, 0o640), (0o027, 0o640), (0o077, 0o600)])
-def test_file_modes_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
-    assert in_child(lambda: (os.umask(umask), save(tmp_path / "new" / "ck", 1))) == 0
-    for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")):
-        expected = mode | (mode >> 2 & 0o111) if path.is_dir() else mode
-        assert path.stat().st_mode & 0o777 == expected, path
-
-
 def test_links_are_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
