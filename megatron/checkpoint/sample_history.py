@@ -6,7 +6,7 @@ spike. No torch here. In ``run.json`` the history is called ``ledger``.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,27 +83,30 @@ _AXES = ("PP", "DP", "SP", "TP")
 
 def check_history(description: Mapping[str, Any], path: str) -> None:
     """Raises CheckpointError unless the history in a ``run.json``, its counts and the skipped samples fit together."""
-    finished, place, skipped, problem = 0, 0, 0, ""
-    for segment in read_history(description, path):
+    if problem := next(_problems(description, read_history(description, path)), None):
+        raise CheckpointError(f"{path}: the history of samples is wrong: {problem}")
+
+
+def _problems(description: Mapping[str, Any], history: Sequence[Segment]) -> Iterator[str]:
+    finished, place, skipped = 0, 0, 0
+    for segment in history:
         iterations, samples = segment.last - finished, segment.end_place - place
         if (segment.finished, segment.first_place) != (finished, place) or iterations < 0 or samples < 0:
-            problem = problem or f"iteration {finished} and sample {place} are not followed by the next ones"
-        elif segment.global_batch_size and samples != iterations * segment.global_batch_size:
-            problem = problem or f"{iterations} iterations have {samples} samples"
-        elif segment.global_batch_size and any(segment.layout.get(axis, 0) < 1 for axis in _AXES):
-            problem = problem or f"the layout after iteration {finished} is {dict(segment.layout)}"
+            yield f"iteration {finished} and sample {place} are not followed by the next ones"
+        if segment.global_batch_size and samples != iterations * segment.global_batch_size:
+            yield f"{iterations} iterations have {samples} samples"
+        if segment.global_batch_size and any(segment.layout.get(axis, 0) < 1 for axis in _AXES):
+            yield f"the layout after iteration {finished} is {dict(segment.layout)}"
         finished, place = segment.last, segment.end_place
     counts = description["iteration"], description.get("consumed_samples", place)
     if counts != (finished, place):
-        problem = problem or f"it ends with iteration {finished} and sample {place}, not {counts[0]} and {counts[1]}"
+        yield f"it ends with iteration {finished} and sample {place}, not {counts[0]} and {counts[1]}"
     for start, stop in description.get("left_out_samples", ()):
         if not skipped <= start < stop:
-            problem = problem or f"the skipped samples {start} to {stop} are not after sample {skipped}"
+            yield f"the skipped samples {start} to {stop} are not after sample {skipped}"
         skipped = stop
     if max(place, skipped) > _MOST_SAMPLES:
-        problem = problem or f"no run reads {max(place, skipped):,} samples"
-    if problem:
-        raise CheckpointError(f"{path}: the history of samples is wrong: {problem}")
+        yield f"no run reads {max(place, skipped):,} samples"
 
 
 def read_history(description: Mapping[str, Any], path: str) -> tuple[Segment, ...]:
