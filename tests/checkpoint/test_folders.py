@@ -9,7 +9,7 @@ from support.layouts import layout
 from support.programs import read_metrics
 from support.training import RankTraining, pretrain
 
-from megatron.checkpoint import tensor_files, tracker
+from megatron.checkpoint import stored, tracker
 from megatron.checkpoint.files import check_sizes, read_manifest
 from megatron.common import checkpoint_folders
 from megatron.common.checkpoint_folders import FLAT, located, placed
@@ -55,7 +55,7 @@ def test_a_run_saves_and_resumes(
     expected = [line["lm_loss"] for line in read_metrics(uninterrupted / "metrics")[SAVED:]]
     with patch.object(checkpoint_folders, "_BLOCK", 1):
         verify(path)
-        with patch.object(tensor_files, "check_content") as hashed:
+        with patch.object(stored, "check_content") as hashed:
             assert read_versions(find(path))["checkpoint"] == 3.0
         assert not hashed.called, "verify has read all files"
         assert all(tensor.numel() for tensor in read_weights(find(path)).values())
