@@ -34,7 +34,13 @@ from megatron.tools.cluster.elastic import (
 )
 from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, END_SECONDS, Watch
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
-from megatron.tools.cluster.launching import checkpoint_folder, launcher_arguments, newest_checkpoint, training_program
+from megatron.tools.cluster.launching import (
+    check_program,
+    checkpoint_folder,
+    launcher_arguments,
+    newest_checkpoint,
+    training_program,
+)
 from megatron.tools.cluster.probe_hosts import Examination
 from megatron.tools.cluster.remote import device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import code_after_signal, read_exit_codes, supervise
@@ -61,6 +67,7 @@ class ElasticRun:
         self.launch, self.environ, self.runner = launch, environ, runner
         self.hosts = select(read_hostfile(launch.hostfile), launch.include, launch.exclude)
         self.regular = [host for host in self.hosts if not host.spare]
+        check_program(launch, self.hosts)
         self.device = device_kind(environ, Path.cwd())
         self.program = training_program(launch)
         self.run_config = self._read_run()

@@ -76,9 +76,7 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
 
     Raises ConfigError with a line for each problem.
     """
-    hosts = chosen_hosts(launch)
-    if problems := _program_problems(launch, hosts):
-        raise ConfigError(problems)
+    check_program(launch, hosts := chosen_hosts(launch))
     program = training_program(launch)
     if program is None or "--explain" in launch.arguments:
         return
@@ -96,17 +94,18 @@ _SETTINGS = (".json", ".yaml", ".yml")
 """Endings of files that Python takes for programs which do nothing."""
 
 
-def _program_problems(launch: Namespace, hosts: Sequence[Host]) -> list[str]:
-    """Why the program cannot be started here, as DeepSpeed's launcher would find out later, or not at all."""
-    script = Path(launch.script)
+def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
+    """Raises ConfigError if the program cannot be started, as DeepSpeed's launcher would find out later, or not."""
+    script, problems = Path(launch.script), _shadow_problems(Path.cwd())
     if launch.no_python:
         if not hosts and shutil.which(launch.script) is None:
-            return [f"--no_python {script}: no such program, or it may not be run: name the one to start"]
+            problems = [f"--no_python {script}: no such program, or it may not be run: name the one to start"]
     elif script.suffix in _SETTINGS:
-        return [f"{script} has settings and is no program: name the program to start"]
+        problems = [f"{script} has settings and is no program: name the program to start"]
     elif not (launch.module or hosts or script.is_file()):
-        return [f"{script}: no such file: name the program to start"]
-    return _shadow_problems(Path.cwd())
+        problems = [f"{script}: no such file: name the program to start"]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _shadow_problems(folder: Path) -> list[str]:

@@ -259,6 +259,7 @@ def test_a_world_size_without_a_layout() -> None:
             "--launcher openmpi is not supported with --elastic",
         ),
         ("--hostfile H pretrain_gpt2.py", "b is a spare host"),
+        ("--elastic --hostfile H settings.json", "settings.json has settings and is no program"),
         ("--elastic --hostfile H pretrain_gpt2.py --deepspeed_config x.json --save ck", "as flags"),
     ],
 )
