@@ -242,7 +242,7 @@ def test_a_world_size_without_a_layout() -> None:
     environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "11"}
     with pytest.raises(ConfigError, match="needs --global-batch-size"):
         arguments_at_world_size(SETTINGS, environ)
-    with pytest.raises(ConfigError, match="no layout of 11 ranks is legal and fits"):
+    with pytest.raises(ConfigError, match="no layout of 11 ranks is supported and fits"):
         arguments_at_world_size([*TINY_MODEL, "--global-batch-size", "8", "--mock-data"], environ)
 
 
