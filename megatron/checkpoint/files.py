@@ -211,14 +211,8 @@ def write_manifest(tag_folder: Path, records: Manifest) -> None:
 def read_manifest(tag_folder: Path) -> Manifest:
     """The files of a tag. Raises CheckpointError if its manifest is missing or damaged."""
     file = tag_folder / MANIFEST
-    if not file.exists():
-        if not tag_folder.exists():
-            raise gone(tag_folder)
-        raise CheckpointError(
-            f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
-            "wrote the files"
-        )
-    text = read_text(file)
+    reason = "the save was interrupted, or another program wrote the files"
+    text = read_text(file, absent=f"{tag_folder} has no {MANIFEST}, which is written last: {reason}")
     try:
         content = json.loads(text)
         form = content["format"]
@@ -237,10 +231,17 @@ def read_manifest(tag_folder: Path) -> Manifest:
     return records
 
 
-def read_text(file: Path, *, largest: int = LARGEST_JSON) -> str:
-    """The content of a text of a checkpoint. Raises CheckpointError if it cannot be read, or is larger."""
+def read_text(file: Path, *, largest: int = LARGEST_JSON, absent: str | None = None) -> str:
+    """The content of a text of a checkpoint.
+
+    Raises CheckpointError if it cannot be read, or is larger; with the message ``absent`` if there is none.
+    """
     try:
         return read_bytes(file, largest=largest).decode("utf-8")
+    except FileNotFoundError:
+        if not file.parent.exists():
+            raise gone(file.parent) from None
+        raise CheckpointError(absent or f"{file} is missing") from None
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
     except UnicodeDecodeError:
