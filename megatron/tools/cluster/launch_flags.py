@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.common.errors import ConfigError, counted
-from megatron.tools.cluster.hostfile import Host, check_one_filter, read_hostfile, select
+from megatron.tools.cluster.hostfile import LOCALHOST, Host, check_one_filter, read_hostfile, select
 from megatron.tools.cluster.supervise import MOST_FAILURES
 from megatron.tools.command_line import ToolParser
 from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.request import bytes_of_text
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""DeepSpeed's default."""
+_ANY_SLOTS = tuple(range(10_000))
+"""Of this host, whose devices only the ranks count."""
 ELASTIC = (
     "elastic",
     "min_hosts",
@@ -130,16 +133,14 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
             "--num_nodes and --num_gpus are not supported with --include and --exclude: remove one or the other"
         )
     check_one_filter(launch.include, launch.exclude)
-    # DeepSpeed's default.
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
-        for flag, text in (("--include", launch.include), ("--exclude", launch.exclude)):
-            named = re.findall("[0-9]+", text)
-            is_local = re.fullmatch(r"localhost(:[0-9]{1,4}(,[0-9]{1,4})*)?", text)
-            if text and (is_local is None or len(set(named)) < len(named)):
-                raise ConfigError(
-                    f"{flag} {text}: without a hostfile there is only localhost, as in localhost:0,1: add --hostfile"
-                )
+        try:
+            select([Host(LOCALHOST, _ANY_SLOTS)], launch.include, launch.exclude)
+        except ConfigError as error:
+            given = f"--include {launch.include}" if launch.include else f"--exclude {launch.exclude}"
+            only = "without a hostfile there is only localhost, as in localhost:0,1: add --hostfile"
+            raise ConfigError(f"{given}: {only}") from error
         return []
     hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)
     if (launch.num_nodes or 0) > len(hosts):
