@@ -102,4 +102,6 @@ def shards_of(index: Path) -> list[Path]:
 
 def broken(path: Path, error: Exception) -> CheckpointError:
     """The error for a file that the library cannot read."""
+    if isinstance(error, OSError) and error.strerror:
+        return CheckpointError(f"{path} cannot be read ({error.strerror})")
     return CheckpointError(f"{path} is not a complete safetensors file ({first_line(error)}); copy it again")

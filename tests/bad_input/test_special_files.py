@@ -74,8 +74,9 @@ def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
 @pytest.mark.parametrize("name", READERS)
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     (path := tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(UserError, match="git lfs pull"):
+    with pytest.raises(UserError, match="git lfs pull") as caught:
         READERS[name](path)
+    assert "copy it again" not in str(caught.value), "which would not help"
 
 
 def test_what_is_no_file_is_not_replaced_copied_or_mapped(tmp_path: Path) -> None:
