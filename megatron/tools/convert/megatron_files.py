@@ -178,7 +178,9 @@ def _rank_files(folder: Path) -> list[list[Path]]:
     found: dict[int, dict[int, Path]] = {}
     for file in folder.glob("mp_rank_*/model_*rng.pt"):
         if match := _RANK_FOLDER.fullmatch(file.parent.name):
-            found.setdefault(int(match[1]), {})[int(match[2] or 0)] = file
+            other = found.setdefault(int(match[1]), {}).setdefault(int(match[2] or 0), file)
+            if other is not file:
+                raise CheckpointError(f"{file.parent} and {other.parent} are of the same rank: remove one of them")
     if not found:
         raise CheckpointError(f"{folder}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
     _check_gapless([-1, *found], f"{folder}/mp_rank_XX")

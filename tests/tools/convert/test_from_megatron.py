@@ -291,6 +291,14 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+def test_a_rank_has_one_file(tmp_path: Path) -> None:
+    """As where the same iteration was saved with a pipeline, and then without."""
+    write_megatron_lm(tmp_path, 3.0, size=1, stages=2, encoder="encoder", attention="self_attention")
+    write_megatron_lm(tmp_path, 3.0, size=1, stages=1, encoder="encoder", attention="self_attention")
+    with pytest.raises(CheckpointError, match="mp_rank_00.* are of the same rank: remove one of them"):
+        read_shards(tmp_path)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     write_megatron_deepspeed(tmp_path, size=2)
