@@ -70,7 +70,8 @@ def _url(record: dict) -> str:
 
 KEYS = (*CURVE_KEYS, "seconds_per_iteration", "loss_scale", "skipped_iterations", "consumed_tokens")
 
-_PAGE = Environment(autoescape=True, trim_blocks=True).from_string("""\
+_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True)
+_FRAME = _ENVIRONMENT.from_string("""\
 <!DOCTYPE html>
 <html lang='en'>
 <head>
@@ -83,10 +84,15 @@ svg { max-width: 100%; height: auto; } .missing { color: #767676; }
 table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
 th { color: #767676; font-weight: normal; } td.number, th.number { text-align: right; }
 pre { font-size: 0.85em; background: #f6f6f6; padding: 1em; overflow-x: auto; }
-</style>
+{{ style | safe }}</style>
 </head>
 <body>
 <h1>{{ name }}</h1>
+{{ body | safe }}
+</body>
+</html>
+""")
+_SECTIONS = _ENVIRONMENT.from_string("""\
 {% macro missing(what, flag) %}
 <p class='missing'>No {{ what }} of this run: train with {{ flag }} to see it here.</p>
 {% endmacro %}
@@ -136,8 +142,6 @@ pre { font-size: 0.85em; background: #f6f6f6; padding: 1em; overflow-x: auto; }
 {% else %}
 {{ missing("run.json", "--run-dir") }}
 {% endif %}
-</body>
-</html>
 """)
 
 
@@ -154,9 +158,24 @@ def page(
     ``loads`` are the loads of each expert, by layer; without them there is no section about experts. So it is with the
     ``answers`` to questions about images.
     """
+    return frame(name, sections(series, record, timeline, loads, answers))
+
+
+def frame(name: str, body: str, style: str = "") -> str:
+    """A page with the title ``name`` around ``body``, which is HTML; ``style`` is added to the style sheet."""
+    return _FRAME.render(name=name, body=body, style=style)
+
+
+def sections(
+    series: Mapping[str, Points],
+    record: Record | None,
+    timeline: Timeline | None,
+    loads: Mapping[int, Mapping[int, Points]] = MappingProxyType({}),
+    answers: Sequence[Answer] = (),
+) -> str:
+    """The sections of a page about a run, as HTML."""
     measures = measure(timeline) if timeline else None
-    return _PAGE.render(
-        name=name,
+    return _SECTIONS.render(
         results=_results(series),
         curves=as_svg(draw_curves({"": series})),
         experts=draw_expert_loads(loads) if loads else "",
