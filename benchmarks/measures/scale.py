@@ -61,7 +61,8 @@ from megatron.tools.cluster import probe, probe_hosts
 from megatron.tools.cluster.doctor import HostState, examine_hosts, table
 from megatron.tools.cluster.elastic import pick_hosts
 from megatron.tools.cluster.hostfile import read_hostfile
-from megatron.tools.cluster.launching import chosen_hosts, launcher_arguments, read_launch
+from megatron.tools.cluster.launch_flags import chosen_hosts, read_launch
+from megatron.tools.cluster.launching import launcher_arguments
 from megatron.tools.convert.inspection import verify
 from megatron.tools.one_rank import group, run
 
