@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from benchmarks import compare, write_figures
 from benchmarks.comparing import Comparison, Quantity, Times, alternate
 from benchmarks.measures import planner
 from benchmarks.measures.shapes import Shape
-from benchmarks.run import main
+from benchmarks.run import MEASURES, main
 from benchmarks.tables import row
 from megatron.common.errors import ConfigError
 
@@ -33,6 +34,11 @@ def test_a_measurement_is_made_and_written_into_a_file(
     monkeypatch.setattr(sys, "argv", ["write_figures.py", str(tmp_path / "figures"), "--into", str(page)])
     write_figures.main()
     assert page.read_text().count("| search: tools/plan.py --model 345m") == 1
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_measurement_finds_what_it_measures(name: str) -> None:
+    assert callable(import_module(f"benchmarks.measures.{name}").measure)
 
 
 @pytest.mark.parametrize(
