@@ -43,7 +43,7 @@ def main() -> None:
     args, words = _parser().parse_known_args()
     if (args.layouts is None) == (args.all is None):
         raise ConfigError("give --layouts with names, or --all with a number of processes (see --help)")
-    intervals = {"iterations": "[1, inf)", "all": "[1, 64]", "tolerance": "[0, inf)", "time_limit": "(0, inf)"}
+    intervals = {"iterations": "[1, inf)", "all": "[1, 256]", "tolerance": "[0, inf)", "time_limit": "(0, inf)"}
     check_values(args, intervals)
     if args.sample is not None and (args.all is None or args.sample < 1):
         raise ConfigError(f"--sample {args.sample} chooses among the layouts of --all N, at least one: give --all, too")
