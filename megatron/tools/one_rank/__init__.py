@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from megatron.launch.environment import free_port
+
 
 @contextmanager
 def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
@@ -13,3 +15,15 @@ def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
         for owner, name, value in places:
             stack.enter_context(patch.object(owner, name, value))
         yield
+
+
+def place(world_size: int, rank: int, per_host: int = 8) -> dict[str, str]:
+    """The environment variables of ``rank`` of a run with so many ranks on a host, on the first device of this host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(min(per_host, world_size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),  # nothing connects
+    }

@@ -30,38 +30,30 @@ from megatron.config import RunConfig
 from megatron.engines import build
 from megatron.engines.transfers import Transfers, _boundary, _shape_row, as_list
 from megatron.launch import distributed, environment, rank
-from megatron.launch.environment import free_port
 from megatron.model.architectures import architecture_of
 from megatron.model.architectures.layers import EMBED
 from megatron.model.partition import layers_per_chunk, partition_boundaries
+from megatron.model.spec import LayerSpec
 from megatron.parallel import process_groups
 from megatron.parallel.pipeline.simulation import Transfer
-from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank import place, replaced
 from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
-
-_HOST = 8
-"""Ranks of a host."""
 
 
 @contextmanager
-def one_rank(world_size: int, number: int) -> Iterator[None]:
+def one_rank(world_size: int, number: int, per_host: int = 8) -> Iterator[None]:
     """While inside, this process is rank ``number`` of ``world_size``, and joins no other.
 
     The cores of this host are not divided among the ranks that it would have: OMP_NUM_THREADS has to be set before
     torch is imported.
     """
-    place = {
-        "RANK": str(number),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": "0",  # there is one device
-        "LOCAL_WORLD_SIZE": str(min(world_size, _HOST)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+    variables = {
+        **place(world_size, number, per_host),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
         "DS_ACCELERATOR": expected_device(os.environ),
     }
     store = OneRankStore()
-    with patch.dict(os.environ, place), replaced(*_of_other_ranks(store)):
+    with patch.dict(os.environ, variables), replaced(*_of_other_ranks(store)):
         dist.init_process_group(NAME, store=store, rank=number, world_size=world_size)
         try:
             yield
@@ -101,7 +93,6 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 def _of_other_ranks(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and value of everything that would wait for another rank's answer."""
-    shapes = _Shapes()
     for module in (dist, dist.distributed_c10d):
         yield module, "new_group", _new_group_of(dist.distributed_c10d.new_group)
         yield module, "all_gather_object", _all_gather_object
@@ -113,8 +104,7 @@ def _of_other_ranks(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
     for module in (collective_errors, zero_utils):
         yield module, "dist", _AsRank0(module.dist)
     yield collective_errors, "gathered", _gathered
-    yield build, "build_module", shapes.noting_run(build.build_module)
-    yield Transfers, "receive", shapes.answering(Transfers.receive)
+    yield from _answered_shapes()
 
 
 def _new_group_of(new_group: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,32 +172,23 @@ class _AsRank0:
         return (lambda *_: 0) if name == "get_rank" else getattr(self._module, name)
 
 
-class _Shapes:
-    """Answers the first transfer over each boundary between stages, which tells the shapes of later ones."""
+def _answered_shapes() -> Iterator[tuple[Any, str, Any]]:
+    """What answers the first transfer over each boundary between stages, which tells the shapes of later ones."""
+    runs: list[RunConfig] = []
+    build_module, receive = build.build_module, Transfers.receive
 
-    def __init__(self) -> None:
-        self._run: RunConfig | None = None
+    def build_noted(run: RunConfig, layout: Any) -> Any:
+        runs.append(run)
+        return build_module(run, layout)
 
-    def noting_run(self, build_module: Callable[..., Any]) -> Callable[..., Any]:
-        """``build_module`` of an engine, after which the run is known."""
+    def receive_answered(transfers: Any, one: Transfer) -> None:
+        if not transfers.knows_shape(one):
+            transfers._received_row(one.stage)
+            transfers._shapes[_boundary(one)] = _shape_row(value_at(runs[-1], one))
+        receive(transfers, one)
 
-        def build(run: RunConfig, layout: Any) -> Any:
-            self._run = run
-            return build_module(run, layout)
-
-        return build
-
-    def answering(self, receive: Callable[[Any, Transfer], None]) -> Callable[[Any, Transfer], None]:
-        """``Transfers.receive``, whose message with the shapes has the right ones."""
-
-        def answered(transfers: Any, one: Transfer) -> None:
-            if not transfers.knows_shape(one):
-                transfers._received_row(one.stage)
-                assert self._run is not None
-                transfers._shapes[_boundary(one)] = _shape_row(value_at(self._run, one))
-            receive(transfers, one)
-
-        return answered
+    yield build, "build_module", build_noted
+    yield Transfers, "receive", receive_answered
 
 
 def value_at(run: RunConfig, one: Transfer) -> Any:
@@ -226,7 +207,8 @@ def _states(run: RunConfig, chunk: int) -> Any:
         if not _is_after_encoder(run, chunk):
             return hidden, _whole_numbers(b, s), _whole_numbers(b, r)
         return _hidden(run, b, r, h), hidden, _whole_numbers(b, s)
-    if run.model.vision_num_layers and not _is_after(run, chunk, "ImageEmbedding"):
+    is_merged = any(layer.class_name == "ImageEmbedding" for layer in _layers_until(run, chunk))
+    if run.model.vision_num_layers and not is_merged:
         images = _hidden(run, run.model.image_slots, run.model.encoder_tokens, run.model.vision_hidden_size)
         return images, _whole_numbers(b, 2, run.data.seq_length)
     shards = run.parallel.model_parallel_size if run.parallel.sequence_parallel else 1
@@ -246,14 +228,13 @@ def _whole_numbers(*sizes: int) -> Tensor:
     return torch.empty(sizes, dtype=torch.int32, device="meta")
 
 
-def _is_after(run: RunConfig, chunk: int, name: str) -> bool:
-    """Whether the chunk, or one before it, has a layer of this class."""
+def _layers_until(run: RunConfig, chunk: int) -> Sequence[LayerSpec]:
+    """The layers of the chunk and of those before it."""
     end = partition_boundaries(layers_per_chunk(run), run.model)[chunk + 1]
-    return any(layer.class_name == name for layer in architecture_of(run.model).layers(run.model)[:end])
+    return architecture_of(run.model).layers(run.model)[:end]
 
 
 def _is_after_encoder(run: RunConfig, chunk: int) -> bool:
     """Whether the chunk ends after the embedding of the decoder, the second use of the table."""
-    end = partition_boundaries(layers_per_chunk(run), run.model)[chunk + 1]
-    layers = architecture_of(run.model).layers(run.model)[:end]
+    layers = _layers_until(run, chunk)
     return sum(layer.tied == EMBED or layer.module.endswith("Embedding") for layer in layers) > 1

@@ -209,7 +209,7 @@ def rehearse(rehearsal: Rehearsal, number: int, program: Path) -> dict[str, Any]
     """Seconds, counts and bytes of rank ``number``, from the first iterations of ``program``."""
     engines: list[Engine] = []
     with ExitStack() as stack:
-        stack.enter_context(one_rank(rehearsal.world_size, number))
+        stack.enter_context(one_rank(rehearsal.world_size, number, rehearsal.per_node))
         fake = stack.enter_context(fake_device()) if rehearsal.fake else None
         observer = Observer(lambda: engines[0], rehearsal.timed, fake)
         stack.enter_context(observed(observer, engines, rehearsal.iterations))

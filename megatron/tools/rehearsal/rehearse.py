@@ -17,9 +17,9 @@ from megatron.common.errors import ConfigError, LaunchError, ResourceError, User
 from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
 from megatron.config.output import CheckpointConfig, ObserveConfig
-from megatron.launch.environment import free_port
 from megatron.model.partition import plan
 from megatron.model.spec import ArchitectureSpec
+from megatron.tools.one_rank import place
 from megatron.tools.one_rank.processes import Ended, each_alone
 from megatron.tools.planning.output import aligned, layout_of
 from megatron.tools.planning.search import Candidate
@@ -52,15 +52,8 @@ class Rehearsal:
 
     def environ(self, rank: int) -> dict[str, str]:
         """The environment variables of ``rank`` of the run, on the first device of this host."""
-        return {
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(min(self.per_node, self.world_size)),
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),  # nothing connects
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that rank 0 listens for no other host
-        }
+        store = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # so that rank 0 listens for no other host
+        return place(self.world_size, rank, self.per_node) | store
 
     def run(self, environ: Mapping[str, str]) -> RunConfig:
         """The run, as ``environ(..)`` configures it. Raises ConfigError."""
