@@ -5,7 +5,6 @@ is quoted here; what cannot be quoted is an error.
 """
 
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -140,22 +139,12 @@ def _plain_problem(text: str) -> str | None:
     return None if is_plain(text) else "contains a character that a shell interprets; use letters, digits and @_+=:,./-"
 
 
-def _cores_problem(text: str) -> str | None:
-    last = -1
-    for part in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
-        if found is None or not last < int(found[1]) <= int(found[2] or found[1]):
-            return "give numbers of cores and ranges in ascending order, such as 1,3-5"
-        last = int(found[2] or found[1])
-    return None
-
-
 _VALUES: dict[str, Callable[[str], str | None]] = {
     "master_addr": name_problem,
     "launcher_args": _words_problem,
     "venv_script": _plain_problem,
     "enable_each_rank_log": _plain_problem,
-    "bind_core_list": _cores_problem,
+    "bind_core_list": _plain_problem,
 }
 """By flag: a function that describes the problem of a value, if it has one."""
 

@@ -147,12 +147,13 @@ def test_arguments_and_variables_reach_every_host_as_they_are(
         (["--launcher_args=-x $(touch marker)"], "a shell interprets"),
         (["--launcher_args=-x 'a"], "No closing quotation"),
         (["--venv_script=a;b"], "a shell interprets"),
+        (["--bind_cores_to_rank", "--bind_core_list=0;b"], "a shell interprets"),
         (["--enable_each_rank_log=$(x)"], "a shell interprets"),
     ],
 )
 def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, words: list[str], reason: str) -> None:
     (message,) = refusals(hostfile, *words)
-    assert reason in message and words[0].split("=")[0] in message
+    assert reason in message and words[-1].split("=")[0] in message
 
 
 @pytest.mark.parametrize(
@@ -162,10 +163,6 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
         (["-i", "localhost", "-e", "localhost:0", "x.py"], "--include and --exclude are both set"),
         (["-i", "localhost:0,0", "x.py"], "--include localhost:0,0: without a hostfile"),
         (["-i", "localhost:7-3", "x.py"], "--include localhost:7-3: without a hostfile"),
-        *(
-            (["--bind_core_list", cores, "x.py"], f"--bind_core_list '{cores}': give numbers of cores")
-            for cores in ("5-1", "a", "1,1", "1-2-3", "3,1-2")
-        ),
         (["absent.py"], "absent.py: no such file"),
         (["--no_python", "/no/such"], "--no_python /no/such: no such program"),
         (["--node_rank", "0", "x.py"], "--node_rank 0 has no effect without --no_ssh"),
