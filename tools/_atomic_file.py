@@ -95,4 +95,6 @@ def _os_errors(path: Path, flag: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             lacked = "has no inodes left; remove files" if lacks_inodes(path.parent) else "is full; free some space"
             raise ResourceError(f"{flag} {path}: the disk {lacked} and run this again") from error
+        if error.errno == errno.EFBIG:
+            raise ResourceError(f"{flag} {path}: cannot be written ({error.strerror}); raise ulimit -f") from error
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}); name another place") from error

@@ -13,7 +13,7 @@ from megatron.cli.resolve import METRICS
 from megatron.common.errors import ConfigError, DataError
 from megatron.model.partition import TRACE
 from megatron.tools.command_line import ToolParser, output_file, run_tool
-from megatron.tools.reporting.files import RECORD, read_expert_loads, read_record, read_series, read_timeline
+from megatron.tools.reporting.files import RECORD, Record, read_expert_loads, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, page, read_answers
 
 
@@ -25,11 +25,13 @@ def main() -> None:
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="answers that evaluate.py --predictions wrote")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="page to write (default: RUN/report.html)")
     args = parser.parse_args()
-    output = args.output or (args.run if args.run.is_dir() else args.run.parent) / "report.html"
-    metrics = args.run / METRICS if args.run.is_dir() else args.run
     if not args.run.exists():
         raise ConfigError(f"{args.run}: no such file or folder; name a folder that --run-dir wrote")
-    record, trace = metrics.parent / RECORD, args.trace or metrics.parent / TRACE
+    folder = args.run if args.run.is_dir() else args.run.parent
+    record, trace = folder / RECORD, args.trace or folder / TRACE
+    output = args.output or folder / "report.html"
+    run = read_record(record) if record.exists() else None
+    metrics = _metrics(args.run, run)
     if output.resolve() in (
         path.resolve() for path in (metrics, record, trace, trace / TRACE, args.predictions) if path
     ):
@@ -41,7 +43,7 @@ def main() -> None:
     text = page(
         args.run.resolve().name,
         series,
-        read_record(record) if record.exists() else None,
+        run,
         read_timeline(trace) if args.trace or trace.exists() else None,
         loads,
         read_answers(args.predictions) if args.predictions else (),
@@ -49,6 +51,14 @@ def main() -> None:
     with atomic_file(output, "--output") as file:
         file.write(text)
     print(f"{output}: {len(text) / 1e3:.0f} kB")
+
+
+def _metrics(path: Path, run: Record | None) -> Path:
+    """The file of metrics: ``path``, or in such a folder; with --metrics-file the run has written them elsewhere."""
+    if not path.is_dir():
+        return path
+    named = run and run.config.get("logging", {}).get("metrics_file")
+    return path / METRICS if (path / METRICS).exists() or not isinstance(named, str) else Path(named)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from megatron.cli.batch_sizes import GLOBAL, ramp_up, read_steps, solve_batch
 from megatron.cli.provided import Provided
 from megatron.common.environment import expected_device, local_rank, world_size
 from megatron.common.errors import ConfigError, DataError
-from megatron.common.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
+from megatron.common.tokenizer_files import NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.config import (
     ActivationConfig,
     DataConfig,
@@ -137,6 +137,9 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
     else:
         kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
     data = replace(data, tokenizer_type=kind)
+    if kind not in (NULL_TOKENIZER, *PUBLISHED) and "vocab_size" in provided:
+        if provided["vocab_size"].source.startswith("--load-hf "):  # of config.json, and without effect here
+            data = replace(data, vocab_size=None)
     files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
     data = replace(data, vocab_file=files[0], merge_file=files[1])
     if architecture.provider is not None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.command_lines import parse
 from support.programs import Programs
-from support.refusals import refusal
+from support.refusals import ROOT, refusal
 from support.universal_folders import read_state
 from support.whole_models import TOKENS, logits_and_weights, write_gpt2
 from torch import Tensor
@@ -140,6 +142,13 @@ def test_a_mistake_is_one_line_before_torch(
     words = words.format(trained=trained, foreign=foreign, out=tmp_path / "out")
     found, (line,) = refusal(tmp_path, words, program=TOOL, command=())
     assert found == code and message in line
+
+
+def test_a_limit_of_file_sizes_is_named(trained: Path, tmp_path: Path):
+    words = f"ulimit -f 8; {sys.executable} -B {ROOT / TOOL} merge {trained} --output {tmp_path}/m.safetensors"
+    ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=240)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 7 and "m.safetensors" in line and "ulimit -f" in line and not any(tmp_path.iterdir())
 
 
 def test_changed_weights_are_refused(programs: Programs, copy: Path, tmp_path: Path):

@@ -98,6 +98,18 @@ def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> No
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
 
 
+def test_metrics_may_be_in_a_file_of_their_own(tool: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    elsewhere = (folder / "metrics.jsonl").rename(folder.parent / "own.jsonl")
+    write_record(parse(f"--run-dir {folder} --metrics-file own.jsonl --data-path corpus"), "cpu")
+    assert tool("report", folder).returncode == 0
+    assert "2.5" in (folder / "report.html").read_text()
+    content = elsewhere.read_bytes()
+    assert tool("report", folder, "--output", "own.jsonl").returncode == 2 and elsewhere.read_bytes() == content
+    elsewhere.unlink()
+    assert "own.jsonl" in tool("report", folder).stderr
+
+
 @pytest.mark.parametrize("words", [["metrics.jsonl"], ["trace.json"], ["trace.json", "--trace", "{folder}"]])
 def test_what_is_read_is_not_replaced(tool: Callable, folder: Path, words: list[str]) -> None:
     read = folder / words[0]

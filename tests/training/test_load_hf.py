@@ -1,5 +1,6 @@
 """--load-hf: training on from a Hugging Face folder on any layout begins with the loss of transformers."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from support.programs import read_metrics
 from support.training import pretrain
 from torch.nn import functional as F
 
-from megatron.cli import parse_run
+from megatron.cli import parse_run, read_run
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
@@ -147,6 +148,16 @@ def test_flags_are_those_of_the_folder(folders):
     assert (llama.num_layers, llama.query_groups, llama.swiglu, llama.normalization) == (4, 2, True, "RMSNorm")
     assert (gpt2.num_layers, gpt2.query_groups, gpt2.swiglu, gpt2.openai_gelu) == (4, 4, False, True)
     assert llama.hidden_dropout == gpt2.hidden_dropout == 0.2 and llama.max_position_embeddings == 64
+
+
+def test_the_number_of_rows_is_no_flag_of_the_user(folders, tmp_path: Path):
+    """Nor is it warned about with a tokenizer that counts its tokens."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "<|endoftext|>": 1}))
+    (tmp_path / "merges.txt").touch()
+    words = [word for word in RUN if word not in ("--vocab-size", "90")]
+    words += ["--load-hf", str(folders["llama"]), "--tokenizer-model", str(tmp_path)]
+    assert not any("--vocab-size" in line for line in read_run(words, {}).warnings)
+    assert any("--vocab-size" in line for line in read_run([*words, "--vocab-size", "90"], {}).warnings)
 
 
 def test_files_are_checked_before_training(folders, tmp_path: Path):
