@@ -52,6 +52,7 @@ class MetricsLogger:
         if is_main_rank and run.logging.metrics_file:
             with warn_if_unwritable(_FILE):
                 Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
+                _end_last_line(Path(run.logging.metrics_file))
                 self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
         if is_main_rank and run.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do not use it
@@ -197,6 +198,22 @@ def _kept(output: Any, what: str, write: Callable[[Any], Any]) -> Any:
 _AVERAGED = "averaged_iterations"
 TIMER = "-time"
 """The end of the names of timers, as in Megatron-LM's TensorBoard files."""
+
+
+def _end_last_line(path: Path) -> None:
+    """End the last line of a metrics file, or remove what a process that was killed has written of it."""
+    if not path.is_file():
+        return
+    with open(path, "rb+") as file:
+        file.seek(max(path.stat().st_size - _LONGEST, 0))
+        last = file.read().rpartition(b"\n")[2]
+        if last.rstrip().endswith(b"}"):
+            file.write(b"\n")
+        elif last.startswith(b'{"iteration": '):
+            file.truncate(path.stat().st_size - len(last))
+
+
+_LONGEST = 1 << 20
 
 
 def expert_load(layer: int, expert: int) -> str:

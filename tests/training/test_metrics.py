@@ -16,6 +16,7 @@ from support.training import pretrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.engines.status import HostCopy, StepStatus
+from megatron.tools.reporting.files import read_series
 from megatron.training.metrics import MetricsLogger
 
 STEP_KEYS = {
@@ -147,6 +148,18 @@ def test_full_disk_does_not_end_the_run(run_ranks_once, programs, tmp_path):
     assert "warning: metrics cannot be written (File too large); continuing without" in output
     few = (tmp_path / "few").read_text().splitlines()[:-1]  # the last line may be cut
     assert 0 < len(few) < 6 and all(json.loads(line)["lm_loss"] > 0 for line in few)
+
+
+@pytest.mark.parametrize(
+    ("left", "read"), [('{"iteration": 2, "lm_l', [1]), ('{"iteration": 2, "lm_loss": 5.0}', [1, 2])]
+)
+def test_a_line_that_a_killed_process_has_left(left: str, read: list[int], tmp_path: Path) -> None:
+    (file := tmp_path / "m").write_text('{"iteration": 1, "lm_loss": 5.5}\n' + left)
+    assert [*read_series(file, ["lm_loss", "validation_loss"])["lm_loss"]] == read
+    log = MetricsLogger(parse(f"--metrics-file {file}"), is_main_rank=True)
+    log.record(3, {"lm_loss": 4.5})
+    log.close()
+    assert [json.loads(line)["iteration"] for line in file.read_text().splitlines()] == [*read, 3]
 
 
 @pytest.mark.parametrize("full", ["_file", "_board"])

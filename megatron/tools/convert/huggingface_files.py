@@ -113,6 +113,8 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     None if it is not converted, or there is none. Raises CheckpointError or DataError if it cannot be used.
     """
     form = format_of(config)
+    if form.keeps_rows:
+        return _own_bpe(folder, config)
     if form is not GPT2_FORMAT and form is not BERT_FORMAT:
         return None
     kind = GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE
@@ -124,6 +126,15 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
         return read_bpe(*map(str, paths))
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
     return read_word_pieces(str(paths[0]), None, lower_case=bool(settings.get("do_lower_case", True)))
+
+
+def _own_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
+    """GPT-2's BPE beside a model of the Llama family that was trained here; published ones have one file."""
+    paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE]]
+    if any((folder / name).exists() for name in (TOKENIZER, "tokenizer.model")) or not all(map(Path.is_file, paths)):
+        return None
+    bpe = read_bpe(*map(str, paths))
+    return bpe if len(bpe.tokens) == config.vocab_size else None
 
 
 def _read_tokenizer_json(file: Path, *, is_bpe: bool) -> Vocabulary:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.common.errors import ConfigError
 from megatron.common.tokenizer_files import (
+    GPT2_BPE,
     HUGGINGFACE,
     NULL_TOKENIZER,
     PUBLISHED,
@@ -183,7 +184,10 @@ def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles)
     kind = tokenizer_kind(HUGGINGFACE, folder)
     vocab_file, _ = tokenizer_files(kind, None, None, folder)
     if vocab_file is None or not Path(vocab_file).is_file():
-        raise ConfigError(f"{folder} holds no tokenizer; give --tokenizer-model")
+        bpe = tokenizer_files(GPT2_BPE, None, None, folder)  # what to-hf writes of a model that was trained here
+        if not all(file and Path(file).is_file() for file in bpe):
+            raise ConfigError(f"{folder} holds no tokenizer; give --tokenizer-model")
+        return build_tokenizer(GPT2_BPE, *bpe)
     return build_tokenizer(kind, vocab_file, None, config.vocab_size)
 
 

@@ -78,7 +78,7 @@ def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with open(path, "rb", opener=regular) as file:
             for number, line in enumerate(read_lines(file), start=1):
-                if line.strip():
+                if line.strip() and line.endswith((b"\n", b"}")):  # not what a killed process has written of a line
                     yield f"{path}:{number}", _record_of(f"{path}:{number}", line.decode())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error

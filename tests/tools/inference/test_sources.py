@@ -8,6 +8,7 @@ import pytest
 
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
+from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
 
 
@@ -119,6 +120,20 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+
+
+def test_a_llama_with_the_tokenizer_of_gpt2(foreign: Path, tmp_path: Path) -> None:
+    """As to-hf writes the folder of a model that was trained here."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(foreign / name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 300}))
+    for files in (TokenizerFiles(), TokenizerFiles(folder=str(tmp_path))):
+        source = open_source(tmp_path, files)
+        assert source.tokenizer.vocab_size == 300 and source.tokenizer.detokenize(source.tokenizer.tokenize("a")) == "a"
+    kept = read_folder_tokenizer(tmp_path, source.config)
+    assert kept is not None and kept.kind == "GPT2BPETokenizer" and len(kept.tokens) == 300
+    (tmp_path / "tokenizer.json").touch()
+    assert read_folder_tokenizer(tmp_path, source.config) is None  # is copied
 
 
 @pytest.mark.parametrize(
