@@ -57,7 +57,11 @@ def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
     # Earlier versions did not order parameters by --zero-round-robin-gradients there.
     adds_up_in_fp32 = saved.config.get("precision", {}).get("grad_accum_dtype") == "fp32"
     may_differ = stage == 1 and adds_up_in_fp32 and run.zero.zero_round_robin_gradients
-    return saved.layout == SavedLayout.from_run(run) and not (is_unsafe or has_expert_files or may_differ)
+    # Of another --make-vocab-size-divisible-by.
+    rows = saved.config["model"].get("padded_vocab_size", run.model.padded_vocab_size)
+    if is_unsafe or has_expert_files or may_differ or rows != run.model.padded_vocab_size:
+        return False
+    return saved.layout == SavedLayout.from_run(run)
 
 
 def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:

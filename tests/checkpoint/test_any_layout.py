@@ -112,6 +112,12 @@ def test_another_precision(resume, saved_on, expected):
     assert found[0]["lm_loss"] != expected[0]["lm_loss"]
 
 
+def test_another_padding_of_the_vocabulary(resume, expected):
+    _, found = resume("dp1", "dp1", "--make-vocab-size-divisible-by", "50")
+    assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
+    assert [line["lm_loss"] for line in found] == pytest.approx([line["lm_loss"] for line in expected], rel=1e-5)
+
+
 def test_fp8_on_another_layout(resume):
     """Within bf16's precision: weights are saved in bf16, and quantized as they are on the new layout."""
     found = [resume(TP2_FP8, target, *FP8.split())[1] for target in (TP2_FP8, "dp1")]
