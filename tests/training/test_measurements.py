@@ -14,7 +14,12 @@ SETTINGS = (
     "--train-iters 2 --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
     " --log-params-norm --log-num-zeros-in-grad --timing-log-level 2"
 )
-LAYOUTS = ["tp2 zero2 --make-vocab-size-divisible-by 64", "dp2 zero3", "pp2 dualpipev zero1"]
+LAYOUTS = [
+    "tp2 zero2 --make-vocab-size-divisible-by 64",
+    "dp2 zero3",
+    "pp2 dualpipev zero1",
+    "dp2 zero2 --zero-round-robin-gradients",
+]
 PADDING = (128 - 92) * 32
 """Elements of the embedding's rows that pad the vocabulary."""
 TIMERS = {"forward-backward", "all-grads-sync", "optimizer", "batch-generator", "forward-compute", "backward-compute"}
