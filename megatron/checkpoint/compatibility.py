@@ -135,7 +135,10 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
     needs_optimizer = not (config.finetune or config.no_load_optim)
     if not loads_directly(saved, run):
-        layout = _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
+        ours = SavedLayout.from_run(run)
+        layout = _differences(ours.to_json(), saved.layout.to_json(), path)
+        if not layout and ours != saved.layout:  # in what only one of them has, such as context parallelism
+            layout = [f"{path} was saved on another layout"]
         messages += [f"{line}: {reason}" for reason in _kept_to_layout(saved, run, needs_optimizer) for line in layout]
     if needs_optimizer:
         if saved.has_optimizer:

@@ -105,6 +105,12 @@ def test_nvme_is_not_converted(place: Path) -> None:
     )
 
 
+def test_adafactor_stays_on_its_layout(place: Path) -> None:
+    words = f"{SAME} --optimizer adafactor --context-parallel-size 2"
+    code, lines = refusal(place, words, launched(0, 2))
+    assert code == 4 and lines[0].startswith("ck/global_step2 was saved on another layout: Adafactor")
+
+
 def test_moved_data_are_the_same(programs: Programs, place: Path) -> None:
     (place / "elsewhere").mkdir()
     for ending in ("bin", "idx"):
