@@ -99,6 +99,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
     gradients: Gradients | None = None
     skipped: bool | Tensor = False
     """Whether the last step was skipped, because its gradient was not finite."""
+    bit16_groups: list[list[nn.Parameter]]
 
     def __init__(
         self,
@@ -132,12 +133,13 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
     def _link_all_hp_params(self) -> None:
         """Link weights and their parts of the flat groups, in the order of these.
 
-        DeepSpeed: runtime/zero/stage_1_and_2.py goes by the order of the model, also with round_robin_gradients, so that
-        safe_get_full_grad() fails or has the gradient of another weight.
+        DeepSpeed: runtime/zero/stage_1_and_2.py goes by the order of the model in spite of round_robin_gradients:
+        safe_get_full_grad() fails, or has the gradient of another weight.
         Test: tests/training/test_measurements.py. Remove when it passes round_robin_bit16_groups.
         """
-        of_model, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
-        super()._link_all_hp_params()  # type: ignore[misc]
+        of_model = self.bit16_groups
+        self.bit16_groups = self.round_robin_bit16_groups
+        super()._link_all_hp_params()
         self.bit16_groups = of_model
 
     @cached_property
