@@ -1,4 +1,4 @@
-"""Batches of sequences that grow token by token: texts that are continued, and T5's targets of encoded texts.
+"""Autoregressive decoding of batches: continuations of prompts (GPT, LLaVA), and T5's targets for encoded texts.
 
 b batch, s sequence of the encoder, q new tokens of the decoder, h hidden, v vocabulary
 """
@@ -22,10 +22,10 @@ from megatron.tools.inference.prompts import NEW_TOKENS, StoppingCriteria, check
 
 
 class DecodingBatch:
-    """A batch of growing sequences, with the logits of the next token of each, equal on every tensor-parallel rank.
+    """A batch of growing sequences and the logits of their next tokens, equal on every tensor-parallel rank.
 
-    Keys and values are cached until a sequence is longer than ``context``; then each token is recomputed from the last
-    ``context`` ones. With ``use_cache=False`` it is so from the beginning.
+    Keys and values are cached until a sequence is longer than ``context``; from then on, or always with
+    ``use_cache=False``, each step recomputes the last ``context`` tokens.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DecodingBatch:
         can_cache = self._longest() <= context and not is_reset_within(model.config, self.sequences)
         self._cache = model.empty_cache(len(sequences)) if use_cache and can_cache else None
         self.logits = self._next_logits(self.sequences, is_first=True)
-        """Of the next tokens, fp32 on the CPU, [b, v]."""
+        """Logits of the next tokens, fp32 on the CPU, [b, v]."""
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a token to each sequence."""
@@ -48,7 +48,7 @@ class DecodingBatch:
         self.logits = self._next_logits([[token] for token in tokens])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Continue with these sequences, which may be fewer, and repeated."""
+        """Keep only the sequences at these ``rows``, in this order; a row may be repeated."""
         self.sequences = [list(self.sequences[row]) for row in rows]
         self._images = [self._images[row] for row in rows]
         self.logits = self.logits[torch.tensor(rows)]
@@ -56,7 +56,7 @@ class DecodingBatch:
             self._cache.select(rows)
 
     def can_join(self, other: "DecodingBatch") -> bool:
-        """Whether ``other`` can join: both cache keys and values, up to the same context."""
+        """Whether ``other`` can join this batch: both must cache keys and values, up to the same context."""
         return self._cache is not None and other._cache is not None and self._context == other._context
 
     def join(self, other: "DecodingBatch") -> None:
@@ -80,25 +80,25 @@ class DecodingBatch:
         return self._model.gathered(self._model.next_logits(padded, self._cache, counts, images))
 
     def _merged_images(self, tokens: Tensor) -> Tensor | None:
-        """A row for each placeholder in ``tokens`` [b, q], of its sequence's images, [1, p, h]; None without images.
+        """The image features for each placeholder in ``tokens`` [b, q], as [1, p, h]; None without images.
 
-        Placeholders that stand for no image, such as in a completion, have zeros.
+        Placeholders without an image, such as in a completion, get zeros.
         """
-        images = [one for one in self._images if one is not None]
+        images = [features for features in self._images if features is not None]
         if not images:
             return None
         placeholder = self._model.config.image_token_id
         rows = []
-        for one, sequence, seen in zip(self._images, self.sequences, tokens, strict=True):
+        for features, sequence, seen in zip(self._images, self.sequences, tokens, strict=True):
             before = sequence[: -self._context].count(placeholder)
-            own = images[0][:0] if one is None else one[before:]
+            visible = images[0][:0] if features is None else features[before:]
             placeholders = int((seen == placeholder).sum())
-            rows.append(F.pad(own[:placeholders], (0, 0, 0, max(placeholders - len(own), 0))))
+            rows.append(F.pad(visible[:placeholders], (0, 0, 0, max(placeholders - len(visible), 0))))
         merged = torch.cat(rows).unsqueeze(0)
         return merged if merged.size(1) else None
 
     def _padded(self, sequences: Sequence[Sequence[int]], padding: int = 0) -> Tensor:
-        """[b, q] with ``padding`` after the shorter ones."""
+        """The sequences as a tensor [b, q], with ``padding`` after the shorter ones."""
         longest = max(map(len, sequences))
         rows = [[*sequence, *[padding] * (longest - len(sequence))] for sequence in sequences]
         return torch.tensor(rows, device=self._model.device)
@@ -106,53 +106,53 @@ class DecodingBatch:
 
 @torch.inference_mode()
 def encoded_images(model: LanguageModel, prompt: Sequence[int]) -> Tensor | None:
-    """What the language model sees of the images of a prompt, [n p, h]; None without images."""
+    """The projected features of the images of a prompt, [n p, h]; None without images."""
     images = prompt.images if isinstance(prompt, ImagePrompt) else None
     return None if images is None else model.projected(images)
 
 
 def is_reset_within(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> bool:
-    """Whether a document ends in a sequence at which the model resets attention or positions: it cannot be cached."""
+    """Whether a sequence has an end of document at which the model resets attention or positions: no cache then."""
     resets = config.reset_attention_mask or config.reset_position_ids
     return resets and any(config.eod_token in sequence for sequence in sequences)
 
 
 class TextToTextBatch(DecodingBatch):
-    """A batch of targets that grow, one for each text, with the logits of the next token of each.
+    """A batch of growing T5 targets, one for each encoded text, and the logits of their next tokens.
 
-    ``sequences`` begin with the token that the decoder reads first. Keys and values of both attentions are cached,
-    unless ``use_cache`` is False.
+    ``sequences`` begin with the decoder's start token. Keys and values of self-attention and cross-attention are
+    cached, unless ``use_cache`` is False.
     """
 
     def __init__(self, model: LanguageModel, texts: Sequence[Sequence[int]], *, use_cache: bool = True):
         self._model, config, layers = model, model.config, list[Any](model.module.forward_funcs)
-        each = 2 if config.has_relative_positions else 1  # modules of a transformer layer
-        end = 2 + each * config.encoder_num_layers + 1
+        per_layer = 2 if config.has_relative_positions else 1  # modules of a transformer layer
+        end = 2 + per_layer * config.encoder_num_layers + 1
         _, positions, *decoder = layers[end:-2]
         self._embedding, *self._encoder = layers[:end]
         self._positions = positions.args[0] if isinstance(positions, partial) else positions
-        self._bias, self._decoder = decoder[0] if each == 2 else None, decoder[each - 1 :: each]
-        self._back = layers[-2:]
+        self._bias, self._decoder = decoder[0] if per_layer == 2 else None, decoder[per_layer - 1 :: per_layer]
+        self._norm_and_head = layers[-2:]
         self._output, self._segment_ids = self._encoded(texts)
         targets = [[model.config.decoder_start_token]] * len(texts)
         super().__init__(model, targets, context=sys.maxsize, use_cache=use_cache)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Continue with these targets, which may be fewer, and repeated."""
+        """Keep only the targets at these ``rows``, in this order; a row may be repeated."""
         super().select(rows)
         index = torch.tensor(rows, device=self._output.device)
         self._output, self._segment_ids = self._output[index], self._segment_ids[index]
 
     def can_join(self, other: DecodingBatch) -> bool:
-        """Whether ``other`` can join: each batch has its own length of texts."""
+        """Never: batches have encoded texts of different lengths."""
         return False
 
     @torch.inference_mode()
     def _encoded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Output of the encoder [b, s, h], and segment ids [b, s], of texts that end as in fine-tuning."""
+        """Output of the encoder [b, s, h], and segment ids [b, s], for texts with an end of document."""
         end = self._model.config.eod_token
-        ended = [[*text] if text and text[-1] == end else [*text, end] for text in texts]
-        state = self._embedding.state_of_text(self._padded(ended, padding=-1))
+        terminated = [[*text] if text and text[-1] == end else [*text, end] for text in texts]
+        state = self._embedding.state_of_text(self._padded(terminated, padding=-1))
         output, segment_ids, *_ = run_in_order(self._encoder, state)
         return output, segment_ids
 
@@ -172,23 +172,23 @@ class TextToTextBatch(DecodingBatch):
         hidden = self._positions.embed(hidden, None, positions)
         bias = [] if self._bias is None else [self._bias.bias(count, length)]
         hidden, *_ = run_in_order(self._decoder, (hidden, self._output, self._segment_ids, *bias))
-        return self._model.gathered(run_in_order(self._back, hidden[:, -1:]).squeeze(1))
+        return self._model.gathered(run_in_order(self._norm_and_head, hidden[:, -1:]).squeeze(1))
 
 
 def new_tokens_after(model: LanguageModel, prompt: Sequence[int], limits: StoppingCriteria) -> int:
-    """How many tokens may follow ``prompt``. Raises ConfigError if it is empty or too long."""
+    """Maximum number of new tokens after ``prompt``. Raises ConfigError if it is empty or too long."""
     if model.continues:
         return checked_length(prompt, limits) - len(prompt)
     bounded = model.config.has_position_table
     checked_length(prompt, replace(limits, new_tokens=1, out_seq_length=None, slides=not bounded))
-    longest = [limits.new_tokens, limits.out_seq_length, limits.context if bounded else None]
-    return min((most for most in longest if most is not None), default=NEW_TOKENS)
+    maxima = [limits.new_tokens, limits.out_seq_length, limits.context if bounded else None]
+    return min((maximum for maximum in maxima if maximum is not None), default=NEW_TOKENS)
 
 
 def decoding_batch(
     model: LanguageModel, prompts: Sequence[Sequence[int]], *, context: int, use_cache: bool
 ) -> DecodingBatch:
-    """What continues the prompts, or writes a target for each if the model has an encoder; see ``DecodingBatch``."""
+    """A batch that continues the prompts, or with an encoder generates a target for each; see ``DecodingBatch``."""
     if not model.continues:
         return TextToTextBatch(model, prompts, use_cache=use_cache)
     return DecodingBatch(model, prompts, context=context, use_cache=use_cache)

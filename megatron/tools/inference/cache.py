@@ -1,9 +1,9 @@
-"""Incremental decoding: keys and values of earlier tokens, and the parts of a model that use them in generation.
+"""Incremental decoding: the key-value cache, and wrappers of a model's attention modules that use it.
 
-``cached_decoding`` puts these parts in place of the attention cores and rotations that the model was built with. They
-do the same as before while no cache is in use.
+``cached_decoding`` wraps the attention cores, rotations and cross-attention projections of a model. Without a cache in
+use, the wrapped modules run unchanged.
 
-b batch, n heads with keys and values, q new tokens, c columns of the longest sequence, d size of a head
+b batch, n key-value heads, q new tokens, c columns of the cache (positions of its longest sequence), d size of a head
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,15 +19,15 @@ from megatron.model.rotary import RotaryPositions, rotate, rotation_tables
 
 
 class KeyValueCache:
-    """Keys and values of every layer, for a batch of sequences of several lengths, each of which begins in column 0.
+    """Keys and values of every layer, for a batch of sequences of different lengths that all begin in column 0.
 
-    In each step ``advance`` reserves the columns after the tokens of each sequence, and each layer fills them with
+    In each step, ``advance`` reserves columns after the tokens of each sequence, and each layer fills them with
     ``extend``. Sequences are added with ``join`` and removed with ``select``.
     """
 
     def __init__(self, config: ModelConfig, rows: int, *, heads: int, dtype: torch.dtype, device: torch.device):
-        """For ``rows`` sequences without tokens."""
-        # Zeros, since what is masked is multiplied by 0, and memory that was never written may hold NaN.
+        """An empty cache for ``rows`` sequences."""
+        # Zeros, since masked values are multiplied by 0, and uninitialized memory may hold NaN.
         self._storage = torch.zeros(config.num_layers, 2, rows, heads, 0, config.head_size, dtype=dtype, device=device)
         self._pre_tokens = config.pre_tokens
         self._lengths = [0] * rows
@@ -35,17 +35,17 @@ class KeyValueCache:
         self.positions = torch.empty(rows, 0, dtype=torch.long, device=device)
         """Positions of the new tokens in their sequences [b, q]."""
         self.rotation: tuple[Tensor, Tensor] | None = None
-        """Cosines and sines of ``positions``, once a layer has computed them for all."""
+        """Cosines and sines of ``positions``; computed by the first layer, and used by all."""
         self.mask: Tensor | None = None
-        """True where a new token attends to a column [b, 1, q, c]; None if each attends to all columns up to its own,
-        which are all columns for a single token."""
+        """True where a new token attends to a column [b, 1, q, c]; None for plain causal attention, in which each
+        token attends to all columns up to its own."""
         self.encoder_columns: dict[int, Tensor] = {}
-        """T5's keys and values of the encoder's output [b, s, columns], by the id of their projection."""
+        """T5's keys and values of the encoder's output [b, s, columns], by the id of the projection module."""
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Reserve columns for as many new tokens of each sequence, all of them followed by padding up to the most.
+        """Reserve columns for ``counts`` new tokens of each sequence, padded to the largest count.
 
-        Padding is stored, too, after the tokens, which do not attend to it, and is replaced in the next step.
+        Padding is stored after the tokens; no token attends to it, and the next step overwrites it.
         """
         q, begins, device = max(counts), self._lengths, self._storage.device
         self._lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
@@ -57,11 +57,11 @@ class KeyValueCache:
         if self._pre_tokens >= self._end - 1 and (is_even or not any(begins)):
             self.mask = None
         else:
-            back = self.positions.unsqueeze(-1) - torch.arange(self._end, device=device)  # [b, q, c]
-            self.mask = ((back >= 0) & (back <= self._pre_tokens)).unsqueeze(1)
+            distance = self.positions.unsqueeze(-1) - torch.arange(self._end, device=device)  # [b, q, c]
+            self.mask = ((distance >= 0) & (distance <= self._pre_tokens)).unsqueeze(1)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [b, n, q, d]. Returns those of all columns so far, [b, n, c, d] each."""
+        """Store new keys and values [b, n, q, d]. Returns the keys and values of all columns, [b, n, c, d] each."""
         keys, values = self._storage[layer, :, :, :, : self._end]
         index = self.positions[:, None, :, None].expand_as(key)
         keys.scatter_(2, index, key)
@@ -69,7 +69,7 @@ class KeyValueCache:
         return keys, values
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these sequences, in this order; one may be repeated."""
+        """Keep only the sequences at these ``rows``, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self._storage.device)
         self._lengths = [self._lengths[row] for row in rows]
         self._storage = self._storage[:, :, index]
@@ -84,25 +84,25 @@ class KeyValueCache:
         self._lengths += other._lengths
 
     def _reserve(self, columns: int) -> None:
-        """Make room for ``columns``, and for some more, so that not each token copies all of them."""
+        """Make room for ``columns``, in steps of ``_MORE_COLUMNS``, so that not every token copies the storage."""
         missing = columns - self._storage.size(4)
         if missing > 0:
             self._storage = F.pad(self._storage, (0, 0, 0, max(missing, _MORE_COLUMNS)))
 
 
 _MORE_COLUMNS = 128
-"""Columns that are added at least when a cache is full."""
+"""Minimum number of columns added when the cache is full."""
 
 
 class CachedDecoding:
-    """The cache that the attention of a model uses at present; none outside of ``using``."""
+    """Holds the cache that a model's attention currently uses; None outside of ``using``."""
 
     def __init__(self) -> None:
         self.cache: KeyValueCache | None = None
 
     @contextmanager
     def using(self, cache: KeyValueCache) -> Iterator[None]:
-        """Attention to the tokens in ``cache``, too, within the block."""
+        """Let attention use ``cache`` within the ``with`` block."""
         self.cache = cache
         try:
             yield
@@ -111,7 +111,7 @@ class CachedDecoding:
 
 
 def cached_decoding(parts: Iterable[object]) -> CachedDecoding:
-    """Let all attention of ``parts`` of a model use a cache, whenever there is one."""
+    """Wrap all attention modules in ``parts`` of a model, so that they use the cache of the returned object."""
     decoding, layers = CachedDecoding(), 0
     for module in [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]:
         if isinstance(module, ParallelSelfAttention):
@@ -125,7 +125,7 @@ def cached_decoding(parts: Iterable[object]) -> CachedDecoding:
 
 
 class CachedCore(nn.Module):
-    """An attention core whose new tokens attend to the cached ones, too."""
+    """An attention core in which new tokens also attend to the cached ones."""
 
     def __init__(self, core: nn.Module, decoding: CachedDecoding, layer: int):
         super().__init__()
@@ -138,11 +138,11 @@ class CachedCore(nn.Module):
         key, value = cache.extend(self.layer, key, value)
         if isinstance(self.core, LocalCore):
             return self.core.attention.dense(query, key, value, cache.mask, is_causal=query.size(2) > 1)
-        return self.core(query, key, value, limits)  # of T5, whose layers know what a new token attends to
+        return self.core(query, key, value, limits)  # T5: its layers mask by themselves
 
 
 class CachedRotation(nn.Module):
-    """Rotates new tokens by their positions in the cache."""
+    """Rotary embedding that takes the positions of new tokens from the cache."""
 
     def __init__(self, rotary: RotaryPositions, decoding: CachedDecoding):
         super().__init__()
@@ -157,7 +157,7 @@ class CachedRotation(nn.Module):
 
 
 class CachedProjection(nn.Module):
-    """T5's projection of the encoder's output to keys and values, which stay the same from token to token."""
+    """T5's projection of the encoder's output to keys and values, computed once for all tokens."""
 
     def __init__(self, projection: nn.Module, decoding: CachedDecoding):
         super().__init__()

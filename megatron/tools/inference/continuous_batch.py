@@ -1,4 +1,4 @@
-"""Continuous batching: completions of several requests, computed together, that join and leave between tokens."""
+"""Continuous batching: completions of several requests are computed together, and join and leave between tokens."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from megatron.tools.inference.prompts import StoppingCriteria
 
 
 class Piece(NamedTuple):
-    """What one more token adds to a completion."""
+    """The increment of a completion by one token."""
 
     prompt: int
     """Index of the prompt."""
@@ -23,16 +23,16 @@ class Piece(NamedTuple):
     token: int | None
     """None for the end of document."""
     text: str
-    """Whole characters; empty if the token is half of one, or may be the beginning of a stop string."""
+    """Complete characters; empty if the token ends within one, or may begin a stop string."""
     finish_reason: str | None = None
     """In the last piece of a completion: ``stop`` (end of document or stop string), ``length`` (token limit), or
     ``error`` if its logits are not finite."""
     logprobs: Logprobs | None = None
-    """If they were asked for, and there is a token."""
+    """Log-probabilities, if requested and if there is a token."""
 
 
 class Joining(NamedTuple):
-    """Completions that join a batch: ``samples`` of each prompt.
+    """Arguments for completions that join a batch: ``samples`` of each prompt.
 
     A completion depends only on the seed, the prompt and its index, counted from ``first_sample``.
     """
@@ -45,21 +45,21 @@ class Joining(NamedTuple):
     first_sample: int = 0
 
 
-_HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer returns for bytes that are no character, or not yet one."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer returns for bytes that are not valid UTF-8, or only the beginning of a character."""
 _CONTEXT = 8
-"""Tokens of the prompt that are decoded with the first new one: a blank between words depends on both."""
+"""Tokens of the prompt that are decoded together with the first new token: a space between words depends on both."""
 
 
 class Detokenizer:
-    """Incremental detokenizer: the text that each new token adds, in whole characters and without stop strings."""
+    """Incremental detokenizer: the text that each new token adds, in complete characters and without stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens = list(prompt[-_CONTEXT:])
         self._decoded_to = len(self._tokens)
-        """Tokens whose text is returned or pending; later ones are decoded together with those since ``_begin``."""
+        """Number of tokens whose text is returned or pending; later tokens are decoded from ``_begin`` on."""
         self._begin = 0
         self._pending = ""
         self.stopped = False
@@ -68,26 +68,26 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text to add after one more token; may be empty."""
         self._tokens.append(token)
-        return self._release(self._decoded(allow_half=False))
+        return self._release(self._decoded(allow_incomplete=False))
 
     def finish(self) -> str:
-        """The rest of the text after the last token; half a character becomes U+FFFD."""
+        """The remaining text after the last token; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
-        text = self._release(self._decoded(allow_half=True)) + ("" if self.stopped else self._pending)
+        text = self._release(self._decoded(allow_incomplete=True)) + ("" if self.stopped else self._pending)
         self._pending = ""
         return text
 
-    def _decoded(self, allow_half: bool) -> str:
+    def _decoded(self, allow_incomplete: bool) -> str:
         before = self._tokenizer.detokenize(self._tokens[self._begin : self._decoded_to])
         text = self._tokenizer.detokenize(self._tokens[self._begin :])
-        if not allow_half and text.endswith(_HALF):
+        if not allow_incomplete and text.endswith(_INCOMPLETE):
             return ""
         self._begin, self._decoded_to = self._decoded_to, len(self._tokens)
         return text[len(before) :]
 
     def _release(self, text: str) -> str:
-        """Held and new text up to a stop string, without an end that may be the beginning of one."""
+        """Pending and new text up to a stop string; a suffix that may begin a stop string stays pending."""
         text = self._pending + text
         ends = [end for stop in self._stop if (end := text.find(stop)) >= 0]
         if ends:
@@ -99,7 +99,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -110,18 +110,18 @@ class Writer:
     prompt: int
     sample: int
     tokens_left: int
-    """Tokens that may still be added."""
+    """Number of tokens that may still be added."""
     text: Detokenizer
     request: Hashable = None
-    """The request that it belongs to."""
+    """The request that the completion belongs to."""
     sampling: Sampling = Sampling()
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     """Random numbers for sampling."""
     tokens: list[int] = field(default_factory=list)
-    """Those of the completion."""
+    """Tokens of the completion so far."""
 
     def take(self, token: int, eod: int) -> Piece:
-        """Append a token."""
+        """Append a token. Returns the piece that it adds."""
         self.tokens_left -= 1
         self.tokens.append(token)
         if token == eod:
@@ -133,14 +133,14 @@ class Writer:
         return Piece(self.prompt, self.sample, token, text, reason)
 
     def fail(self) -> Piece:
-        """End without a token."""
+        """End the completion with an error, without a token."""
         return Piece(self.prompt, self.sample, None, "", "error")
 
 
 class ContinuousBatch:
     """Completions in progress. Requests ``join`` and ``leave`` at any time; ``choose`` and ``advance`` take turns.
 
-    Each completion has its own length, sampling parameters and random numbers, so that its text does not depend on the
+    Each completion has its own length, sampling parameters and random generator, so its text does not depend on the
     others. All tensor-parallel ranks make the same calls and get the same results.
     """
 
@@ -148,7 +148,7 @@ class ContinuousBatch:
         """``use_cache=False`` recomputes keys and values for each token."""
         self._model, self._tokenizer, self._use_cache = model, tokenizer, use_cache
         self._groups: list[_Group] = []
-        """The first holds everything that can be cached; others are computed by themselves."""
+        """The first group has all completions with a cache; each other group is computed separately."""
 
     def __len__(self) -> int:
         """Number of completions in progress."""
@@ -159,16 +159,16 @@ class ContinuousBatch:
         return any(writer.request == request for group in self._groups for writer in group.writers)
 
     def join(self, *joining: Joining) -> None:
-        """Add completions, of one context length. Computes the prompts together, and no completion in progress.
+        """Add completions, all with the same context length. Only their prompts are computed, together.
 
         Raises ConfigError for a prompt that is empty or too long.
         """
         writers, prompts, rows = list[Writer](), list[Sequence[int]](), list[int]()
-        for each in joining:
-            new_tokens = [new_tokens_after(self._model, prompt, each.limits) for prompt in each.prompts]
-            for number, prompt in enumerate(each.prompts):
-                writers += [self._writer(each, number, sample, new_tokens[number]) for sample in range(each.samples)]
-                rows += [len(prompts)] * each.samples
+        for new in joining:
+            new_tokens = [new_tokens_after(self._model, prompt, new.limits) for prompt in new.prompts]
+            for number, prompt in enumerate(new.prompts):
+                writers += [self._writer(new, number, sample, new_tokens[number]) for sample in range(new.samples)]
+                rows += [len(prompts)] * new.samples
                 prompts.append(prompt)
         batch = decoding_batch(self._model, prompts, context=joining[0].limits.context, use_cache=self._use_cache)
         if len(rows) > len(prompts):
@@ -193,7 +193,7 @@ class ContinuousBatch:
         )
 
     def leave(self, request: Hashable) -> None:
-        """Remove the completions of a request that is not finished."""
+        """Remove the completions of an unfinished request."""
         for group in self._groups:
             group.keep([row for row, writer in enumerate(group.writers) if writer.request != request])
         self._groups = [group for group in self._groups if group.writers]
@@ -203,26 +203,26 @@ class ContinuousBatch:
         self._groups = []
 
     def choose(self) -> list[tuple[Hashable, Piece]]:
-        """Choose the next token of every completion. Returns a piece of each; those that are finished leave."""
+        """Choose the next token of every completion. Returns a piece of each; finished completions leave."""
         pieces = [piece for group in self._groups for piece in group.choose(self._tokenizer.eod)]
         self._groups = [group for group in self._groups if group.writers]
         return pieces
 
     def advance(self) -> None:
-        """Compute what follows the tokens chosen last."""
+        """Compute the next logits, from the tokens chosen last."""
         for group in self._groups:
             group.advance()
 
 
 @dataclass
 class _Group:
-    """Completions that are one batch."""
+    """Completions that are computed as one batch."""
 
     batch: DecodingBatch
     writers: list[Writer]
-    """One for each row."""
+    """The completion in each row of the batch."""
     chosen: list[int] = field(default_factory=list)
-    """The tokens of the rows that are not computed yet."""
+    """The last token chosen for each row, not yet processed by the model."""
 
     def choose(self, eod: int) -> list[tuple[Hashable, Piece]]:
         rows = [
@@ -236,8 +236,8 @@ class _Group:
         ]
         for row, (writer, (request, piece)) in enumerate(zip(self.writers, pieces, strict=True)):
             if piece.token is not None and writer.sampling.logprobs is not None:
-                found = logprobs(self.batch.logits[row], piece.token, writer.sampling.logprobs)
-                pieces[row] = request, piece._replace(logprobs=found)
+                token_logprobs = logprobs(self.batch.logits[row], piece.token, writer.sampling.logprobs)
+                pieces[row] = request, piece._replace(logprobs=token_logprobs)
         self.keep([row for row, (_, piece) in enumerate(pieces) if piece.finish_reason is None])
         return pieces
 
@@ -246,7 +246,7 @@ class _Group:
         self.chosen = []
 
     def keep(self, rows: list[int]) -> None:
-        """Keep these rows."""
+        """Keep only the completions in these ``rows``."""
         if len(rows) == len(self.writers):
             return
         self.writers = [self.writers[row] for row in rows]

@@ -1,4 +1,4 @@
-"""Decoding: how the next token is chosen, by sampling or beam search.
+"""Decoding: choose the next tokens by sampling or beam search.
 
 v vocabulary
 """
@@ -16,9 +16,9 @@ from megatron.tools.inference.batches import decoding_batch
 from megatron.tools.inference.model import LanguageModel
 
 NOT_FINITE = -1
-"""In place of the next token where logits are not finite."""
+"""Returned instead of a token if logits are not finite."""
 _LEAST_TEMPERATURE = 1e-30
-"""Divided by less, logits are infinite; by this, all but the most likely token have the probability 0 already."""
+"""Smaller temperatures make logits overflow; at this one, all but the most likely token have probability 0 already."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Sampling:
     greedy: bool = False
     temperature: float = 1.0
     top_k: int = 0
-    """Sample among the k most likely tokens; 0 is all."""
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 0.0
-    """Sample among the most likely tokens whose probabilities total p; 0 is all."""
+    """Sample from the most likely tokens whose probabilities total p (nucleus sampling); 0: from all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that the sequence has already are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
+    """Above 1, tokens already in the sequence become less likely (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int = 1234
     min_p: float = 0.0
-    """Sample among the tokens that are at least p times as likely as the most likely one."""
+    """Sample from the tokens that are at least p times as likely as the most likely one."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the completion has: once, and for each time."""
+    """Subtracted from the logits of tokens in the completion: presence once, frequency for each occurrence."""
     logprobs: int | None = None
-    """The most likely tokens to return with each token and its log-probability; None returns neither."""
+    """Number of most likely tokens to return with each token and its log-probability; None returns neither."""
 
 
 def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
@@ -50,20 +50,20 @@ def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> np.random
 
 
 class Row(NamedTuple):
-    """What the next token of a sequence depends on besides its logits."""
+    """Everything that the next token of a sequence depends on, except its logits."""
 
     sampling: Sampling
     generator: np.random.Generator
     previous: Sequence[int] = ()
-    """The tokens that the sequence has."""
+    """Tokens of the sequence so far."""
     generated: Sequence[int] = ()
-    """Those of the completion."""
+    """Tokens of the completion so far."""
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     """The next token of each row, from logits [b, v] on the CPU, which are not modified.
 
-    NOT_FINITE where the logits are not finite.
+    NOT_FINITE for rows whose logits are not finite.
     """
     return [_choose_one(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
 
@@ -73,13 +73,13 @@ class Logprobs(NamedTuple):
 
     chosen: float
     top: Sequence[tuple[int, float]]
-    """The most likely tokens, with theirs."""
+    """The most likely tokens, with their log-probabilities."""
 
 
-def logprobs(logits: Tensor, token: int, most: int) -> Logprobs:
-    """The log-probability of a token, and the ``most`` likely ones, from logits [v]."""
+def logprobs(logits: Tensor, token: int, top: int) -> Logprobs:
+    """Log-probabilities of ``token`` and of the ``top`` most likely tokens, from logits [v]."""
     scores = logits.float().log_softmax(-1)
-    best = scores.topk(min(most, len(scores)))
+    best = scores.topk(min(top, len(scores)))
     return Logprobs(float(scores[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
@@ -95,7 +95,7 @@ def _choose_one(logits: Tensor, row: Row) -> int:
     scores = scores / max(sampling.temperature, _LEAST_TEMPERATURE)
     index = torch.arange(len(scores))
     if 0 < sampling.top_k < len(scores):
-        # In the order of the vocabulary, so that rounding errors do not give random numbers to other tokens.
+        # In the order of the vocabulary, so that rounding errors do not assign random numbers to other tokens.
         index = scores.topk(sampling.top_k, sorted=False).indices.sort().values
     probabilities = scores[index].softmax(-1)
     if probabilities[0].isnan():
@@ -108,25 +108,25 @@ def _choose_one(logits: Tensor, row: Row) -> int:
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Probabilities [v], 0 for all but the most likely tokens that total ``top_p``."""
+    """Probabilities [v] with all set to 0 except those of the most likely tokens, which total ``top_p``."""
     values, index = probabilities.sort(descending=True)
     within = values.cumsum(-1) - values <= top_p
     return torch.zeros_like(probabilities).index_copy_(0, index[within], values[within])
 
 
 def _draw(probabilities: Tensor, generator: np.random.Generator) -> int:
-    """A random index, with probabilities [v] that need not total 1.
+    """Draw a random index with probabilities [v], which need not total 1.
 
-    The index with the least exponential random number of that rate: an error in the last bits of a probability changes
-    the index only if two numbers are equal but for these bits. (A number within the sum of probabilities would move
-    with the errors of all.)
+    Draws an exponential random number with the rate of each probability; the smallest one wins. A rounding error in a
+    probability changes the index only if two of these numbers are almost equal. (Inverting the cumulative sum would
+    depend on the errors of all probabilities.)
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return int((np.log(generator.random(len(probabilities))) / probabilities.numpy()).argmax())
 
 
 def penalized(scores: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
-    """Scores [v]; of the tokens in ``previous``, divided by ``penalty`` if positive, else multiplied by it."""
+    """Scores [v] with those of tokens in ``previous`` divided by ``penalty`` if positive, else multiplied by it."""
     if penalty == 1.0 or not previous:
         return scores
     index = torch.tensor(sorted(set(previous)))
@@ -139,11 +139,11 @@ class BeamSearch:
     """Beam search parameters."""
 
     number: int
-    """Beams kept at each step, and continuations returned."""
+    """Number of beams kept at each step, and of continuations returned."""
     length_penalty: float = 1.0
-    """Scores are divided by length to this power; above 0 it favors longer texts."""
+    """Scores are divided by the length to this power; above 0 it favors longer texts."""
     repetition_penalty: float = 1.0
-    """As in Sampling, applied to log-probabilities."""
+    """The same as in ``Sampling``, applied to log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Hypothesis:
     """A continuation of the prompt, with its score."""
 
     tokens: tuple[int, ...]
-    """Including the end of document, if there is one."""
+    """Tokens, including the end of document if there is one."""
     score: float
     """Sum of log-probabilities, divided by the number of tokens to the power of ``length_penalty``."""
 
@@ -168,7 +168,7 @@ def search_beams(
 ) -> list[Hypothesis]:
     """The most likely continuations, up to the end of document or ``new_tokens`` tokens, best first.
 
-    The search ends when no beam at its current length could still be among them.
+    The search ends when no unfinished beam, scored at its current length, is better than the continuations found.
     """
     batch = decoding_batch(model, [prompt], context=context, use_cache=use_cache)
     begin = len(batch.sequences[0])
@@ -183,7 +183,7 @@ def search_beams(
             ]
         )
         totals = (sums.unsqueeze(1) + scores).flatten()
-        # At most one token of each beam ends it, so that twice as many candidates leave enough to continue.
+        # At most one candidate of each beam ends it, so twice as many candidates leave enough beams to continue.
         best = totals.topk(min(2 * beams.number, totals.numel()))
         flat = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         candidates = [(total, *divmod(index, scores.size(1))) for total, index in flat]

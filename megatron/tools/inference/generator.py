@@ -31,7 +31,7 @@ class Completion:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    """Including the tokens of a stop string, without the end of document."""
+    """Tokens, including those of a stop string, without the end of document."""
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
@@ -42,7 +42,7 @@ class Completion:
 
 
 class TextGenerator:
-    """Continues prompts, given as tokens. All tensor-parallel ranks make the same calls and get the same results.
+    """Completes prompts of tokens. All tensor-parallel ranks make the same calls and get the same results.
 
     Each method raises ConfigError at once for a prompt that is empty or too long.
     """
@@ -52,7 +52,7 @@ class TextGenerator:
         self.model, self.tokenizer, self._use_cache = model, tokenizer, use_cache
 
     def batch(self) -> ContinuousBatch:
-        """An empty batch, for completions that begin and end at different times."""
+        """An empty batch for continuous batching."""
         return ContinuousBatch(self.model, self.tokenizer, use_cache=self._use_cache)
 
     def stream(
@@ -67,7 +67,7 @@ class TextGenerator:
         """A piece for each token of ``samples`` completions of each prompt, computed as one batch.
 
         The caller may stop iterating at any time. A completion depends only on the seed, the prompt and its index,
-        counted from ``first_sample``. Raises NumericsError on the way if logits are not finite.
+        counted from ``first_sample``. The iterator raises NumericsError if logits are not finite.
         """
         batch = self.batch()
         batch.join(Joining(None, prompts, sampling, limits, samples, first_sample))
@@ -83,7 +83,7 @@ class TextGenerator:
         first_sample: int = 0,
         on_piece: Callable[[Piece], None] = lambda piece: None,
     ) -> list[list[Completion]]:
-        """``samples`` completions of each prompt, as of ``stream``; ``on_piece`` is called with each piece."""
+        """The complete results of ``stream``: ``samples`` of each prompt. ``on_piece`` is called with each piece."""
         completions = [[Completion() for _ in range(samples)] for _ in prompts]
         for piece in self.stream(prompts, sampling, limits, samples=samples, first_sample=first_sample):
             completions[piece.prompt][piece.sample].add(piece)
@@ -122,26 +122,26 @@ def _pieces(batch: ContinuousBatch) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Session:
-    """A model, with the settings of its use."""
+    """A generator with the settings of tools/generate.py."""
 
     generator: TextGenerator
     sampling: Sampling
     limits: StoppingCriteria
     samples: int
-    """Completions of each prompt."""
+    """Number of completions of each prompt."""
     beams: BeamSearch | None
-    """Beam search, instead of sampling."""
+    """Parameters of beam search, which replaces sampling."""
     batch_size: int
-    """Completions computed together, if many are written to a file."""
+    """Number of completions computed together when they are written to a file."""
     is_main_rank: bool
     """Whether this rank prints."""
     chat: ChatPrompts | None = None
-    """For prompts that are what a user says."""
+    """The chat template, for prompts that are a user's messages."""
     images: ImageReader | None = None
-    """Of a model that reads images."""
+    """The reader of images, for a model that takes images."""
 
     def show(self, prompt: Prompt) -> str:
-        """Print a prompt with its completions; a single one is streamed. Returns the first."""
+        """Print a prompt with its completions; a single completion is streamed. Returns the first completion."""
         if self.samples == 1 and self.beams is None:
             self._print(prompt.text if self.generator.model.continues else "")
             [[completion]] = self._complete([prompt.tokens], 1, on_text=self._print)
@@ -154,12 +154,12 @@ class Session:
         return completions[0].text
 
     def converse(self) -> None:
-        """Continue each line of input, or answer it after what was said before."""
+        """Interactive mode: continue each line of input, or answer it as the next message of a conversation."""
         history: list[dict[str, str]] = []
         while (line := broadcast(self._input())) is not None:
             try:
-                asked = [("input", line, dict[str, Any]())]
-                [prompt] = tokenized(asked, self.generator.tokenizer, self.limits, self.chat, history, self.images)
+                message = [("input", line, dict[str, Any]())]
+                [prompt] = tokenized(message, self.generator.tokenizer, self.limits, self.chat, history, self.images)
                 answer = self.show(prompt)
                 history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
             except ConfigError as error:
@@ -168,21 +168,21 @@ class Session:
 
     def write_completions(self, prompts: Sequence[Prompt], file: IO[str], *, as_json: bool) -> None:
         """Write each prompt with its completions, in order: as JSON lines, or text with an empty line after each."""
-        each = max(self.batch_size // self.samples, 1)
-        for begin in self._steps(len(prompts), each, "prompt"):
-            batch = prompts[begin : begin + each]
-            done = self._complete([prompt.tokens for prompt in batch], self.samples)
-            for prompt, completions in zip(batch, done, strict=True):
+        batch_prompts = max(self.batch_size // self.samples, 1)
+        for begin in self._steps(len(prompts), batch_prompts, "prompt"):
+            batch = prompts[begin : begin + batch_prompts]
+            results = self._complete([prompt.tokens for prompt in batch], self.samples)
+            for prompt, completions in zip(batch, results, strict=True):
                 if as_json:
                     _write_line(
                         file, {**prompt.record, "completions": [_record(completion) for completion in completions]}
                     )
                 else:
-                    before = prompt.text if self.generator.model.continues else ""
-                    file.writelines(f"{before}{completion.text}\n\n" for completion in completions)
+                    prefix = prompt.text if self.generator.model.continues else ""
+                    file.writelines(f"{prefix}{completion.text}\n\n" for completion in completions)
 
     def write_documents(self, file: IO[str]) -> None:
-        """Write completions of an end of document alone, as JSON lines."""
+        """Write unconditional samples (completions of an end of document) as JSON lines."""
         beginning = [self.generator.tokenizer.eod]
         size = self.batch_size if self.beams is None else self.samples  # one search returns all of them
         for begin in self._steps(self.samples, size, "text"):
@@ -211,7 +211,7 @@ class Session:
         )
 
     def _input(self) -> str | None:
-        """The next line of input on rank 0; None at its end, and on other ranks."""
+        """The next line of input on rank 0; None at the end of input, and on other ranks."""
         try:
             return input("> ") if self.is_main_rank else None
         except EOFError:

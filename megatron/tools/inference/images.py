@@ -1,4 +1,4 @@
-"""Images of prompts: reading them, and the placeholders that stand for them in tokens. No torch here."""
+"""Images of prompts: reading them, and their placeholders among the tokens. Does not import torch."""
 
 import base64
 import binascii
@@ -17,7 +17,7 @@ from megatron.common.reading import read_bytes
 from megatron.config import ModelConfig
 
 MARK = "<image>"
-"""Stands in a text for an image."""
+"""Marks the place of an image in a text."""
 MOST_PIXELS = 1 << 24
 """Images with more pixels are rejected before they are decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -25,7 +25,7 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 class ImagePrompt(tuple[int, ...]):
-    """Tokens of a prompt, and the images whose placeholders are among them.
+    """Tokens of a prompt with placeholders of images, and these images.
 
     Attributes:
         images: uint8 [n, size, size, 3]; None without images.
@@ -43,9 +43,9 @@ class ImagePrompt(tuple[int, ...]):
 def with_images(
     text: str, images: Sequence[np.ndarray], model: ModelConfig, tokenize: Callable[[str], Sequence[int]]
 ) -> ImagePrompt:
-    """``text`` as tokens, in which ``model``'s placeholders take the place of each mark.
+    """Tokenize ``text``, with each mark replaced by the placeholders of ``model`` for an image.
 
-    Raises DataError if there are not as many marks as images, or if the text itself has placeholders.
+    Raises DataError if the numbers of marks and images differ, or if the text itself has placeholder tokens.
     """
     first, *others = text.split(MARK)
     if len(others) != len(images):
@@ -58,50 +58,50 @@ def with_images(
 
 
 def check_placeholders(tokens: Sequence[int], images: int, model: ModelConfig) -> None:
-    """Raise DataError if ``tokens`` have other placeholders than those of so many images."""
+    """Raise DataError if the number of placeholders in ``tokens`` does not match the number of ``images``."""
     if tokens.count(model.image_token_id) != images * model.image_tokens:
         raise DataError(f"the text has token {model.image_token_id}, which only images may have: remove it")
 
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images of prompts to ``model``."""
+    """Reads the images of prompts at the resolution of ``model``."""
 
     model: ModelConfig
-    of_all: Sequence[np.ndarray] = ()
-    """Images of every prompt."""
+    shared: Sequence[np.ndarray] = ()
+    """Images that every prompt begins with."""
     folder: Path = Path()
-    """Where the paths of records begin."""
+    """The folder that paths in records are relative to."""
 
     def images(self, record: Mapping[str, Any]) -> list[np.ndarray]:
-        """Those of all prompts, then those in the files of the record's ``image``, a path or several.
+        """The shared images, then the images at the path or paths in the record's ``image``.
 
-        Raises DataError as ``read_image``, or for a path that leaves the folder.
+        Raises DataError as ``read_image``, or for a path outside of the folder.
         """
         size = self.model.vision_image_size
-        return [*self.of_all, *(read_image_within(self.folder, path, size) for path in as_list(record.get("image")))]
+        return [*self.shared, *(read_image_within(self.folder, path, size) for path in as_list(record.get("image")))]
 
     def tokens(self, text: str, record: Mapping[str, Any], tokenize: Callable[[str], Sequence[int]]) -> ImagePrompt:
-        """A text as tokens, with the images of its record, see ``with_images``."""
+        """Tokenize a text with the images of its record, see ``with_images``."""
         return with_images(text, self.images(record), self.model, tokenize)
 
     def marked(self, text: str, record: Mapping[str, Any]) -> str:
-        """``text`` with a mark for each image before it, if it has none."""
-        return marked(text, len(self.of_all) + len(as_list(record.get("image"))))
+        """``text``, with a mark for each image in front if it has no marks."""
+        return marked(text, len(self.shared) + len(as_list(record.get("image"))))
 
 
 def marked(text: str, images: int) -> str:
-    """``text``, before which a mark for each image is put if it has none."""
+    """``text``, with a mark for each of the ``images`` in front if it has no marks."""
     return text if MARK in text else f"{MARK}\n" * images + text
 
 
 def as_list(images: Any) -> list[Any]:
-    """The images of a record, which names several, one, or none."""
+    """The ``image`` field of a record, which may be a list, a single image or empty, as a list."""
     return images if isinstance(images, list) else [images] if images else []
 
 
 def read_image_within(folder: Path, path: Any, size: int) -> np.ndarray:
-    """The image in the file at ``path`` in ``folder``, as ``read_image``. Raises DataError if it leads elsewhere."""
+    """Read the image at ``path`` in ``folder``, as ``read_image``. Raises DataError if the path leaves the folder."""
     inside = folder.resolve()
     if not isinstance(path, str) or "\0" in path or not (inside / path).resolve().is_relative_to(inside):
         raise DataError(f"the image {one_line(str(path))} is no path within {folder}")
@@ -109,7 +109,7 @@ def read_image_within(folder: Path, path: Any, size: int) -> np.ndarray:
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
-    """The image in a file, uint8 [size, size, 3]. Raises DataError as ``decoded``, or if it cannot be read."""
+    """Read an image file as uint8 [size, size, 3]. Raises DataError as ``decoded``, or if it cannot be read."""
     try:
         return decoded(read_bytes(path), size)
     except OSError as error:
@@ -119,9 +119,9 @@ def read_image(path: Path, size: int) -> np.ndarray:
 
 
 def decoded(content: bytes, size: int) -> np.ndarray:
-    """The image in a file's ``content``, resized to uint8 [size, size, 3].
+    """Decode an image file's ``content`` and resize it to uint8 [size, size, 3].
 
-    Raises DataError if it is no image, is damaged, has several frames, or more than ``MOST_PIXELS``.
+    Raises DataError if it is not an image, is damaged, or has several frames or more than ``MOST_PIXELS`` pixels.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -145,9 +145,9 @@ def decoded(content: bytes, size: int) -> np.ndarray:
 def images_of_messages(
     messages: Sequence[Mapping[str, Any]], size: int, most: int
 ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """OpenAI's messages with a mark for each image, and the images, at most ``most`` of them.
+    """OpenAI messages with images replaced by marks, and these images, at most ``most`` of them.
 
-    Raises DataError for an address, from which nothing is fetched, a broken image, or a mark in a text.
+    Raises DataError for URLs other than data URLs (nothing is fetched), a broken image, or a mark in a text.
     """
     images: list[np.ndarray] = []
     changed = [
@@ -176,7 +176,7 @@ def _without_images(content: Any, images: list[np.ndarray], size: int, most: int
 
 
 def bytes_of_url(url: Any) -> bytes:
-    """What a data URL holds. Raises DataError for another address, and for one that is damaged."""
+    """The content of a data URL. Raises DataError for other URLs, and for invalid base64."""
     begin = _DATA_URL.match(url) if isinstance(url, str) else None
     if begin is None:
         raise DataError("an image must be a data URL (data:image/png;base64,...): nothing is fetched from an address")

@@ -1,6 +1,6 @@
-"""A loaded model for inference, on one process or sharded over a tensor-parallel group.
+"""Models loaded for inference, on one process or sharded over a tensor-parallel group.
 
-source = open_source(path)                             # without torch, see source.py: config and tokenizer
+source = open_source(path)                             # config and tokenizer, without torch: see source.py
 with opened_model(source, ranks, "bf16") as model:     # this rank's shard, in eval mode, on its device
 
 b batch, q new tokens, h hidden, v vocabulary, t tensor-parallel size
@@ -47,7 +47,7 @@ class LanguageModel:
 
     @property
     def continues(self) -> bool:
-        """Whether what it writes continues the prompt; with an encoder it is a text of its own."""
+        """Whether completions continue the prompt; with an encoder (T5) they are separate texts."""
         return not self.config.encoder_num_layers
 
     def next_logits(
@@ -57,10 +57,10 @@ class LanguageModel:
         counts: Sequence[int] | None = None,
         images: Tensor | None = None,
     ) -> Tensor:
-        """Logits [b, v/t] of what follows the last of ``tokens`` [b, q], which follow those in ``cache``.
+        """Logits [b, v/t] of the next tokens after ``tokens`` [b, q], which follow the tokens in ``cache``.
 
-        Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding. ``images`` [i, p, h]
-        have a row for each placeholder.
+        Each sequence has ``counts`` tokens, by default all q, and padding after them. ``images`` [i, p, h] are the
+        projected features, a row for each placeholder.
         """
         words, positions, *layers, last_norm, head = self.language_layers
         b, q = tokens.shape
@@ -78,9 +78,9 @@ class LanguageModel:
         return head(last.unsqueeze(self.config.sequence_dim)).squeeze(1)
 
     def projected(self, images: np.ndarray) -> Tensor:
-        """Images, uint8 [n, height, width, 3] -> what the language model sees of them, [n p, h]."""
+        """Encode and project images, uint8 [n, height, width, 3], to features for the language model, [n p, h]."""
         pixels = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # are passed on, and not read
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # passed on, but not read
         projected, _ = run_in_order(self._layers[: -len(self.language_layers)], (pixels, tokens))
         return projected.flatten(0, 1)
 
@@ -90,31 +90,31 @@ class LanguageModel:
 
     @cached_property
     def language_layers(self) -> list[Any]:
-        """All layers but an encoder of images and its projector."""
+        """All layers except the vision encoder and the projector."""
         return self._layers[
             sum(layer.part != "language" for layer in architecture_of(self.config).layers(self.config)) :
         ]
 
     @cached_property
     def decoding(self) -> CachedDecoding:
-        """The cache in use by its attention."""
+        """The current cache of the attention modules, which the first access wraps."""
         return cached_decoding(self._layers if self.config.encoder_num_layers else self.language_layers)
 
     def empty_cache(self, rows: int) -> KeyValueCache:
-        """A cache for ``rows`` sequences."""
+        """A new cache for ``rows`` sequences."""
         heads = max(self.config.query_groups // self.tensor_group.size(), 1)
         dtype = next(self.module.parameters()).dtype
         config = self.config.language_model if self.config.vision_num_layers else self.config
         return KeyValueCache(config, rows, heads=heads, dtype=dtype, device=self.device)
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """logits [b, v/t] of this rank -> the logits of all ranks, without padding, in fp32 on the CPU [b, v]."""
+        """Gather logits [b, v/t] over the tensor-parallel ranks, without padding, in fp32 on the CPU [b, v]."""
         logits = gather_from_model_parallel_region(logits, self.tensor_group)
         return logits[:, : self.config.vocab_size].float().cpu()
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of its weights."""
+        """The device of the weights."""
         return next(self.module.parameters()).device
 
 
@@ -131,9 +131,9 @@ def opened_model(source: Source, ranks: int, dtype: str) -> Iterator[LanguageMod
 
 @contextmanager
 def opened(parallel: ParallelConfig, load: Callable[[ParallelLayout], T]) -> Iterator[T]:
-    """What ``load`` returns on the ranks of this run, whose process group ends with the block.
+    """The result of ``load`` on this rank, within a process group that is destroyed at the end of the block.
 
-    Needs a prepared environment.
+    Needs an environment from ``prepare_environment``.
     """
     silence_known_warnings()
     with distributed(parallel) as layout:
@@ -143,7 +143,7 @@ def opened(parallel: ParallelConfig, load: Callable[[ParallelLayout], T]) -> Ite
 
 
 def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> SequentialModel:
-    """This rank's shard of the model, in eval mode and in a type of ``DTYPES``, on the rank's device.
+    """This rank's shard of the model, in eval mode, with a type of ``DTYPES``, on the rank's device.
 
     Logits are [b, s, v/t]; columns from ``source.config.vocab_size`` on are padding.
     Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
@@ -153,7 +153,7 @@ def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> S
 
 
 def load_weights(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
-    """Load the weights of ``model``, which has some or all layers of ``config``, as ``load_model`` does.
+    """Load this rank's shard of the weights of ``model``, which has some or all layers of ``config``.
 
     Raises CheckpointError if weights are incomplete.
     """

@@ -1,4 +1,4 @@
-"""The flags by which a tool names its model, and the processes that share it. No torch here."""
+"""Flags of tools for the model, its tokenizer and the number of processes. Does not import torch."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from megatron.tools.command_line import check_values, print_warnings
 from megatron.tools.inference.source import Source, TokenizerFiles, config_on, open_source
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-"""Model flags of training scripts. The checkpoint knows them, so they are only compared."""
+"""Model flags of training scripts that are only compared with the checkpoint's values."""
 _OVERRIDES = ("pre_tokens", "shape_order")
 """Model flags that replace the checkpoint's values: no weight depends on them."""
 
@@ -74,12 +74,12 @@ def add_chat_template_flag(parser: argparse.ArgumentParser) -> None:
 def shared_source(
     args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
 ) -> tuple[Source, int]:
-    """The model that ``args`` name, and the number of processes, all of which share it. Raises as ``source_of``."""
+    """The model that ``args`` name, and the number of processes that it is sharded over. Raises as ``source_of``."""
     check_place(environ)
-    ranks, asked = world_size(environ), args.model_parallel_size
-    if asked not in (None, ranks):
+    ranks, size = world_size(environ), args.model_parallel_size
+    if size not in (None, ranks):
         raise ConfigError(
-            f"--model-parallel-size {asked} with {ranks} started: start as many with deepspeed --num_gpus {asked}"
+            f"--model-parallel-size {size} with {ranks} started: start as many with deepspeed --num_gpus {size}"
         )
     source = source_of(args, environ, accepted)
     config_on(source.config, ranks, args.dtype)  # an error here is printed once, not by all ranks
@@ -87,7 +87,7 @@ def shared_source(
 
 
 def context_length(args: argparse.Namespace, source: Source) -> int:
-    """``--seq-length``, by default the model's. Raises ConfigError if it is longer than that."""
+    """``--seq-length``, by default the model's maximum. Raises ConfigError if it is longer."""
     positions = source.config.max_position_embeddings
     if args.seq_length and args.seq_length > positions:
         raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
@@ -97,7 +97,7 @@ def context_length(args: argparse.Namespace, source: Source) -> int:
 def source_of(
     args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
 ) -> Source:
-    """The model that ``args`` name, with the attention window that they choose, if they do.
+    """The model that ``args`` name, with their --pre-tokens and --shape-order if given.
 
     Raises as ``open_source``, and ConfigError if flags do not match the model.
     """

@@ -1,4 +1,4 @@
-"""Prompts, and when a completion stops. No torch here."""
+"""Reading and tokenizing prompts, and stopping criteria. Does not import torch."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """What ends a completion, besides the end of document."""
+    """Conditions that end a completion, in addition to the end of document."""
 
     context: int
     """Context length of the model, in tokens."""
@@ -28,14 +28,14 @@ class StoppingCriteria:
     out_seq_length: int | None = None
     """Maximum number of tokens, including the prompt."""
     slides: bool = False
-    """Whether a text may exceed the context, which then slides along it."""
+    """Whether a text may exceed the context, which then slides along the text."""
     stop: tuple[str, ...] = ()
-    """Strings that end a text, and are not part of it."""
+    """Strings that end a text and are removed from it."""
 
     def longest(self, prompt: int) -> int:
         """Maximum number of tokens, including a prompt of ``prompt`` tokens.
 
-        Raises ConfigError if the prompt, or what is requested, exceeds the limits.
+        Raises ConfigError if the prompt or the requested length exceeds the limits.
         """
         ends = [self.out_seq_length] if self.out_seq_length is not None else []
         if self.new_tokens is not None:
@@ -78,7 +78,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
-    """Location, text and record of each line of a file: of JSON objects if it is named .jsonl, else of plain text.
+    """Location, text and record of each line of a file, JSON lines if it is named .jsonl, otherwise plain text.
 
     Raises ConfigError if the file cannot be read, or a line is invalid.
     """
@@ -97,7 +97,7 @@ def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def read_standard_input() -> list[tuple[str, str]]:
-    """Location and text of each line of standard input. Raises ConfigError if there is none, or it is not UTF-8."""
+    """Location and text of each line of standard input. Raises ConfigError if it is empty or not UTF-8."""
     try:
         content = sys.stdin.read()
         content.encode()  # some locales let other bytes in
@@ -109,7 +109,7 @@ def read_standard_input() -> list[tuple[str, str]]:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether a file holds JSON lines, by its name."""
+    """Whether a file has JSON lines, according to its name."""
     return path.suffix == ".jsonl"
 
 
@@ -127,11 +127,11 @@ def tokenized(
     history: Sequence[Mapping[str, Any]] = (),
     images: ImageReader | None = None,
 ) -> list[Prompt]:
-    """Tokenize prompts, with ``chat`` as what a user says after ``history``, of which only the answer is shown.
+    """Tokenize prompts; with ``chat``, each is a user's message after ``history``, and has no text to print.
 
-    Images come before the text, or the first of the history, unless it says where.
+    Images come before the text, or before the first message of the history, unless it has marks.
 
-    Raises ConfigError with the location of one that is empty or too long.
+    Raises ConfigError with the location of a prompt that is empty or too long.
     """
     prompts = []
     for location, text, record in texts:
@@ -139,9 +139,9 @@ def tokenized(
             first, *others = [*(history if chat else ()), {"role": "user", "content": text}]
             if images is not None:
                 first = {**first, "content": images.marked(first["content"], record)}
-            asked = first["content"] if chat is None else chat.text([first, *others])
+            prompt_text = first["content"] if chat is None else chat.text([first, *others])
             tokenize = tokenizer.tokenize if chat is None else chat.tokenize
-            tokens = tokenize(asked) if images is None else images.tokens(asked, record, tokenize)
+            tokens = tokenize(prompt_text) if images is None else images.tokens(prompt_text, record, tokenize)
             checked_length(tokens, limits)
         except UserError as error:
             raise ConfigError(f"{location}: {error}") from None

@@ -1,4 +1,4 @@
-"""Where a model comes from: its configuration and its tokenizer, by the path that holds it. No torch here."""
+"""Open the path of a model: read its configuration and its tokenizer. Does not import torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ from megatron.tools.convert.inspection import Found, find, read_config, read_des
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files to use instead of those that the source names."""
+    """Tokenizer files given by flags, which replace the files that the model names."""
 
     vocab_file: str | None = None
     merge_file: str | None = None
     folder: str | None = None
-    """With both."""
+    """A folder with both files."""
 
     def of_kind(self, kind: str) -> tuple[str | None, str | None]:
         """Vocabulary and merges. Raises ConfigError or DataError if they are given twice, or are not in the folder."""
@@ -47,7 +47,7 @@ class TokenizerFiles:
         return tokenizer_files(kind, self.vocab_file, self.merge_file, self.folder)
 
     def refuse(self, reason: str) -> None:
-        """Raises ConfigError with the ``reason`` if a file is given."""
+        """Raise ConfigError with the ``reason`` if a file is given."""
         if given := self._given:
             raise ConfigError(f"{given[0]} has no effect: {reason}")
 
@@ -59,11 +59,11 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class Source:
-    """A path that holds a model: a checkpoint of any layout, merged weights or a Hugging Face folder."""
+    """An opened model: a checkpoint of any layout, merged weights or a Hugging Face folder."""
 
     found: Found
     config: ModelConfig
-    """The model in fp32, its vocabulary not padded."""
+    """The model's configuration, with fp32 and an unpadded vocabulary."""
     tokenizer: Tokenizer
 
     @property
@@ -74,16 +74,16 @@ class Source:
 
     @property
     def warnings(self) -> list[str]:
-        """As of its checkpoint."""
+        """Warnings from reading the checkpoint."""
         return self.found.saved.warnings if self.found.saved else []
 
 
 def open_source(
     path: Path, files: TokenizerFiles = TokenizerFiles(), accepted: Sequence[ArchitectureSpec] = (GPT2,)
 ) -> Source:
-    """The configuration and the tokenizer of the model at ``path``, which must match. Reads no weights.
+    """Read the configuration and the tokenizer of the model at ``path``, which must match. Reads no weights.
 
-    The model is of one of the ``accepted`` architectures.
+    The model must have one of the ``accepted`` architectures.
 
     Raises:
         ConfigError: the path or a file of the tokenizer is missing, or the tokenizer is not the one that the model
@@ -100,8 +100,8 @@ def open_source(
     names = [architecture.name for architecture in accepted]
     if config.architecture not in names:
         reasons = {GPT2.name: "has no encoder", T5.name: "has an encoder", LLAVA.name: "reads images"}
-        what = reasons.get(config.architecture, "cannot generate text")
-        raise ConfigError(f"{path} is a {config.architecture} model, which {what}: name a {names[0]} model")
+        reason = reasons.get(config.architecture, "cannot generate text")
+        raise ConfigError(f"{path} is a {config.architecture} model, which {reason}: name a {names[0]} model")
     tokenizer: Tokenizer
     if found.kind != "huggingface":
         description = read_description(found)
@@ -123,7 +123,7 @@ def open_source(
 def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
     """The same model for ``size`` tensor-parallel ranks, without the kernels configured for training.
 
-    No token is dropped: which ones are depends on the padding and on later tokens.
+    Experts drop no tokens, since dropping would depend on padding and on later tokens.
 
     Raises ConfigError if ``size`` ranks cannot share it.
     """
@@ -159,7 +159,7 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     data = description["config"]["data"]
     kind = data["tokenizer_type"]
     if kind == NULL_TOKENIZER:
-        files.refuse(f"{path} has no tokenizer but that of numbers")
+        files.refuse(f"{path} has been trained on token ids, without tokenizer files")
     vocab_file, merge_file = files.of_kind(kind)
     chosen = (vocab_file or data["vocab_file"], used_merges(kind, merge_file or data["merge_file"]))
     flags = ("--tokenizer-model",) if kind in PUBLISHED else ("--vocab-file", "--merge-file")
@@ -192,21 +192,21 @@ def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles)
 
 
 def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocabulary:
-    """The tokenizer of a Hugging Face folder with a GPT-2."""
-    own = read_folder_tokenizer(path, config)
+    """The tokenizer of a Hugging Face folder with a GPT-2 model."""
+    folder_bpe = read_folder_tokenizer(path, config)
     if files == TokenizerFiles():
-        if own is None:
+        if folder_bpe is None:
             raise ConfigError(f"{path} holds no tokenizer; give --vocab-file and --merge-file")
-        return own
+        return folder_bpe
     vocab_file, merge_file = files.of_kind("GPT2BPETokenizer")
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if file is None or not Path(file).is_file():
             raise ConfigError(f"{flag} {file or 'is missing'}: a Hugging Face folder takes two files or none")
     assert vocab_file is not None and merge_file is not None
     bpe = read_bpe(vocab_file, merge_file)
-    if own is None and len(bpe.tokens) != config.vocab_size:
+    if folder_bpe is None and len(bpe.tokens) != config.vocab_size:
         raise ConfigError(f"{vocab_file} has {len(bpe.tokens)} tokens, and {path} has {config.vocab_size}")
-    if own is not None and bpe != own:
+    if folder_bpe is not None and bpe != folder_bpe:
         raise ConfigError(f"{vocab_file}: another tokenizer than that in {path}; leave the two flags out")
     return bpe
 
