@@ -1,1 +1,1 @@
-"""Serves a model over HTTP with OpenAI's completions API: one queue of requests, one generator."""
+"""HTTP server with OpenAI's completions API: one queue of requests, one generator."""

@@ -1,4 +1,4 @@
-"""Access control: the listening socket, the API key and the allowed Host header. No torch here."""
+"""Access control: the listening socket, the API key and the allowed Host header. Does not import torch."""
 
 import hmac
 import ipaddress
@@ -17,7 +17,7 @@ KEY_VARIABLE = "SERVE_API_KEY"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on ``host`` and ``port`` (0 is any free one).
+    """A socket that listens on ``host`` and ``port`` (0 is any free port).
 
     Raises ConfigError if the host does not exist, LaunchError if the address is not available.
     """
@@ -43,7 +43,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is a loopback one, which only this machine can reach."""
+    """Whether a host name or address is a loopback address, which only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -53,26 +53,26 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The key that clients must send: from a file, else from the environment, else None.
+    """The API key that clients must send: from a file, else from the environment, else None.
 
-    Raises ConfigError if it cannot be read, if users other than the owner may read it, or if HTTP cannot carry it.
+    Raises ConfigError if it cannot be read, if other users may read the file, or if it is not valid in an HTTP header.
     """
     if path is None:
-        place, key = f"the variable {KEY_VARIABLE}", environ.get(KEY_VARIABLE)
+        source, key = f"the variable {KEY_VARIABLE}", environ.get(KEY_VARIABLE)
         if key is None:
             return None
     else:
-        place = f"--api-key-file {path}"
+        source = f"--api-key-file {path}"
         try:
             with open(path, encoding="ascii", opener=regular) as file:
                 mode = os.fstat(file.fileno()).st_mode
                 key = file.read(4096).strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{place} cannot be read ({getattr(error, 'strerror', 'not ASCII')})") from error
+            raise ConfigError(f"{source} cannot be read ({getattr(error, 'strerror', 'not ASCII')})") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{place}: other users can read it; run chmod 600 {path}")
+            raise ConfigError(f"{source}: other users can read it; run chmod 600 {path}")
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{place} must hold one word of ASCII characters")
+        raise ConfigError(f"{source} must hold one word of ASCII characters")
     return key
 
 

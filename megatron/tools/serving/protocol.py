@@ -1,6 +1,6 @@
-"""OpenAI's completions and chat completions: requests are parsed and checked, and become prompts of tokens.
+"""Parse and check requests of OpenAI's completions and chat completions APIs, and tokenize their prompts.
 
-No torch here.
+Does not import torch.
 """
 
 import secrets
@@ -27,11 +27,11 @@ _NEUTRAL: Mapping[str, Any] = {
     "tool_choice": "none",
     "tools": [],
 }
-"""Unsupported fields, and the values with which they have no effect and are accepted."""
+"""Unsupported fields, each with the value that is accepted because it has no effect."""
 
 
 class RequestError(Exception):
-    """A request that cannot be answered: the HTTP status and the parameter at fault, as in OpenAI's API."""
+    """An error response to a request, with HTTP status and the parameter at fault, as in OpenAI's API."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, retry: bool = False
@@ -46,13 +46,13 @@ class RequestLimits:
     """Limits of one request."""
 
     context: int
-    """Tokens of prompt and completion together: the model's longest sequence."""
+    """Maximum number of tokens of a prompt and its completion: the model's context length."""
     max_tokens: int
-    """Tokens of one completion."""
+    """Maximum number of tokens of a completion."""
     max_choices: int
-    """Completions, of all prompts together."""
+    """Maximum number of completions, over all prompts."""
     reads_images: ModelConfig | None = None
-    """The model, if it reads images."""
+    """The model, if it takes images."""
 
 
 class _StreamOptions(BaseModel):
@@ -81,12 +81,12 @@ def _is_temperature(value: float) -> float:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A text or a list of texts as a tuple; anything else, which is an error, unchanged."""
+    """A text or a list of texts as a tuple; other values are returned unchanged, and rejected later."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-class _Sampled(BaseModel):
-    """The fields of all requests, their types, limits and defaults."""
+class _SharedFields(BaseModel):
+    """Fields that both kinds of requests have, with their types, limits and defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -105,14 +105,14 @@ class _Sampled(BaseModel):
     user: str = ""
 
 
-class _CompletionBody(_Sampled):
+class _CompletionBody(_SharedFields):
     prompt: str | Annotated[list[str], Field(min_length=1)] | _Ids | Annotated[list[_Ids], Field(min_length=1)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
 
-class _ChatBody(_Sampled):
+class _ChatBody(_SharedFields):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -120,24 +120,24 @@ class _ChatBody(_Sampled):
     top_logprobs: int = Field(0, ge=0, le=20)
 
 
-_Fields = TypeVar("_Fields", bound=_Sampled)
+_Fields = TypeVar("_Fields", bound=_SharedFields)
 
 
-class CompletionRequest(_Sampled):
-    """A valid request of either kind, with its prompts."""
+class CompletionRequest(_SharedFields):
+    """A valid request of either kind, with its tokenized prompts."""
 
     max_tokens: int
     logprobs: int | None = None
-    """The most likely tokens to return with each token; None without log-probabilities."""
+    """Number of most likely tokens to return with each token; None without log-probabilities."""
     echo: bool = False
     prompts: tuple[tuple[int, ...], ...]
-    """Tokens."""
+    """The prompts as tokens."""
     texts: tuple[str, ...]
-    """The prompts as they were sent."""
+    """The prompts as text."""
 
 
 def read_completion(body: bytes, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> CompletionRequest:
-    """Parse the body of a request to the model named ``model``. Raises RequestError if it is invalid."""
+    """Parse the body of a completions request to the model named ``model``. Raises RequestError if it is invalid."""
     fields = _fields(body, model, _CompletionBody)
     if fields.echo and fields.logprobs is not None:
         raise RequestError("logprobs: there are none of the prompt; leave out echo", param="logprobs")
@@ -146,7 +146,7 @@ def read_completion(body: bytes, model: str, tokenizer: Tokenizer, limits: Reque
 
 
 def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: RequestLimits) -> CompletionRequest:
-    """Parse the body of a chat with the model, whose prompts ``chat`` makes. Raises RequestError if it is invalid."""
+    """Parse the body of a chat request; ``chat`` has the model's template. Raises RequestError if it is invalid."""
     fields = _fields(body, model, _ChatBody)
     if chat is None:
         raise RequestError("this model has no chat template: start the server with --chat-template, or use completions")
@@ -159,10 +159,10 @@ def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: Request
     except DataError as error:
         raise RequestError(f"messages: {error}", param="messages") from error
     room = max(min(limits.max_tokens, limits.context - len(prompt)), 1)
-    asked = fields.max_completion_tokens or fields.max_tokens or room
+    max_tokens = fields.max_completion_tokens or fields.max_tokens or room
     top = fields.top_logprobs if fields.logprobs else None
     stop = (*fields.stop, *chat.stop)
-    return _request(fields, asked, limits, logprobs=top, prompts=(prompt,), texts=("",), stop=stop)
+    return _request(fields, max_tokens, limits, logprobs=top, prompts=(prompt,), texts=("",), stop=stop)
 
 
 def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: RequestLimits) -> tuple[int, ...]:
@@ -173,10 +173,10 @@ def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: Requ
     return with_images(chat.text(texts), images, model, chat.tokenize)
 
 
-def _request(fields: _Sampled, max_tokens: int, limits: RequestLimits, **values: Any) -> CompletionRequest:
+def _request(fields: _SharedFields, max_tokens: int, limits: RequestLimits, **values: Any) -> CompletionRequest:
     _check_sizes(max_tokens, fields.n, values["prompts"], limits)
-    known = {name: value for name, value in fields if name in CompletionRequest.model_fields}
-    return CompletionRequest.model_construct(**{**known, "max_tokens": max_tokens, **values})
+    shared = {name: value for name, value in fields if name in CompletionRequest.model_fields}
+    return CompletionRequest.model_construct(**{**shared, "max_tokens": max_tokens, **values})
 
 
 def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
@@ -214,7 +214,7 @@ def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
 def _prompts(
     prompt: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Each prompt as tokens and as text."""
+    """The prompts of a request as tokens and as texts."""
     several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     try:
         if isinstance(several[0], str):

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's formats, as one body or as server-sent events. No torch here."""
+"""Responses in OpenAI's formats, as one body or as server-sent events. Does not import torch."""
 
 import json
 import time
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from megatron.tools.inference.decoding import Logprobs
 
 _Entry = tuple[int, "Logprobs", int]
-"""A token, its log-probabilities, and how many characters of the text are before it."""
+"""A token, its log-probabilities, and the offset of its first character in the text."""
 
 
 class CompletionResponse:
-    """The response to one request for completions. The choices of the first prompt come first."""
+    """The response to a completions request. Choices are in the order of the prompts."""
 
     prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
@@ -36,13 +36,13 @@ class CompletionResponse:
         reasons: list[str | None] = [None] * len(texts)
         entries: list[list[_Entry]] = [[] for _ in texts]
         async for piece in pieces:
-            index, found = self._count(piece)
+            index, new_entries = self._count(piece)
             texts[index] += piece.text
             reasons[index] = piece.finish_reason
-            entries[index] += found
+            entries[index] += new_entries
         choices = [
-            self._choice(index, text, reason, self._logprobs(found))
-            for index, (text, reason, found) in enumerate(zip(texts, reasons, entries, strict=True))
+            self._choice(index, text, reason, self._logprobs(choice_entries))
+            for index, (text, reason, choice_entries) in enumerate(zip(texts, reasons, entries, strict=True))
         ]
         return {"object": self.kind, **self._head, "choices": choices, "usage": self._usage()}
 
@@ -53,9 +53,9 @@ class CompletionResponse:
                 yield self._event([first])
         try:
             async for piece in pieces:
-                index, found = self._count(piece)
-                if piece.text or piece.finish_reason or found:
-                    yield self._event([self._part(index, piece.text, piece.finish_reason, self._logprobs(found))])
+                index, entries = self._count(piece)
+                if piece.text or piece.finish_reason or entries:
+                    yield self._event([self._part(index, piece.text, piece.finish_reason, self._logprobs(entries))])
         except RequestError as error:
             yield _line(error_body(error))
             return
@@ -69,7 +69,7 @@ class CompletionResponse:
     _part = _choice
 
     def _first(self, index: int, text: str) -> list[dict[str, Any]]:
-        """What is sent before the first piece."""
+        """The parts of a choice to send before its first piece."""
         return [self._part(index, text, None, None)] if text else []
 
     def _logprobs(self, entries: Sequence[_Entry]) -> dict[str, Any] | None:
@@ -77,10 +77,10 @@ class CompletionResponse:
             return None
         return {
             "tokens": [self._text(token) for token, _, _ in entries],
-            "token_logprobs": [found.chosen for _, found, _ in entries],
+            "token_logprobs": [logprobs.chosen for _, logprobs, _ in entries],
             "top_logprobs": [
-                {self._text(one): value for one, value in (*found.top, (token, found.chosen))}
-                for token, found, _ in entries
+                {self._text(other): value for other, value in (*logprobs.top, (token, logprobs.chosen))}
+                for token, logprobs, _ in entries
             ],
             "text_offset": [offset for _, _, offset in entries],
         }
@@ -89,14 +89,14 @@ class CompletionResponse:
         return self._tokenizer.detokenize([token])
 
     def _count(self, piece: "Piece") -> tuple[int, list[_Entry]]:
-        """Counts the token of a piece. Returns the index of its choice, and log-probabilities, if there are any."""
+        """Count the token of a piece. Returns the index of its choice, and its log-probabilities if it has any."""
         self._tokens += piece.token is not None
         index = piece.prompt * self._request.n + piece.sample
-        before = self._lengths[index]
+        offset = self._lengths[index]
         self._lengths[index] += len(piece.text)
         if piece.token is None or piece.logprobs is None:
             return index, []
-        return index, [(piece.token, piece.logprobs, before)]
+        return index, [(piece.token, piece.logprobs, offset)]
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._request.prompts))
@@ -111,7 +111,7 @@ class CompletionResponse:
 
 
 class ChatResponse(CompletionResponse):
-    """The response to one request for chat completions."""
+    """The response to a chat completions request."""
 
     prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -131,17 +131,17 @@ class ChatResponse(CompletionResponse):
             return None
         content = [
             {
-                **self._one(token, found.chosen),
-                "top_logprobs": [self._one(other, value) for other, value in found.top],
+                **self._token_logprob(token, logprobs.chosen),
+                "top_logprobs": [self._token_logprob(other, value) for other, value in logprobs.top],
             }
-            for token, found, _ in entries
+            for token, logprobs, _ in entries
         ]
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, value: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, value: float) -> dict[str, Any]:
         text = self._text(token)
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_whole else None}
+        is_valid = "\N{REPLACEMENT CHARACTER}" not in text
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_valid else None}
 
 
 def _line(body: dict[str, Any]) -> str:

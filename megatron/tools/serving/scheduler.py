@@ -1,4 +1,4 @@
-"""The queue of requests, and the scheduler: which are computed together, on all ranks alike (continuous batching)."""
+"""The request queue and the scheduler of continuous batching, which runs the same batch on all ranks."""
 
 import asyncio
 import sys
@@ -25,20 +25,20 @@ from megatron.tools.serving.protocol import CompletionRequest, RequestError
 
 
 class Job:
-    """A request in the queue. It is no longer wanted when its client disconnects or its time is over."""
+    """A request in the queue. It is cancelled when its client disconnects or its time limit is reached."""
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["Job"], None]) -> None:
         self.request = request
         self.is_wanted = True
         self.unreleased: list[Piece] = []
-        """Pieces that the generator's thread has not passed to the event loop yet."""
+        """Pieces that the generator thread has not passed to the event loop yet."""
         self.loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Piece | RequestError | None] = asyncio.Queue()
         self._on_end = on_end
         self._timers: list[asyncio.TimerHandle] = []
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces as they arrive. Raises RequestError if generation ends early."""
+        """Yield the pieces as they arrive. Raises RequestError if generation fails or is cancelled."""
         try:
             while (arrived := await self._arrived.get()) is not None:
                 if isinstance(arrived, RequestError):
@@ -51,22 +51,22 @@ class Job:
             self._on_end(self)
 
     def put(self, *arrived: Piece | RequestError | None) -> None:
-        """Called by the generator's thread: pieces, None after the last, or the error that ends the request."""
+        """Called by the generator thread with pieces, None after the last piece, or the error that ends the request."""
         put_all([(self, arrived)])
 
     def released(self, is_done: bool) -> tuple[Piece | None, ...]:
-        """What to put after a step: all pieces of a stream so far; of other requests nothing until the end."""
+        """The items to ``put`` after a step: the new pieces of a streamed request; of others, all pieces at the end."""
         if not (is_done or getattr(self.request, "stream", True)):
             return ()
         pieces, self.unreleased = self.unreleased, []
         return (*pieces, None) if is_done else tuple(pieces)
 
     def take(self, arrived: Piece | RequestError | None) -> None:
-        """``put`` one, in the thread of the event loop."""
+        """The part of ``put`` that runs in the thread of the event loop, for one item."""
         self._arrived.put_nowait(arrived)
 
     def end_in(self, seconds: float, error: RequestError) -> None:
-        """Answer with ``error`` after ``seconds``, if the job is not finished."""
+        """Answer with ``error`` after ``seconds`` unless the job is finished by then."""
         self._timers.append(self.loop.call_later(seconds, self._end, error))
 
     def _end(self, error: RequestError) -> None:
@@ -76,14 +76,14 @@ class Job:
 
 
 def put_all(arrived: Sequence[tuple[Job, tuple[Piece | RequestError | None, ...]]]) -> None:
-    """``put`` for several jobs, which wakes the event loop once."""
+    """``put`` for several jobs, with a single wake-up of the event loop."""
 
     def put() -> None:
         for job, pieces in arrived:
             for piece in pieces:
                 job.take(piece)
 
-    if arrived and not arrived[0][0].loop.is_closed():  # as it is when the server shut down before the last piece
+    if arrived and not arrived[0][0].loop.is_closed():  # closed if the server shut down before the last piece
         arrived[0][0].loop.call_soon_threadsafe(put)
 
 
@@ -91,14 +91,15 @@ class RequestQueue:
     """Accepts requests in order of arrival, up to a limit."""
 
     def __init__(self, *, most_waiting: int, seconds: float, most_running: int = 1) -> None:
-        """A request is answered within ``seconds``, including the time to receive it and to wait."""
+        """``seconds`` is the time limit of a request, including receiving it and waiting in the queue."""
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
-        """For the generator's thread; None ends it."""
+        """Jobs for the generator thread; None ends the thread."""
         self._open: set[Job] = set()
         self._most, self.seconds = most_running + most_waiting, seconds
         self.running = 0
-        """Number of requests in progress, and tokens generated since the start: set by the generator's thread."""
+        """Number of requests in progress; set by the generator thread."""
         self.generated_tokens = 0
+        """Number of tokens generated since the start; set by the generator thread."""
 
     @property
     def pending(self) -> int:
@@ -106,13 +107,13 @@ class RequestQueue:
         return len(self._open)
 
     def submit(self, request: CompletionRequest, *, spent: float = 0.0) -> Job:
-        """Append a request that took ``spent`` seconds to receive. Raises RequestError if too many are waiting."""
+        """Append a request that took ``spent`` seconds to receive. Raises RequestError if the queue is full."""
         if self.pending >= self._most:
             raise RequestError("too many requests are waiting; try again in a moment", status=503, retry=True)
         job = Job(request, self._open.discard)
         self._open.add(job)
-        late = RequestError(f"not finished within {self.seconds:g} s; ask for fewer tokens", status=504)
-        job.end_in(max(self.seconds - spent, 0.0), late)
+        timeout = RequestError(f"not finished within {self.seconds:g} s; ask for fewer tokens", status=504)
+        job.end_in(max(self.seconds - spent, 0.0), timeout)
         self.jobs.put(job)
         return job
 
@@ -123,15 +124,15 @@ class RequestQueue:
 
 
 class RequestBatch(ContinuousBatch):
-    """The requests in progress, each with a number, whose completions are computed together, the same on every rank."""
+    """A continuous batch of numbered requests, the same on every rank."""
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, most: int) -> None:
-        """At most ``most`` completions, or all completions of one request."""
+        """``most`` is the maximum number of completions; a single request may have more."""
         super().__init__(model, tokenizer)
         self._config, self._most = model.config, most
 
     def has_room(self, *requests: CompletionRequest) -> bool:
-        """Whether the requests may join, all of them together; those in progress wait while prompts are computed."""
+        """Whether these requests may join together. Requests in progress wait while prompts are computed."""
         prompts = [prompt for request in requests for prompt in request.prompts]
         if len(requests) > 1:
             if sum(map(len, prompts)) > _MOST_PROMPT_TOKENS or is_reset_within(self._config, prompts):
@@ -141,7 +142,7 @@ class RequestBatch(ContinuousBatch):
         return len(self) + sum(len(request.prompts) * request.n for request in requests) <= self._most
 
     def join_requests(self, requests: Mapping[int, CompletionRequest]) -> None:
-        """Add the completions of requests, by number. Computes their prompts together."""
+        """Add the completions of numbered requests, and compute their prompts together."""
         self.join(*(self._joining(number, request) for number, request in requests.items()))
 
     def _joining(self, number: int, request: CompletionRequest) -> Joining:
@@ -163,14 +164,14 @@ class RequestBatch(ContinuousBatch):
 
 
 class RankBroadcast:
-    """Broadcasts from the first rank, which keep all ranks in step."""
+    """Broadcasts from the first rank, which synchronize the batches of all ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self.has_workers = group.size() > 1
 
     def share(self, message: Any = None) -> Any:
-        """The first rank's message, on every rank."""
+        """Broadcast the first rank's message to every rank."""
         messages = [message]
         if self.has_workers:
             device = torch.device(get_accelerator().current_device_name())
@@ -179,25 +180,25 @@ class RankBroadcast:
 
 
 class Change(NamedTuple):
-    """What all ranks do before the next step: requests leave, then others join."""
+    """The change of the batch before the next step: requests that leave, then requests that join."""
 
     leaving: tuple[int, ...] = ()
     joining: Mapping[int, CompletionRequest] | None = None
     is_end: bool = False
-    """Whether the server ends."""
+    """Whether the server shuts down."""
 
 
 _HEARTBEAT_SECONDS = 60.0
 _TOGETHER_SECONDS, _MOST_TOGETHER = 0.002, 16
-"""How soon after each other requests arrive that start together where nothing runs; more are not waited for."""
+"""An idle server waits this long after each request for more to start with it, up to this many requests."""
 _MOST_PROMPT_TOKENS = 512
-"""In the prompts of requests that join together, unless a single one has more."""
+"""Maximum number of prompt tokens of requests that join together; a single request may have more."""
 _ERROR = "the server failed on this request: see its log"
 _NOT_FINITE = "the model's logits are not finite for this request: check its weights; with --fp16 try --bf16"
 
 
 def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
-    """Process the same requests on another rank until the first rank ends."""
+    """Run the same steps as the first rank on another rank, until the first rank ends."""
     while not (change := ranks.share() or Change()).is_end:
         for number in change.leaving:
             batch.leave(number)
@@ -209,11 +210,11 @@ def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
 
 
 class Driver:
-    """Answers requests on the first rank: they join and leave the batch between two tokens, in order of arrival.
+    """The scheduler on the first rank: requests join the batch in order of arrival, and leave it, between two tokens.
 
-    Those that wait with short prompts join together; the others wait for these, or for one long prompt, only. An error
-    fails the request that joins, or all in progress; logits that are not finite fail only their request. With several
-    ranks an error is raised, since they may be out of step.
+    Waiting requests with short prompts join together, one with a long prompt joins alone. An error while joining fails
+    the joining requests, an error in a step all requests in progress; non-finite logits fail only their own request.
+    With several ranks errors are also raised, since the ranks may be out of step.
     """
 
     def __init__(self, queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
@@ -223,13 +224,13 @@ class Driver:
         self._numbers = count()
 
     def run(self) -> None:
-        """Until the queue ends."""
+        """Run steps until the queue ends."""
         while self._receive():
             leaving = tuple(number for number, job in self._running.items() if not job.is_wanted)
             for number in leaving:
                 self._batch.leave(number)
                 del self._running[number]
-            joining = {next(self._numbers): job for job in self._next()}
+            joining = {next(self._numbers): job for job in self._joining_jobs()}
             requests = {number: job.request for number, job in joining.items()}
             self._ranks.share(Change(leaving, requests or None) if leaving or joining else None)
             self._join(joining)
@@ -240,21 +241,21 @@ class Driver:
         self._ranks.share(Change(is_end=True))
 
     def _receive(self) -> bool:
-        """Take what has arrived; wait for it if there is nothing to do. Returns False at the end of the queue."""
+        """Take jobs from the queue; wait for one only if idle. Returns False at the end of the queue."""
         is_idle = not (self._running or self._waiting)
         seconds = _HEARTBEAT_SECONDS
         while True:
             try:
                 job = self._queue.jobs.get(is_idle, seconds)
             except Empty:
-                return True  # to a step without changes, since the broadcast of the other ranks would time out
+                return True  # run a step without changes: the broadcast on the other ranks would time out
             if job is None:
                 return False
             self._waiting.append(job)
             is_idle, seconds = is_idle and len(self._waiting) < _MOST_TOGETHER, _TOGETHER_SECONDS
 
-    def _next(self) -> list[Job]:
-        """The requests that join, as far as there is room. Those that are given up are forgotten."""
+    def _joining_jobs(self) -> list[Job]:
+        """Take the waiting jobs that the batch has room for. Cancelled jobs are dropped."""
         self._waiting = deque(job for job in self._waiting if job.is_wanted)
         joining: list[Job] = []
         while self._waiting and self._batch.has_room(*(job.request for job in (*joining, self._waiting[0]))):
@@ -262,7 +263,7 @@ class Driver:
         return joining
 
     def _join(self, joining: dict[int, Job]) -> None:
-        """If it fails for several requests, each joins by itself."""
+        """Add jobs to the batch. If this fails for several jobs together, each joins alone."""
         requests = {number: job.request for number, job in joining.items()}
         if len(joining) > 1 and not self._ranks.has_workers:
             try:
@@ -295,7 +296,7 @@ class Driver:
 
     @contextmanager
     def _failing(self, jobs: dict[int, Job]) -> Iterator[None]:
-        """Any error of the block fails ``jobs``: the next request may be fine."""
+        """Answer ``jobs`` with an error if the block raises one; the server continues with other requests."""
         try:
             yield
         except Exception:

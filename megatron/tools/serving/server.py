@@ -1,4 +1,4 @@
-"""The HTTP server: its page, OpenAI's API and the metrics. A thread generates the completions."""
+"""The HTTP server: web page, OpenAI's API and metrics. A separate thread generates the completions."""
 
 import asyncio
 import signal
@@ -56,16 +56,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Service:
-    """What is served, and who has access."""
+    """The served model and the access rules."""
 
     model: str
-    """Its name in the API."""
+    """Name of the model in the API."""
     created: int
-    """When it was saved, in seconds since 1970."""
+    """Time at which the model was saved, in seconds since 1970."""
     tokenizer: Tokenizer
     limits: RequestLimits
     chat: ChatPrompts | None
-    """None of a model without a chat template."""
+    """The chat template; None for a model without one."""
     most_body_bytes: int
     api_key: str | None
     local_only: bool
@@ -73,16 +73,16 @@ class Service:
 
 
 def build_app(service: Service, queue: RequestQueue) -> FastAPI:
-    """The page, OpenAI's addresses under /v1, /health and /metrics."""
+    """The application: web page, OpenAI's endpoints under /v1, /health and /metrics."""
 
-    async def may_call(request: Request) -> None:
+    async def host_allowed(request: Request) -> None:
         if service.local_only:
             check_host(request.headers.get("host"))
 
-    async def may_use(request: Request) -> None:
+    async def key_valid(request: Request) -> None:
         check_key(request.headers.get("authorization"), service.api_key)
 
-    app = FastAPI(openapi_url=None, dependencies=[Depends(may_call)])
+    app = FastAPI(openapi_url=None, dependencies=[Depends(host_allowed)])
 
     @app.exception_handler(RequestError)
     async def rejected(_: Request, error: RequestError) -> JSONResponse:
@@ -92,7 +92,7 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        """No such address, no such method."""
+        """Answer requests to unknown paths, or with unsupported methods."""
         message = f"{error.detail}: this server has {', '.join(_ADDRESSES)}"
         return await rejected(request, RequestError(message, status=error.status_code))
 
@@ -112,13 +112,13 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(metrics_text(queue), media_type="text/plain; version=0.0.4")
 
-    app.include_router(_openai(service, queue), prefix="/v1", dependencies=[Depends(may_use)])
+    app.include_router(_openai(service, queue), prefix="/v1", dependencies=[Depends(key_valid)])
     return app
 
 
 def metrics_text(queue: RequestQueue) -> str:
     """The load of the server in Prometheus' text format."""
-    running = min(queue.running, queue.pending)  # of one that has ended the thread learns at its next step
+    running = min(queue.running, queue.pending)  # the thread notices only at its next step that a request has ended
     values = (
         ("num_requests_running", "gauge", "Requests whose tokens are being generated.", running),
         ("num_requests_waiting", "gauge", "Requests that wait for room in the batch.", queue.pending - running),
@@ -162,12 +162,12 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
     ) -> Response:
         started = time.monotonic()
         body = await _read_body(request, service.most_body_bytes, min(_BODY_SECONDS, queue.seconds))
-        asked = read(body)
-        job = queue.submit(asked, spent=time.monotonic() - started)
-        response, pieces = kind(asked, service.model, service.tokenizer), job.pieces()
-        if not asked.stream:
+        parsed = read(body)
+        job = queue.submit(parsed, spent=time.monotonic() - started)
+        response, pieces = kind(parsed, service.model, service.tokenizer), job.pieces()
+        if not parsed.stream:
             return JSONResponse(await _unless_disconnected(request, response.complete(pieces)))
-        # An error before the first piece still has its own HTTP status.
+        # Wait for the first piece, so that an error before it can still set the HTTP status.
         first = await _unless_disconnected(request, anext(pieces))
         return StreamingResponse(
             response.events(_chained(first, pieces)),
@@ -181,7 +181,7 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
 async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
     """The body of a JSON request, which must arrive within ``seconds``.
 
-    Pages of other sites cannot send that content type without a CORS preflight.
+    The content type is required since pages of other sites cannot send it without a CORS preflight.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("send JSON, and Content-Type: application/json", status=415)
@@ -243,11 +243,11 @@ def serve(
     threads: int,
     ready: str,
 ) -> None:
-    """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
+    """Serve on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
 
-    Prints ``ready`` once it handles these signals. Another thread generates, with ``threads`` of torch's threads.
+    Prints ``ready`` once it handles these signals. The generator thread runs with ``threads`` torch threads.
 
-    Raises the error that ended that thread, if it ended first.
+    Raises the error of the generator thread, if this thread ended first.
     """
     config = uvicorn.Config(
         app,
@@ -278,7 +278,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Shuts down when the generation has ended, too, and answers the open requests before."""
+    """Also shuts down if the generator thread has ended; open requests get an error first."""
 
     def __init__(
         self, config: uvicorn.Config, queue: RequestQueue, generation: Future[None], grace: float, ready: str
@@ -299,7 +299,7 @@ class _Server(uvicorn.Server):
 
 
 def serve_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
-    """Run the other ranks. After a signal they continue until the first rank ends, or until a second signal."""
+    """Serve on a rank other than the first. After a signal, continue until the first rank ends or a second signal."""
     ExitSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_worker(batch, ranks)
