@@ -86,7 +86,7 @@ def test_report_is_self_contained(tool: Callable, folder: Path) -> None:
     planned = {name: re.findall("<td class='number'>(.*?)</td>", cells)
                for name, cells in re.findall("<tr><th>([^<]*)</th>(<td class='number'>.*?)</tr>", text)}  # fmt: skip
     assert planned["bubble"] == ["25.0%", "25.0%"] and planned["passes of stage 1"][1] == "50.0%"
-    assert planned["memory of rank 0"][1] == "1.5 GB, all of the process"
+    assert planned["memory of rank 0"][1] == "1.5 GB, of the entire process"
     assert re.fullmatch(r"[\d.]+ ms", planned["step"][0]) and planned["step"][1] == "250 ms"
 
 

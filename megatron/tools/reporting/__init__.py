@@ -1,1 +1,1 @@
-"""One page about a run: what it keeps for it, how that is read, drawn and written."""
+"""Reports about runs: recording, reading, charts, and the HTML page."""

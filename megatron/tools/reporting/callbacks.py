@@ -1,4 +1,4 @@
-"""Training callbacks that need the planner, the report, the elastic agent, or packages that track metrics."""
+"""Training callbacks that use the planner, the report, the elastic agent, or experiment trackers."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
 
 
 def default_callbacks() -> list[Callback]:
-    """What the entry scripts register. They import the planner and the report only when they are called."""
+    """The callbacks that the entry scripts register. The planner and the report are imported only when used."""
     return [RunRecord(), Trackers(), MemoryAdvice(), *([FirstIteration()] if EXIT_CODE_FOLDER in os.environ else [])]
 
 
@@ -33,18 +33,18 @@ class RunRecord(Callback):
 
 
 class FirstIteration(Callback):
-    """Tells the elastic agent that rank 0 has trained the first iteration of a start."""
+    """Tells the elastic agent that rank 0 has trained its first iteration after a start."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
 
     def on_run_start(self, run: RunConfig, device: str) -> None:
-        """Rank 0 only."""
+        """Remember the file to create; runs on rank 0 only."""
         self._file = Path(os.environ[EXIT_CODE_FOLDER], TRAINED)
 
     @contextmanager
     def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
-        """Leave the file after the first iteration."""
+        """Create the file after the first iteration."""
         yield ()
         if self._file is not None:
             with suppress(OSError):
@@ -53,10 +53,10 @@ class FirstIteration(Callback):
 
 
 class MemoryAdvice(Callback):
-    """Reports what was planned for a rank that ran out of memory, and the smallest change that would fit."""
+    """Reports the planned memory of a rank that ran out of memory, and the smallest change that would fit."""
 
     def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan | None:
-        """The planner's figures for a rank of ``stage``, and its advice; None without a spec of the model."""
+        """The planner's estimate for a rank of ``stage``, and its advice; None for a model without a spec."""
         if architecture_of(run.model).provider is not None:
             return None
         from megatron.tools.planning.memory import stage_memory
@@ -66,7 +66,7 @@ class MemoryAdvice(Callback):
 
 
 def smallest_change(run: RunConfig, stage: int, available: float) -> str:
-    """The smallest change of the flags that by plan lets a rank of ``stage`` need at most ``available`` bytes."""
+    """The smallest change of flags with which the planner expects a rank of ``stage`` to fit ``available`` bytes."""
     from megatron.cli.validation import violations
     from megatron.tools.planning.memory import stage_memory
 
@@ -78,7 +78,7 @@ def smallest_change(run: RunConfig, stage: int, available: float) -> str:
 
 
 def _changes(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes of ``run`` that keep the global batch and the number of ranks, the smallest first."""
+    """Changes of ``run`` that keep the global batch size and the number of ranks, smallest first."""
     size, steps = run.train.micro_batch_size, run.train.gradient_accumulation_steps
     recomputing = replace(run.activation, checkpoint_activations=True, recompute_granularity="full")
     activations = {"": run.activation}
@@ -86,22 +86,24 @@ def _changes(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         activations["--checkpoint-activations"] = recomputing
     least, most = run.zero.zero_stage, 1 if run.parallel.uses_pipeline else 3
     stages = {"": least, **{f"--zero-stage {stage}": stage for stage in range(least + 1, most + 1)}}
-    halves = [2**power for power in range(size.bit_length()) if size % 2**power == 0]
+    divisors = [2**power for power in range(size.bit_length()) if size % 2**power == 0]
     for zero_flag, stage in stages.items():
         zero = replace(run.zero, zero_stage=stage)
         for recompute_flag, activation in activations.items():
-            for parts in halves:
-                train = replace(run.train, micro_batch_size=size // parts, gradient_accumulation_steps=steps * parts)
-                batch_flags = f"--batch-size {size // parts} --gas {steps * parts}" if parts > 1 else ""
+            for divisor in divisors:
+                train = replace(
+                    run.train, micro_batch_size=size // divisor, gradient_accumulation_steps=steps * divisor
+                )
+                batch_flags = f"--batch-size {size // divisor} --gas {steps * divisor}" if divisor > 1 else ""
                 if flags := " ".join(filter(None, (zero_flag, recompute_flag, batch_flags))):
                     yield flags, replace(run, activation=activation, zero=zero, train=train)
 
 
 class Trackers(Callback):
-    """Sends settings and metrics from rank 0 to Weights & Biases and MLflow, where flags request them.
+    """Sends settings and metrics from rank 0 to Weights & Biases and MLflow, if flags request it.
 
-    Where to is set by their own variables, such as WANDB_MODE and MLFLOW_TRACKING_URI. A package that fails is left
-    out, with a warning.
+    Their environment variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, set the destination. A package that fails
+    is no longer used, after a warning.
     """
 
     def __init__(self) -> None:
@@ -129,7 +131,7 @@ class Trackers(Callback):
     def _attempt(self, package: str, call: Callable[[], Any]) -> None:
         try:
             call()
-        except Exception as error:  # of any kind: a figure is not worth the run
+        except Exception as error:  # any error: tracking must not end the run
             self._runs.pop(package, None)
             print_warning(f"{package} failed, continuing without: {' '.join(str(error).split())[:300]}")
 

@@ -1,4 +1,4 @@
-"""The files of a run that a report is made of: metrics, trace.json and run.json."""
+"""Read and write the files of a run that its report shows: metrics, trace.json and run.json."""
 
 import json
 import math
@@ -28,15 +28,14 @@ from megatron.training.summary import describe_config
 Points = Mapping[int, float]
 """Iteration -> value, in order."""
 _LARGEST = 1e100
-"""Values from here on cannot be drawn."""
+"""Values of at least this size cannot be drawn."""
 
 
 def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
     """The values of each of ``keys`` in a metrics file, which has one JSON object with an ``iteration`` per line.
 
     If an iteration occurs twice, as after a resume, the last line counts. Values that are null, not finite or too
-    large are skipped. Raises DataError, with the line number, for a line that is no such object, and if the file has
-    no loss.
+    large are skipped. Raises DataError, with the line number, for an invalid line, and if the file has no loss.
     """
     series: dict[str, dict[int, float]] = {key: {} for key in keys}
     for where, record in read_metrics(path):
@@ -65,8 +64,8 @@ def read_expert_loads(path: Path) -> dict[int, dict[int, Points]]:
     for _, record in read_metrics(path):
         for key, value in record.items():
             if (match := _LOAD.fullmatch(key)) and isinstance(value, int | float):
-                of_layer = loads.setdefault(int(match[1]), {})
-                of_layer.setdefault(int(match[2]), {})[record["iteration"]] = float(value)
+                layer_loads = loads.setdefault(int(match[1]), {})
+                layer_loads.setdefault(int(match[2]), {})[record["iteration"]] = float(value)
     return {
         layer: {expert: dict(sorted(points.items())) for expert, points in sorted(experts.items())}
         for layer, experts in sorted(loads.items())
@@ -78,8 +77,8 @@ def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with open(path, "rb", opener=regular) as file:
             for number, line in enumerate(read_lines(file), start=1):
-                if line.strip() and line.endswith((b"\n", b"}")):  # not what a killed process has written of a line
-                    yield f"{path}:{number}", _record_of(f"{path}:{number}", line.decode())
+                if line.strip() and line.endswith((b"\n", b"}")):  # skip a line cut off by a kill
+                    yield f"{path}:{number}", _parsed_line(f"{path}:{number}", line.decode())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
     except ValueError as error:
@@ -87,7 +86,7 @@ def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: {reason}; give a file that --metrics-file wrote") from error
 
 
-def _record_of(where: str, line: str) -> dict[str, Any]:
+def _parsed_line(where: str, line: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -105,7 +104,7 @@ TRACE_FORMAT = 1
 
 
 def to_json(timeline: Timeline, **metadata: Any) -> str:
-    """All events in Chrome's trace format, for Perfetto and chrome://tracing, with further ``metadata``."""
+    """All events in Chrome's trace format, for Perfetto and chrome://tracing, with additional ``metadata``."""
     rows: list[dict[str, Any]] = []
     for rank, events in enumerate(timeline.events):
         coordinates = ", ".join(f"{axis} {number}" for axis, number in timeline.coordinates[rank].items())
@@ -119,7 +118,7 @@ def to_json(timeline: Timeline, **metadata: Any) -> str:
 def _row(rank: int, event: Event) -> dict[str, Any]:
     details = {name: value for name in Event._fields[3:] if (value := getattr(event, name)) is not None}
     return {
-        "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
+        "name": event.collective or (event.name if event.is_instruction else f"layer {event.layer}"),
         "cat": event.category,
         "ph": "X",
         "pid": rank,
@@ -131,10 +130,10 @@ def _row(rank: int, event: Event) -> dict[str, Any]:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline in a folder of ``--trace``, or in its trace.json.
+    """Read the timeline in a folder of ``--trace``, or in its trace.json.
 
     Raises:
-        ConfigError: if it cannot be read, or was not written by a run of this suite.
+        ConfigError: the file cannot be read, or was not written by a run of this suite.
     """
     path = path / TRACE if path.is_dir() else path
     try:
@@ -163,7 +162,7 @@ def _timeline(content: Any) -> Timeline:
             if not _is_possible(event):
                 raise ValueError
             events[row["pid"]].append(event)
-    if not any(events) or any("pipe" not in of_rank for of_rank in metadata["places"]):
+    if not any(events) or any("pipe" not in coordinates for coordinates in metadata["places"]):
         raise ValueError
     sizes = (shape.stages, shape.micro_batches, shape.chunks)
     if type_problem(Shape, asdict(shape)) or type_problem(list[dict[str, int]], metadata["places"]):
@@ -171,13 +170,14 @@ def _timeline(content: Any) -> Timeline:
     if not 0 < min(sizes) <= max(sizes) < _MANY or not 0 <= shape.layers < _MANY or shape.stages > len(events):
         raise ValueError
     timeline = Timeline(shape, metadata["places"], events)
-    if {event.iteration for of_rank in events for event in of_rank if event.is_whole} != {*timeline.iterations}:
+    instructions = (event for rank_events in events for event in rank_events if event.is_instruction)
+    if {event.iteration for event in instructions} != {*timeline.iterations}:
         raise ValueError  # an iteration without an instruction
     return timeline
 
 
 _MANY = 1 << 20
-"""More than the stages, micro-batches, chunks and layers of any run."""
+"""Larger than the number of stages, micro-batches, chunks or layers of any run."""
 
 
 def _is_possible(event: Event) -> bool:
@@ -192,12 +192,12 @@ _PACKAGES = ("torch", "deepspeed", "numpy")
 
 
 class PlannedStage(NamedTuple):
-    """What was planned for a pipeline stage."""
+    """The planner's estimates for a pipeline stage."""
 
     share: float
-    """Of the operations of a forward pass."""
+    """Share of the FLOPs of a forward pass."""
     memory: float
-    """Bytes of one of its ranks, at its peak."""
+    """Peak memory of a rank of the stage, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Record:
 
 
 def write_record(run: RunConfig, device: str) -> None:
-    """Write run.json. Raises OSError if that is not possible."""
+    """Write run.json. Raises OSError if it cannot be written."""
     stages, memories = plan(run), stage_memory(run)
     flops = [stage.flops(run.data.seq_length) for stage in stages]
     record = Record(
@@ -232,7 +232,7 @@ def write_record(run: RunConfig, device: str) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """The content of the run.json ``path``. Raises ConfigError if it is not one."""
+    """Read the run.json at ``path``. Raises ConfigError if it cannot be read or is invalid."""
     from pydantic import TypeAdapter
 
     try:
@@ -244,15 +244,15 @@ def read_record(path: Path) -> Record:
 
 
 def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) -> float | None:
-    known = device_of_name(device)
-    if known is None:
+    spec = device_of_name(device)
+    if spec is None:
         return None
     stages = [(s, traffic(run, s, memory)) for s, memory in zip(plan(run), memories, strict=True)]
-    return timing(run, Machine(known, known.per_node), stages).total
+    return timing(run, Machine(spec, spec.per_node), stages).total
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Host and versions of rank 0; no environment variables, which may hold secrets."""
+    """Host and package versions of rank 0; no environment variables, which may contain secrets."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": socket.gethostname(),

@@ -1,4 +1,4 @@
-"""The report: one HTML page that contains everything it shows and opens without a network, answers about images too."""
+"""The report of a run: a self-contained HTML page that needs no network."""
 
 import base64
 import io
@@ -25,10 +25,10 @@ _PIXELS = 192
 
 
 class Answer(NamedTuple):
-    """A row of the table."""
+    """A row of the table of answers to questions about images."""
 
     image: str
-    """A data URL; empty without an image."""
+    """The image as a data URL; empty without an image."""
     question: str
     answer: str
     predicted: str
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The first answers in a file that tools/evaluate.py has written, and their images from the folder of its input.
+    """The first answers in a predictions file of tools/evaluate.py, with images from the folder of its input.
 
     Raises ConfigError if the file or an image cannot be read.
     """
@@ -44,8 +44,10 @@ def read_answers(path: Path) -> list[Answer]:
         with open(path, encoding="utf-8", opener=regular) as file:
             records = [parse_json(line) for line, _ in zip(file, range(_MOST), strict=False)]
         return [
-            Answer(_url(one), one["question"], _text(one["answer"]), one["predicted"], bool(one["right"]))
-            for one in records
+            Answer(
+                _url(record), record["question"], _text(record["answer"]), record["predicted"], bool(record["right"])
+            )
+            for record in records
         ]
     except OSError as error:
         raise ConfigError(f"--predictions {path}: cannot be read ({error.strerror})") from None
@@ -58,7 +60,7 @@ def _text(answer: str | list[str]) -> str:
 
 
 def _url(record: dict) -> str:
-    """The first image of a question as a small PNG."""
+    """The first image of a question as a data URL of a small PNG."""
     images = record.get("image") or []
     first = images if isinstance(images, str) else next(iter(images), "")
     if not first:
@@ -114,9 +116,9 @@ _SECTIONS = _ENVIRONMENT.from_string("""\
 {% if answers %}
 <h2>Answers</h2>
 <table><tr><th></th><th>question</th><th>answer</th><th>predicted</th></tr>
-{% for one in answers %}
-<tr><td>{% if one.image %}<img src='{{ one.image }}' alt='' height='96'>{% endif %}</td><td>{{ one.question }}</td>
-<td>{{ one.answer }}</td><td>{{ "right" if one.right else "wrong" }}: {{ one.predicted }}</td></tr>
+{% for row in answers %}
+<tr><td>{% if row.image %}<img src='{{ row.image }}' alt='' height='96'>{% endif %}</td><td>{{ row.question }}</td>
+<td>{{ row.answer }}</td><td>{{ "right" if row.right else "wrong" }}: {{ row.predicted }}</td></tr>
 {% endfor %}
 </table>
 {% endif %}
@@ -155,8 +157,7 @@ def page(
 ) -> str:
     """The page about the run ``name``. Sections without data name the flag that provides it.
 
-    ``loads`` are the loads of each expert, by layer; without them there is no section about experts. So it is with the
-    ``answers`` to questions about images.
+    ``loads`` are the loads of each expert, by layer. Without ``loads`` or ``answers`` their sections are left out.
     """
     return frame(name, sections(series, record, timeline, loads, answers))
 
@@ -197,7 +198,7 @@ def _results(series: Mapping[str, Points]) -> dict[str, str]:
         rows["lowest validation loss"] = f"{loss:.4f} at iteration {iteration:,}"
     for key, label, text, statistic in (
         ("tokens_per_second", "throughput, median", "{:,.0f} tokens/s".format, median),
-        ("tflops_per_device", "of each device, median", _flops, median),
+        ("tflops_per_device", "speed of each device, median", _flops, median),
         ("seconds_per_iteration", "step, median", duration, median),
         ("memory_gb", "memory of rank 0, maximum", _gigabytes, max),
         ("consumed_tokens", "tokens", "{:,.0f}".format, max),
@@ -219,13 +220,13 @@ def _gigabytes(giga: float) -> str:
 def _plan(
     record: Record, series: Mapping[str, Points], timeline: Timeline | None, measures: Measures | None
 ) -> list[tuple[str, str, str]]:
-    """Rows of quantity, planned and measured value."""
+    """Rows of the table: quantity, planned value and measured value."""
     rows = []
     seconds, memory = series["seconds_per_iteration"].values(), series["memory_gb"].values()
     if seconds and record.seconds is not None:
         rows.append(("step", duration(record.seconds), duration(median(seconds))))
     if memory and record.stages:
-        extent = ", all of the process" if record.environment.get("device") == "cpu" else ""
+        extent = ", of the entire process" if record.environment.get("device") == "cpu" else ""
         planned_bytes = record.stages[0].memory
         rows.append(("memory of rank 0", with_prefix(planned_bytes, "B"), f"{_gigabytes(max(memory))}{extent}"))
     if timeline and measures:
@@ -236,7 +237,7 @@ def _plan(
 
 
 def _shares(record: Record, timeline: Timeline, ranks: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """Each stage's share of all passes."""
+    """Rows of the table: planned and measured share of each stage in the time of all passes."""
     busy = [
         sum(ranks[rank][share] for rank in stage for share in PASSES) for stage in zip(*timeline.pipelines, strict=True)
     ]

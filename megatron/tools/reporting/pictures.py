@@ -1,6 +1,6 @@
-"""Charts: curves of metrics, timelines and schedules with a row for each rank or stage, loads of experts.
+"""Charts: curves of metrics, timelines of ranks, pipeline schedules, and loads of experts.
 
-matplotlib, which takes long to import, is imported where it draws: mistakes in flags and files need not wait for it.
+matplotlib is slow to import, so functions import it, after flags and files have been checked.
 """
 
 import io
@@ -27,19 +27,19 @@ _COLORS = {
     "all-to-all": "#d6409f", "other": "#cccccc",
 }  # fmt: skip
 _PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
-_WORDS = {"receive": "receive and wait", "weights": "weight gradients"}
+_LABELS = {"receive": "receive and wait", "weights": "weight gradients"}
 _MOST_ROWS, _MOST_POINTS, _MOST_MAPS, _MOST_COLUMNS, _MOST_CELLS = 32, 800, 12, 80, 10_000
 _PANELS_ABREAST = 3
 
 
 class Panel(NamedTuple):
-    """One of the small plots."""
+    """A small plot of one metric."""
 
     key: str
     title: str
     unit: str
     factor: float = 0.0
-    """The value in ``unit``, which gets the prefix that fits; 0 for a unit without prefix."""
+    """Multiplier that converts values to ``unit``, shown with an SI prefix; 0 for values without prefix."""
 
 
 PANELS = (
@@ -53,7 +53,7 @@ CURVE_KEYS = ("lm_loss", "validation_loss", *(panel.key for panel in PANELS))
 
 
 class _Bar(NamedTuple):
-    """A pass, or another event of a row. Times are milliseconds from the left edge."""
+    """A pass or another event in a row of a chart. Times are milliseconds from the left edge."""
 
     begin: float
     end: float
@@ -66,7 +66,7 @@ _Rows = Sequence[tuple[str, Sequence[_Bar]]]
 
 
 def as_svg(figure: "Figure") -> str:
-    """``figure`` as an SVG element that refers to nothing outside of it. Equal figures give equal text."""
+    """``figure`` as a self-contained SVG element. Equal figures give equal text."""
     from matplotlib import rc_context
 
     file = io.StringIO()
@@ -76,7 +76,7 @@ def as_svg(figure: "Figure") -> str:
 
 
 def draw(timeline: Timeline, measures: Measures) -> str:
-    """The traced iteration that took the median time, the same in theory, and the milliseconds of each rank."""
+    """Charts of the traced iteration of median duration and of its ideal schedule, and a table of times per rank."""
     from matplotlib.figure import Figure
 
     iteration = sorted(timeline.iterations, key=timeline.seconds)[(len(timeline.iterations) - 1) // 2]
@@ -99,20 +99,20 @@ def draw(timeline: Timeline, measures: Measures) -> str:
 
 
 def _measured(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[list[_Bar]]:
-    """The bars of each rank."""
+    """The bars of each rank: its events in ``iteration``."""
     zero = min(event.begin for rank in ranks for event in timeline.instructions(rank, iteration))
-    found: list[list[_Bar]] = [[] for _ in ranks]
-    for bars, rank in zip(found, ranks, strict=True):
+    rows: list[list[_Bar]] = [[] for _ in ranks]
+    for bars, rank in zip(rows, ranks, strict=True):
         for event in timeline.events[rank]:
             if event.iteration == iteration and event.layer is None:
                 number = event.micro_batch if event.category in _PASSES.values() else None
                 times = (1000 * (event.begin - zero), 1000 * (event.end - zero))
                 bars.append(_Bar(*times, event.category, number))
-    return found
+    return rows
 
 
 def _theory(schedule: Schedule, seconds: PassSeconds) -> _Rows:
-    """A row for each stage, in which each pass begins as early as it can; every other chunk of a stage is paler."""
+    """Rows of the simulated schedule, one for each stage; every other chunk of a stage is paler."""
     rows: dict[int, list[_Bar]] = {}
     for stage, action, begin, end in simulate(schedule, seconds):
         opacity = 0.5 if action.chunk // schedule.stages % 2 else 1.0
@@ -124,7 +124,7 @@ def _theory(schedule: Schedule, seconds: PassSeconds) -> _Rows:
 def _draw_rows(
     figure: "Figure", all_axes: Sequence["Axes"], charts: Sequence[tuple[str, _Rows]], *, is_divided: bool
 ) -> None:
-    """A chart on each of ``all_axes``, all on one scale of time. Collectives are thin bars inside of their passes."""
+    """Draw a chart on each of ``all_axes``, with a common time axis. Collectives are thin bars inside their passes."""
     from matplotlib.patches import Patch
 
     length = max(bar.end for _, rows in charts for _, bars in rows for bar in bars)
@@ -140,9 +140,9 @@ def _draw_rows(
                     axes.text((bar.begin + bar.end) / 2, y, str(bar.number), ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set(title=title, xlim=(0, length), ylim=(len(rows) - 0.5, -0.5), facecolor="#f4f4f4")
-    words = {**_WORDS, "backward": "input gradients"} if is_divided else _WORDS
+    names = {**_LABELS, "backward": "input gradients"} if is_divided else _LABELS
     kinds = dict.fromkeys(bar.kind for _, rows in charts for _, bars in rows for bar in bars)
-    labels = {words.get(kind, kind): _COLORS[kind] for kind in kinds}
+    labels = {names.get(kind, kind): _COLORS[kind] for kind in kinds}
     handles = [Patch(color=color, label=label) for label, color in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
 
@@ -161,16 +161,16 @@ def _headline(timeline: Timeline, measures: Measures) -> str:
 
 
 def _draw_table(axes: "Axes", labels: Sequence[str], ranks: Sequence[Mapping[str, float]], seconds: float) -> None:
-    """Milliseconds of an iteration and their share, for each rank."""
+    """Draw a table of milliseconds of an iteration and their shares, with a row for each rank."""
     cells = [[f"{rank[share] * 1000:.1f} ({rank[share] / seconds:.0%})" for share in SHARES] for rank in ranks]
     axes.axis("off")
     axes.table(cells, rowLabels=labels, colLabels=SHARES, loc="center", edges="horizontal")
 
 
 def draw_schedules(schedules: Sequence[Schedule]) -> str:
-    """A chart for each of ``schedules``, in which F, I and W of a stage take equally long, all on one scale of time.
+    """A chart for each of ``schedules``, in which F, I and W of a stage take equally long, with a common time axis.
 
-    Of a schedule with many micro-batches the first ones are drawn.
+    Of a schedule with many micro-batches only the first ones are drawn.
     """
     from matplotlib.figure import Figure
 
@@ -190,9 +190,9 @@ def draw_schedules(schedules: Sequence[Schedule]) -> str:
 
 
 def draw_expert_loads(loads: Mapping[int, Mapping[int, Points]]) -> str:
-    """A map of each layer, with a row for each expert and a column for one or more iterations; of many layers some.
+    """A heat map for each layer (at most ``_MOST_MAPS``), with a row for each expert and columns of iterations.
 
-    Blue is no token, white an equal share, red twice that or more.
+    Blue is no token, white an equal share, red twice the equal share or more.
     """
     import numpy as np
     from matplotlib import colormaps
@@ -222,12 +222,12 @@ def draw_expert_loads(loads: Mapping[int, Mapping[int, Points]]) -> str:
 def draw_curves(
     runs: Mapping[str, Mapping[str, Points]], baselines: Mapping[str, float] = MappingProxyType({}), title: str = ""
 ) -> "Figure":
-    """The loss above, and a panel for each other quantity that a run has; a color for each run.
+    """The losses, and below them a panel for each other metric of the runs; each run has a color.
 
     Args:
-        runs: by name, the points of each of ``CURVE_KEYS``.
-        baselines: losses to draw as dashed lines.
-        title: of the whole picture.
+        runs: name of a run to its points for each of ``CURVE_KEYS``.
+        baselines: losses to draw as dashed lines, by name.
+        title: title of the figure.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -249,7 +249,7 @@ def draw_curves(
 
 
 def _draw_losses(axes: "Axes", runs: Mapping[str, Mapping[str, Points]], baselines: Mapping[str, float]) -> None:
-    """Training losses as lines, validation losses as lines with dots, baselines dashed."""
+    """Draw training losses as lines, validation losses as lines with dots, and baselines as dashed lines."""
     for number, (name, series) in enumerate(runs.items()):
         prefix = f"{name}: " if len(runs) > 1 else ""
         training, validation = series["lm_loss"], series["validation_loss"]
@@ -267,7 +267,7 @@ def _draw_losses(axes: "Axes", runs: Mapping[str, Mapping[str, Points]], baselin
 
 
 def _draw_panel(axes: "Axes", curves: Sequence[Points], panel: Panel) -> None:
-    """One quantity of all runs."""
+    """Draw one metric of all runs."""
     from matplotlib.ticker import EngFormatter
 
     for number, points in enumerate(curves):
@@ -282,7 +282,7 @@ def _draw_panel(axes: "Axes", curves: Sequence[Points], panel: Panel) -> None:
 
 
 def _plot(axes: "Axes", points: Points, **style: Any) -> None:
-    """A line through the points; adjacent points are averaged if there are more than can be distinguished."""
+    """Draw a line through the points; adjacent points are averaged if there are more than ``_MOST_POINTS``."""
     import numpy as np
 
     parts = np.array_split(list(points.items()), min(len(points), _MOST_POINTS))

@@ -1,6 +1,6 @@
-"""The timeline of a traced run: where ranks spend their time, the pipeline bubble, and the seconds of each layer.
+"""The timeline of a traced run: the time that ranks spend in each activity, the pipeline bubble, and layer times.
 
-No torch here.
+Does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ class Event(NamedTuple):
     micro_batch: int | None = None
     phase: int | None = None
     layer: int | None = None
-    """Number of the transformer layer, from 1, if the event is one layer's pass."""
+    """Number of the transformer layer, from 1, if the event is a pass of a layer."""
     collective: str | None = None
-    """Name of the collective, if the event is one."""
+    """Name of the collective, if the event is a collective."""
 
     @property
     def kind(self) -> str:
@@ -46,19 +46,19 @@ class Event(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The ``kind`` of an instruction or layer, collective, or all-to-all, as of tokens to the ranks of experts."""
+        """``kind`` for an instruction or layer; "all-to-all" or "collective" for collectives."""
         if self.collective is None:
             return self.kind
         return "all-to-all" if self.collective.startswith("all_to_all") else "collective"
 
     @property
-    def is_whole(self) -> bool:
+    def is_instruction(self) -> bool:
         """Whether this is an instruction, not a layer or collective inside one."""
         return self.layer is None and self.collective is None
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """Duration in seconds."""
         return self.end - self.begin
 
 
@@ -71,7 +71,7 @@ class Shape:
     schedule: str
     layers: int
     chunks: int = 1
-    """Model chunks of a stage."""
+    """Number of model chunks of a stage."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ class Timeline:
 
     shape: Shape
     coordinates: Sequence[Mapping[str, int]]
-    """Of each rank: its coordinate on each axis of the layout."""
+    """For each rank, its coordinate on each axis of the layout."""
     events: Sequence[Sequence[Event]]
-    """Of each rank, ordered by their end."""
+    """The events of each rank, ordered by their end."""
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The schedule of the passes; None if there is none of this name for that many micro-batches."""
+        """The pipeline schedule; None if its name is unknown, or if it does not support the run's sizes."""
         shape = self.shape
-        form = (shape.schedule, shape.stages, shape.micro_batches, shape.chunks)
-        return Schedule(*form) if shape.schedule in KINDS and has_order(*form) else None
+        arguments = (shape.schedule, shape.stages, shape.micro_batches, shape.chunks)
+        return Schedule(*arguments) if shape.schedule in KINDS and has_order(*arguments) else None
 
     @property
     def iterations(self) -> list[int]:
@@ -100,8 +100,8 @@ class Timeline:
     def pipelines(self) -> list[list[int]]:
         """Ranks of each pipeline, ordered by stage."""
         pipelines: dict[tuple, list[int]] = {}
-        for rank, of_rank in enumerate(self.coordinates):
-            key = tuple((axis, number) for axis, number in sorted(of_rank.items()) if axis != "pipe")
+        for rank, coordinates in enumerate(self.coordinates):
+            key = tuple((axis, number) for axis, number in sorted(coordinates.items()) if axis != "pipe")
             pipelines.setdefault(key, []).append(rank)
         return [sorted(ranks, key=lambda rank: self.coordinates[rank]["pipe"]) for ranks in pipelines.values()]
 
@@ -111,7 +111,7 @@ class Timeline:
 
     def instructions(self, rank: int, iteration: int) -> list[Event]:
         """The instructions that ``rank`` ran in ``iteration``, without the layers and collectives inside them."""
-        return [event for event in self.events[rank] if event.iteration == iteration and event.is_whole]
+        return [event for event in self.events[rank] if event.iteration == iteration and event.is_instruction]
 
 
 def span(events: Sequence[Event]) -> float:
@@ -120,11 +120,11 @@ def span(events: Sequence[Event]) -> float:
 
 
 def unit_seconds(timeline: Timeline) -> list[float]:
-    """Seconds of a micro-batch, forward and backward, in the embeddings, in each layer and in the head with the loss.
+    """Seconds per micro-batch, forward and backward: of the embeddings, each layer, and the head with the loss.
 
-    Layers are timed one by one. The embeddings are the first stage's passes minus its layers, the head the last
-    stage's; if one stage has both, all of it counts as the head. The trace file keeps this list for
-    ``--repartition-from``.
+    Layers are timed individually. The time of the embeddings is that of the first stage's passes minus its layers, the
+    time of the head the same for the last stage; if one stage has both, all counts as the head. The trace file stores
+    this list for ``--repartition-from``.
     """
     layers = [_layer_seconds(timeline, number) for number in range(1, timeline.shape.layers + 1)]
     ends = [min(pipeline[end] for pipeline in timeline.pipelines) for end in (0, -1)]
@@ -147,7 +147,7 @@ def _layer_seconds(timeline: Timeline, layer: int) -> float:
 
 
 def _outside_layers(events: Sequence[Event]) -> float:
-    """Median over a rank's micro-batches of the seconds that its passes spend outside the transformer layers."""
+    """Median over the micro-batches of a rank: seconds of its passes outside the transformer layers."""
     seconds: dict[tuple, float] = {}
     for event in events:
         if event.kind in ("forward", "backward") and not event.collective:
@@ -157,36 +157,35 @@ def _outside_layers(events: Sequence[Event]) -> float:
 
 
 SHARES = ("forward", "backward", "collectives", "all-to-all", "transfer", "reduce", "step", "load", "waiting")
-"""What a rank spends its time on. Collectives only count inside the passes, for example of tensor parallelism, and are
-not counted in forward and backward; all-to-alls, such as of tokens to their experts, count by themselves. Backward are
-all gradients, including the gradients of the weights. A transfer starts when both ranks have started it. Waiting
-is the rest."""
+"""Activities of a rank. Collectives are those inside the passes, for example of tensor parallelism, and are subtracted
+from forward and backward; all-to-alls, such as of tokens to their experts, are counted separately. Backward includes
+the gradients of the weights. A transfer begins when both ranks have started it. Waiting is the remaining time."""
 PASSES, COMMUNICATION = SHARES[:4], SHARES[2:6]
-"""The shares that add up to the passes of a stage, and the shares that are communication."""
+"""The shares that make up the passes of a stage, and the shares that are communication."""
 _PARTNERS = {
     "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
     "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1),
 }  # fmt: skip
-"""For each end of a transfer: the instruction at the other end, and the difference of the numbers of the chunks."""
+"""For each transfer instruction: the instruction at the other end, and the offset of that end's model chunk."""
 _COMPUTING = ("forward", "backward", "weights")
 """Categories of the passes."""
 
 
 class Measures(NamedTuple):
-    """Medians over the traced iterations, and means over the pipelines."""
+    """Performance measures: medians over the traced iterations, and means over the pipelines."""
 
     seconds: float
-    """Of an iteration, from its first instruction to its last."""
+    """Duration of an iteration, from its first instruction to its last."""
     bubble: float
-    """Share of the time from the first forward pass to the last backward pass in which stages run neither."""
+    """Idle share of the stages between the first forward pass and the last backward pass."""
     theory: float | None
-    """The same where all passes of a kind take equally long, as their medians do; None without a known schedule."""
+    """The bubble of the ideal schedule, in which passes of a kind take equally long; None for unknown schedules."""
     imbalance: float
     """Time in passes of the slowest stage, divided by the mean over the stages."""
     communication: float
     """Share of an iteration that ranks spend in collectives, in transfers between stages, and in the reduction."""
     ranks: tuple[dict[str, float], ...]
-    """Of each rank: seconds of an iteration for each of ``SHARES``."""
+    """For each rank, seconds of an iteration in each of ``SHARES``."""
 
 
 def measure(timeline: Timeline) -> Measures:
@@ -194,7 +193,7 @@ def measure(timeline: Timeline) -> Measures:
     iterations, pipelines = timeline.iterations, timeline.pipelines
     spent = [_spent(timeline, iteration) for iteration in iterations]
     ranks = tuple(
-        {share: median(of_ranks[rank][share] for of_ranks in spent) for share in SHARES}
+        {share: median(iteration[rank][share] for iteration in spent) for share in SHARES}
         for rank in range(len(timeline.coordinates))
     )
     seconds = median(map(timeline.seconds, iterations))
@@ -219,9 +218,9 @@ def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> floa
 
 
 def pass_seconds(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> PassSeconds:
-    """Seconds of the passes of a model chunk: the mean over the stages of their medians.
+    """Seconds of each kind of pass of a model chunk: medians over passes, averaged over the stages.
 
-    A backward pass that is not split counts as one of inputs.
+    A backward pass that is not split counts as the backward pass of the inputs.
     """
     medians = {
         kind: mean(
@@ -241,9 +240,9 @@ def _theory(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> floa
 
 
 def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
-    """Of each rank: the seconds of ``iteration`` for each of ``SHARES``."""
+    """For each rank, the seconds of ``iteration`` spent in each of ``SHARES``."""
     span = timeline.seconds(iteration)
-    of_ranks: list[dict[str, float]] = [{} for _ in timeline.coordinates]
+    by_rank: list[dict[str, float]] = [{} for _ in timeline.coordinates]
     for pipeline in timeline.pipelines:
         stages = [
             {(event.name, event.micro_batch, event.phase): event for event in timeline.instructions(rank, iteration)}
@@ -258,15 +257,15 @@ def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
                     spent[_share(event)] += event.seconds
                 elif event.name in _PARTNERS:
                     spent["transfer"] += _transfer(timeline.schedule, event, stage, stages)
-                if event.kind == "backward":  # DeepSpeedEngine reduces inside it
+                if event.kind == "backward":  # DeepSpeedEngine reduces gradients inside it
                     spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
             for event in timeline.events[rank]:
                 if event.iteration == iteration and event.collective and event.kind in _COMPUTING:
                     spent["collectives" if event.category == "collective" else "all-to-all"] += event.seconds
                     spent[_share(event)] -= event.seconds
             spent["waiting"] = max(span - sum(spent.values()), 0.0)
-            of_ranks[rank] = spent
-    return of_ranks
+            by_rank[rank] = spent
+    return by_rank
 
 
 def _share(event: Event) -> str:
@@ -274,7 +273,7 @@ def _share(event: Event) -> str:
 
 
 def _transfer(schedule: Schedule | None, event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]]) -> float:
-    """Seconds of this end of a transfer after the other end has started; 0 if the transfer went through a queue."""
+    """Seconds of a transfer instruction after the other end has started; 0 if the two ends cannot be matched."""
     if schedule is None:
         return 0.0
     name, offset = _PARTNERS[event.name]

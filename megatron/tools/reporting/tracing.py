@@ -1,4 +1,4 @@
-"""Traces and profiles of chosen iterations: ``--trace`` and ``--profile-steps``."""
+"""Callbacks that trace and profile chosen iterations: ``--trace`` and ``--profile-steps``."""
 
 import errno
 import socket
@@ -83,7 +83,7 @@ class Profiler(Callback):
                 print(f"  wrote the profile to {self._folder}: profile-rank*.txt and .json", flush=True)
 
     def _export(self, file: Path) -> None:
-        """Write the timeline. Raises OSError if it is not there then: torch logs why, and renames nothing."""
+        """Write the timeline. Raises OSError if no file results: torch only logs its errors."""
         assert self._profile is not None
         file.unlink(missing_ok=True)
         self._profile.export_chrome_trace(str(file))
@@ -93,7 +93,7 @@ class Profiler(Callback):
 
 
 class Tracer(Callback):
-    """Records the timeline of one rank. Iterations that are not traced run unchanged."""
+    """Records the timeline of this rank. Iterations that are not traced run unchanged."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
         self._run, self._layout, self._module = run, layout, module
@@ -101,7 +101,7 @@ class Tracer(Callback):
         self._steps = steps(run.observe.trace_steps)
         self._step = self._iteration = 0
         self._zero = 0.0
-        """What this rank's clock shows at the start of the timeline."""
+        """Time at the start of the timeline, on this rank's clock."""
         self._instruction = Instruction("")
         self._events: list[Event] = []
 
@@ -144,7 +144,7 @@ class Tracer(Callback):
                 self._write(Timeline(shape, coordinates, events))
 
     def _write(self, timeline: Timeline) -> None:
-        """Write the trace of all ranks, and its picture."""
+        """Write the trace of all ranks, and its chart."""
         from megatron.tools.reporting.pictures import draw
 
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ class Tracer(Callback):
 
 
 def machine() -> str:
-    """A name of the running kernel, whose processes share one monotonic clock."""
+    """An identifier of the running kernel, whose processes share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -197,7 +197,7 @@ def machine() -> str:
 
 
 def seconds_ahead(clock: Callable[[], float], machine: str) -> float:
-    """How far this rank's ``clock`` is ahead of rank 0's; 0.0 on the same ``machine``. Every rank must call it.
+    """Offset of this rank's ``clock`` from rank 0's; 0.0 on the same ``machine``. Every rank must call it.
 
     All ranks leave a barrier at about the same time; the median over several barriers removes most of the noise. All
     ranks of a machine use the measurement of its first rank.
@@ -206,10 +206,10 @@ def seconds_ahead(clock: Callable[[], float], machine: str) -> float:
     for _ in range(_CLOCK_ROUNDS):
         dist.barrier()
         stamps.append(clock())
-    of_ranks: list[tuple[str, list[float]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (machine, stamps))
-    first_here = next(times for name, times in of_ranks if name == machine)
-    return median(here - there for here, there in zip(first_here, of_ranks[0][1], strict=True))
+    all_stamps: list[tuple[str, list[float]]] = [("", [])] * dist.get_world_size()
+    dist.all_gather_object(all_stamps, (machine, stamps))
+    first_here = next(times for name, times in all_stamps if name == machine)
+    return median(here - there for here, there in zip(first_here, all_stamps[0][1], strict=True))
 
 
 _RecordLayer = Callable[[int, float, float], None]
@@ -217,9 +217,9 @@ _RecordLayer = Callable[[int, float, float], None]
 
 @contextmanager
 def layers_timed(module: nn.Module, now: Callable[[], float], record: _RecordLayer) -> Iterator[None]:
-    """While inside, call ``record(number, begin, end)`` for each pass through a transformer layer of ``module``.
+    """A context that calls ``record(number, begin, end)`` for each pass through a transformer layer of ``module``.
 
-    A layer's backward pass is from the gradient of its output to the gradient of its input.
+    A layer's backward pass is the time from the gradient of its output to the gradient of its input.
     """
     handles = []
     for layer in module.modules():
@@ -235,7 +235,7 @@ def layers_timed(module: nn.Module, now: Callable[[], float], record: _RecordLay
 
 
 class _LayerTimer:
-    """Times the passes of one layer, which runs one pass at a time."""
+    """Times the forward and backward passes of one layer, which must not overlap."""
 
     def __init__(self, number: int, now: Callable[[], float], record: _RecordLayer) -> None:
         self._number, self._now, self._record = number, now, record
@@ -267,7 +267,7 @@ def _tensor(hidden_states: HiddenStates) -> Tensor:
 
 @contextmanager
 def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
-    """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``."""
+    """A context that calls ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``."""
 
     def timed(name: str, function: Callable) -> Callable:
         def call(*arguments: Any, **options: Any) -> Any:
