@@ -26,23 +26,23 @@ _DATA_FLAGS = ("data_path", "tokenizer_type", "tokenizer_model", "vocab_file", "
 SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
 
 
-def files(one: Candidate) -> dict[str, str]:
+def files(candidate: Candidate) -> dict[str, str]:
     """Files that start the layout: name to text."""
-    config = parse_run(one.command, one.request.environ, one.request.architecture).ds_config
+    config = parse_run(candidate.command, candidate.request.environ, candidate.request.architecture).ds_config
     return {
-        SCRIPT: script(one),
+        SCRIPT: script(candidate),
         JSON_FILE: json.dumps(config, indent=2) + "\n",
-        HOSTFILE: hostfile(one),
-        ACCELERATE_FILE: accelerate_config(one),
+        HOSTFILE: hostfile(candidate),
+        ACCELERATE_FILE: accelerate_config(candidate),
     }
 
 
-def accelerate_config(one: Candidate) -> str:
+def accelerate_config(candidate: Candidate) -> str:
     """An ``accelerate launch`` config that starts the same processes on the same hosts.
 
     All other settings come from the DeepSpeed JSON, which ``Accelerator`` reads as well.
     """
-    hosts = -(-one.request.devices // one.request.machine.per_node)
+    hosts = -(-candidate.request.devices // candidate.request.machine.per_node)
     of_hosts = f"  deepspeed_hostfile: {HOSTFILE}\n  deepspeed_multinode_launcher: pdsh\n" if hosts > 1 else ""
     return f"""\
 # LAUNCHER=accelerate ./{SCRIPT}, or in this folder: accelerate launch --config_file {ACCELERATE_FILE} ...
@@ -50,33 +50,39 @@ compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 deepspeed_config:
   deepspeed_config_file: {JSON_FILE}
-{of_hosts}  zero3_init_flag: {str(one.run.zero.zero_stage == 3).lower()}
+{of_hosts}  zero3_init_flag: {str(candidate.run.zero.zero_stage == 3).lower()}
 num_machines: {hosts}
-num_processes: {one.request.devices}
+num_processes: {candidate.request.devices}
 machine_rank: 0
 main_process_port: 29500
-use_cpu: {str(one.request.machine.device.accelerator == "cpu").lower()}
+use_cpu: {str(candidate.request.machine.device.accelerator == "cpu").lower()}
 """
 
 
-def hostfile(one: Candidate) -> str:
+def hostfile(candidate: Candidate) -> str:
     """A hostfile with placeholder names and enough hosts for the devices."""
-    per_node, devices = one.request.machine.per_node, one.request.devices
+    per_node, devices = candidate.request.machine.per_node, candidate.request.devices
     slots = [min(per_node, devices - first) for first in range(0, devices, per_node)]
     return "".join(f"host{number} slots={count}\n" for number, count in enumerate(slots, 1))
 
 
-def script(one: Candidate) -> str:
+def script(candidate: Candidate) -> str:
     """A shell script that starts the run and passes on its arguments; LAUNCHER selects deepspeed or accelerate.
 
     With --explain or --dry-run it needs no launcher, hosts, devices or data.
     """
-    program, devices, accelerator = one.request.program, one.request.devices, one.request.machine.device.accelerator
-    several = devices > one.request.machine.per_node
+    program, devices, accelerator = (
+        candidate.request.program,
+        candidate.request.devices,
+        candidate.request.machine.device.accelerator,
+    )
+    several = devices > candidate.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
-    data = {name: value for name, value in one.given.items() if name in _DATA_FLAGS}
-    flags = "".join(f" \\\n    {shlex.join(value.arguments)}" for name, value in one.given.items() if name not in data)
+    data = {name: value for name, value in candidate.given.items() if name in _DATA_FLAGS}
+    flags = "".join(
+        f" \\\n    {shlex.join(value.arguments)}" for name, value in candidate.given.items() if name not in data
+    )
     index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
     return f"""\
 #!/usr/bin/env bash
@@ -97,7 +103,7 @@ for argument in "$@"; do
         set -- --world-size {devices} "$@"
         if [ ! -e {shlex.quote(index)} ]; then
             echo "{SCRIPT}: there is no {index} yet: $argument with --mock-data" >&2
-            data=(--mock-data --vocab-size {one.request.vocab_size})
+            data=(--mock-data --vocab-size {candidate.request.vocab_size})
         fi
         break
     fi
@@ -132,15 +138,15 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     yield from ("", *_reasons_against_others(plan, request))
 
 
-def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[str]:
+def describe_candidate(candidate: Candidate, memories: Sequence[Memory]) -> Iterator[str]:
     """Memory by stage, time and traffic of one layout, as lines."""
     yield "memory of a rank of each stage"
     yield from stage_table(memories)
-    yield f"\nof {duration(one.timing.total)} per step: {_shares(one)}"
-    yield f"a rank sends at most, each step: {_sent(one)}"
-    yield f"as in the log of the run: {_progress_line(one)}"
-    if one.run.model.vision_num_layers:
-        yield _encoder(one.run)
+    yield f"\nof {duration(candidate.timing.total)} per step: {_shares(candidate)}"
+    yield f"a rank sends at most, each step: {_sent(candidate)}"
+    yield f"as in the log of the run: {_progress_line(candidate)}"
+    if candidate.run.model.vision_num_layers:
+        yield _encoder(candidate.run)
 
 
 def _encoder(run: RunConfig) -> str:
@@ -194,28 +200,28 @@ def as_json(plan: Plan, request: Request, top: int) -> dict[str, Any]:
         "room_bytes": request.room,
         "tokens": request.tokens,
         "looked_at": plan.looked_at,
-        "fitting": [_as_json(one, with_stages=number < top) for number, one in enumerate(plan.fitting)],
-        "superseded": [_as_json(one, with_stages=False) for one in plan.superseded],
-        "too_large": [_as_json(one, with_stages=False) for one in plan.too_large],
+        "fitting": [_as_json(candidate, with_stages=number < top) for number, candidate in enumerate(plan.fitting)],
+        "superseded": [_as_json(candidate, with_stages=False) for candidate in plan.superseded],
+        "too_large": [_as_json(candidate, with_stages=False) for candidate in plan.too_large],
         "rejections": [asdict(rejection) for rejection in plan.rejections],
     }
 
 
-def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
+def _as_json(candidate: Candidate, *, with_stages: bool) -> dict[str, Any]:
     entry = {
-        **layout_of(one),
-        "memory_bytes": {**one.memory.parts(), "total": one.memory.total},
-        "bubble": one.bubble,
-        "sent_bytes": asdict(one.traffic),
-        "links": _links(one),
-        "seconds": {**one.timing.shares, "total": one.timing.total},
-        "flops_per_device": one.flops_per_device,
-        "mfu": one.mfu,
-        "days": one.days,
-        "arguments": one.command,
+        **layout_of(candidate),
+        "memory_bytes": {**candidate.memory.parts(), "total": candidate.memory.total},
+        "bubble": candidate.bubble,
+        "sent_bytes": asdict(candidate.traffic),
+        "links": _links(candidate),
+        "seconds": {**candidate.timing.shares, "total": candidate.timing.total},
+        "flops_per_device": candidate.flops_per_device,
+        "mfu": candidate.mfu,
+        "days": candidate.days,
+        "arguments": candidate.command,
     }
     if with_stages:
-        stages = stage_memory(one.run)
+        stages = stage_memory(candidate.run)
         entry["stages"] = [
             {"parameters": stage.parameters, "trained": stage.trained, **stage.parts(), "total": stage.total}
             for stage in stages
@@ -223,9 +229,9 @@ def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
     return entry
 
 
-def layout_of(one: Candidate) -> dict[str, Any]:
+def layout_of(candidate: Candidate) -> dict[str, Any]:
     """The settings of a layout by name."""
-    run, parallel = one.run, one.run.parallel
+    run, parallel = candidate.run, candidate.run.parallel
     return {
         "tensor_parallel": parallel.model_parallel_size,
         "pipeline_parallel": parallel.pipe_parallel_size,
@@ -245,53 +251,53 @@ def layout_of(one: Candidate) -> dict[str, Any]:
 
 def _ranked(shown: Sequence[Candidate]) -> list[str]:
     """The table of the ``shown`` layouts; column heads have units that fit the values."""
-    memory, memory_prefix = prefix_of(max(one.memory.total for one in shown))
-    sent, sent_prefix = prefix_of(min(max(one.traffic.total for one in shown), GB))
-    speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
-    step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
+    memory, memory_prefix = prefix_of(max(candidate.memory.total for candidate in shown))
+    sent, sent_prefix = prefix_of(min(max(candidate.traffic.total for candidate in shown), GB))
+    speed, speed_prefix = prefix_of(min(max(candidate.flops_per_device for candidate in shown), TERA))
+    step, seconds = (1.0, "s") if max(candidate.timing.total for candidate in shown) >= 1 else (1e-3, "ms")
     rows = []
-    for number, one in enumerate(shown, 1):
-        t, p, c, e, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
+    for number, candidate in enumerate(shown, 1):
+        t, p, c, e, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(candidate).values()
         rows.append({
             "": number, "TP": t, "PP": p or 1, "CP": c, "EP": e, "DP": d, "ZeRO": zero, "SP": "yes" if cut else "no",
             "recompute": recompute or "none", "micro": micro, "gas": gas,
             "schedule": f"{schedule}{chunks if schedule == 'interleaved' else ''}" if schedule else "-",
-            f"memory {memory_prefix}B": f"{one.memory.total / memory:.1f}", "bubble": f"{one.bubble:.1%}",
-            f"sent {sent_prefix}B": f"{one.traffic.total / sent:.3g}",
-            f"step {seconds}": f"{one.timing.total / step:.3g}",
-            f"{speed_prefix}FLOP/s": f"{one.flops_per_device / speed:.3g}", "MFU": f"{one.mfu:.1%}",
-            "days": f"{one.days:.3g}",
+            f"memory {memory_prefix}B": f"{candidate.memory.total / memory:.1f}", "bubble": f"{candidate.bubble:.1%}",
+            f"sent {sent_prefix}B": f"{candidate.traffic.total / sent:.3g}",
+            f"step {seconds}": f"{candidate.timing.total / step:.3g}",
+            f"{speed_prefix}FLOP/s": f"{candidate.flops_per_device / speed:.3g}", "MFU": f"{candidate.mfu:.1%}",
+            "days": f"{candidate.days:.3g}",
         })  # fmt: skip
     used = [name for name in rows[0] if name not in ("CP", "EP") or any(row[name] > 1 for row in rows)]
     return aligned([used, *([str(row[name]) for name in used] for row in rows)])
 
 
-def _progress_line(one: Candidate) -> str:
+def _progress_line(candidate: Candidate) -> str:
     """The estimates in the form of the run's progress line."""
-    train, seconds = one.run.train, one.timing.total
-    tokens = train.global_batch_size * one.run.data.seq_length / seconds
-    speed = hardware_flops(one.run) / seconds / one.request.devices
+    train, seconds = candidate.run.train, candidate.timing.total
+    tokens = train.global_batch_size * candidate.run.data.seq_length / seconds
+    speed = hardware_flops(candidate.run) / seconds / candidate.request.devices
     parts = [f"step {duration(seconds)}", f"{tokens:,.0f} tokens/s", with_prefix(speed, "FLOP/s")]
-    return " | ".join([*parts, f"memory {with_prefix(one.memory.total, 'B')}"])
+    return " | ".join([*parts, f"memory {with_prefix(candidate.memory.total, 'B')}"])
 
 
-def _shares(one: Candidate) -> str:
-    total = one.timing.total
-    return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in one.timing.shares.items())
+def _shares(candidate: Candidate) -> str:
+    total = candidate.timing.total
+    return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in candidate.timing.shares.items())
 
 
-def _sent(one: Candidate) -> str:
-    links = _links(one)
+def _sent(candidate: Candidate) -> str:
+    links = _links(candidate)
     return ", ".join(
         f"{name} {with_prefix(amount, 'B')} ({links[name]})"
-        for name, amount in asdict(one.traffic).items()
+        for name, amount in asdict(candidate.traffic).items()
         if amount or name not in ("experts", "sequence")
     )
 
 
-def _links(one: Candidate) -> dict[str, str]:
+def _links(candidate: Candidate) -> dict[str, str]:
     """Kind of traffic to the link that it uses: the network if a group spans several hosts."""
-    per_node, ranks = one.request.machine.per_node, spans(one.run.parallel)
+    per_node, ranks = candidate.request.machine.per_node, spans(candidate.run.parallel)
     return {name: "on a host" if span <= per_node else "between hosts" for name, span in ranks.items()}
 
 

@@ -147,15 +147,16 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
     A schedule that is given is kept.
     """
     rejected: dict[str, Rejection] = {}
-    candidates = [one for flags in _layouts(request) for one in _with_micro_batches(request, flags, rejected)]
+    candidates = [layout for flags in _layouts(request) for layout in _with_micro_batches(request, flags, rejected)]
     if any_schedule and "pipeline_schedule" not in request.given:
         candidates = list(map(with_schedule, candidates))
     fitting = sorted(
-        (one for one in candidates if one.fits), key=lambda one: (one.timing.total, one.memory.total, len(one.given))
+        (layout for layout in candidates if layout.fits),
+        key=lambda layout: (layout.timing.total, layout.memory.total, len(layout.given)),
     )
     return Plan(
         *_listed(fitting),
-        sorted((one for one in candidates if not one.fits), key=lambda one: one.memory.total),
+        sorted((layout for layout in candidates if not layout.fits), key=lambda layout: layout.memory.total),
         sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
     )
 
@@ -167,7 +168,7 @@ ALIKE = 0.05
 def _simplest_first(fastest_first: Sequence[Candidate]) -> list[Candidate]:
     """Candidates about as fast as the first one, the simplest first; then the others by time."""
     enough = (1 + ALIKE) * fastest_first[0].timing.total if fastest_first else 0.0
-    return sorted(fastest_first, key=lambda one: _parts(one.run) if one.timing.total <= enough else math.inf)
+    return sorted(fastest_first, key=lambda layout: _parts(layout.run) if layout.timing.total <= enough else math.inf)
 
 
 def _parts(run: RunConfig) -> int:
@@ -192,17 +193,17 @@ def _listed(fastest_first: Sequence[Candidate]) -> tuple[list[Candidate], list[C
     Listed are, for the same parallel sizes, the simplest of the fastest, and others with clearly less memory.
     """
     by_sizes, listed, others = defaultdict[tuple, list[Candidate]](list), list[Candidate](), list[Candidate]()
-    for one in fastest_first:
-        by_sizes[_sizes(one.run.parallel)].append(one)
+    for candidate in fastest_first:
+        by_sizes[_sizes(candidate.run.parallel)].append(candidate)
     for same_sizes in by_sizes.values():
         least = math.inf
-        for one in _simplest_first(same_sizes):
-            if one.memory.total < _LESS * least:
-                least = one.memory.total
-                listed.append(one)
+        for candidate in _simplest_first(same_sizes):
+            if candidate.memory.total < _LESS * least:
+                least = candidate.memory.total
+                listed.append(candidate)
             else:
-                others.append(one)
-    return _simplest_first(sorted(listed, key=lambda one: one.timing.total)), others
+                others.append(candidate)
+    return _simplest_first(sorted(listed, key=lambda candidate: candidate.timing.total)), others
 
 
 def _sizes(parallel: ParallelConfig) -> tuple[int, ...]:
@@ -347,4 +348,4 @@ def _with_other_schedules(parallel: ParallelConfig, layers: int) -> tuple[Parall
             layouts.append(replace(virtual, pipeline_partition=",".join(map(str, (0, *[1] * layers, 0)))))
         elif chunks * -(-layers // (stages * chunks)) == -(-layers // stages):  # most chunks are equal
             layouts.append(virtual)
-    return tuple(one for one in layouts if one.model_chunks <= layers or explicit(one.pipeline_partition))
+    return tuple(layout for layout in layouts if layout.model_chunks <= layers or explicit(layout.pipeline_partition))
