@@ -138,7 +138,7 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
         kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
     data = replace(data, tokenizer_type=kind)
     if kind not in (NULL_TOKENIZER, *PUBLISHED) and "vocab_size" in provided:
-        if provided["vocab_size"].source.startswith("--load-hf "):  # of config.json, and without effect here
+        if provided["vocab_size"].source.startswith("--load-hf "):  # from config.json, and without effect here
             data = replace(data, vocab_size=None)
     files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
     data = replace(data, vocab_file=files[0], merge_file=files[1])

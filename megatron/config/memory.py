@@ -1,4 +1,4 @@
-"""What training keeps in memory: precision, ZeRO and activation checkpointing."""
+"""Settings that determine memory: precision, ZeRO and activation checkpointing."""
 
 from dataclasses import dataclass
 from functools import partial

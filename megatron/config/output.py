@@ -1,4 +1,4 @@
-"""What a run writes: checkpoints, logs, timelines and profiles."""
+"""Settings of a run's outputs: checkpoints, logs, timelines and profiles."""
 
 import re
 from dataclasses import dataclass

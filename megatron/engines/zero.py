@@ -131,16 +131,16 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
 
     @overrides(DeepSpeedZeroOptimizer, "(self)")
     def _link_all_hp_params(self) -> None:
-        """Link weights and their parts of the flat groups, in the order of these.
+        """Link weights with their parts of the flat groups, in the order of the groups.
 
-        DeepSpeed: runtime/zero/stage_1_and_2.py goes by the order of the model in spite of round_robin_gradients:
-        safe_get_full_grad() fails, or has the gradient of another weight.
+        DeepSpeed: runtime/zero/stage_1_and_2.py uses the order of the model in spite of round_robin_gradients:
+        safe_get_full_grad() fails, or returns the gradient of another weight.
         Test: tests/training/test_measurements.py. Remove when it passes round_robin_bit16_groups.
         """
-        of_model = self.bit16_groups
+        model_order = self.bit16_groups
         self.bit16_groups = self.round_robin_bit16_groups
         super()._link_all_hp_params()
-        self.bit16_groups = of_model
+        self.bit16_groups = model_order
 
     @cached_property
     def _has_buckets(self) -> bool:

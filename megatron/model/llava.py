@@ -71,8 +71,8 @@ class PatchEmbedding(nn.Module):
 
 @cache
 def _mean_and_deviation(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``PIXELS`` of ``kind``, [3] each: copied to the device once, for which the host waits."""
-    mean, deviation = (torch.tensor(three, device=device) for three in PIXELS[kind])
+    """Mean and standard deviation of pixels, [3] each. Cached, since the host waits for the copy to the device."""
+    mean, deviation = (torch.tensor(channels, device=device) for channels in PIXELS[kind])
     return mean, deviation
 
 

@@ -101,7 +101,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, direction: int) -> Tensor:
-    """Rotated by the angles for ``direction`` 1, and back for -1."""
+    """``x`` rotated by the angles for ``direction`` 1, or rotated back for -1."""
     half = cosines.size(-1)
     sizes = [half, half, x.size(-1) - 2 * half]
     first, second, rest = x.split(sizes, dim=-1)

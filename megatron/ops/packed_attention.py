@@ -160,7 +160,7 @@ def keep_on_host(tensor: Tensor, host: Tensor) -> Tensor:
 
 
 def as_int32(tokens: Tensor) -> Tensor:
-    """``tokens`` in the type in which they travel between stages; if they are on the host, too, so is the result."""
+    """``tokens`` as int32, the type sent between stages. A copy kept on the host is kept for the result, too."""
     host = cached_for(tokens, "on host", lambda: None)
     return tokens.int() if host is None else keep_on_host(tokens.int(), host.int())
 

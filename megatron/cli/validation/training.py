@@ -29,10 +29,10 @@ def zero_with_pipeline(run: RunConfig) -> Messages:
 
 @rule(only_warns=True)
 def overlaps(run: RunConfig) -> Messages:
-    """Ranks communicate gradients and weights beside passes only where these allow it.
+    """Gradients and weights are communicated during passes only if they are ready by then.
 
-    With --tiled-mlp a weight gets several gradients in a backward pass, with zbh1 and zbv it gets them after that. An
-    optimizer on the CPU has the weights there.
+    With --tiled-mlp a weight gets several gradients in a backward pass, with zbh1 and zbv it gets them after the pass.
+    An offloaded optimizer updates the weights on the CPU.
     """
     zero, schedule = run.zero, run.parallel.pipeline_schedule
     if zero.zero_overlap_comm and zero.zero_stage < 3 and not run.overlaps_grad_reduce:

@@ -1,4 +1,4 @@
-"""Decoding: choose the next tokens by sampling or beam search.
+"""Decoding: chooses the next tokens by sampling or beam search.
 
 v vocabulary
 """

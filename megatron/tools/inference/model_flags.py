@@ -111,7 +111,7 @@ def source_of(
     ]
     kind = args.tokenizer_type and tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
     if kind is not None and type(source.tokenizer) is not TOKENIZERS[kind]:
-        problems.append(f"--tokenizer-type {args.tokenizer_type} is not that of {source.name}: leave it out")
+        problems.append(f"--tokenizer-type {args.tokenizer_type} is not the tokenizer of {source.name}: leave it out")
     if problems:
         raise ConfigError(problems)
     chosen = {name: value for name in _OVERRIDES if (value := getattr(args, name)) is not None}

@@ -1,4 +1,4 @@
-"""Open the path of a model: read its configuration and its tokenizer. Does not import torch."""
+"""Opens the path of a model: reads its configuration and its tokenizer. Does not import torch."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Read and write the files of a run that its report shows: metrics, trace.json and run.json."""
+"""Reads and writes the files of a run that its report shows: metrics, trace.json and run.json."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Parse and check requests of OpenAI's completions and chat completions APIs, and tokenize their prompts.
+"""Parses and checks requests of OpenAI's completions and chat completions APIs, and tokenizes their prompts.
 
 Does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Reduce a layout whose results differ from one process to the smallest such layout, and locate the operation at fault.
+"""Reduces a layout that differs from one process to the smallest such layout, and locates the operation at fault.
 
 A layout is smaller if it has fewer ranks, or as many ranks along fewer axes. Each smaller layout is trained up to the
 first iteration that differs, and this iteration is recorded.

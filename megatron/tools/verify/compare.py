@@ -1,4 +1,4 @@
-"""Compare what two runs computed: losses, gradient norms, the gradients of the first step and the weights.
+"""Compares the results of two runs: losses, gradient norms, the gradients of the first step, and the weights.
 
 Comparing only the final weights misleads. Adam normalizes gradients, so an element whose gradient is pure rounding
 error makes a step as long as any other, in a direction that depends on how the layout rounds. Gradients of the first

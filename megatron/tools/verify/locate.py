@@ -1,4 +1,4 @@
-"""Find the first tensor of an iteration that differs from one process, and the operation that computed it."""
+"""Finds the first tensor of an iteration that differs from one process, and the operation that computed it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Record an iteration on each rank of a run: the outputs of all modules, their gradients, and collectives.
+"""Records an iteration on each rank of a run: the outputs of all modules, their gradients, and collectives.
 
 A tensor's name is the number of its layer in the model and the path of its module in the layer, which are the same on
 every layout. A module that tied layers share has the number of the layer in which it runs.

@@ -1,4 +1,4 @@
-"""Train on one layout after the other, compare each with its reference, and report the differences."""
+"""Trains on one layout after the other, compares each with its reference, and reports the differences."""
 
 import dataclasses
 import math

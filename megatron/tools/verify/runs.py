@@ -1,4 +1,4 @@
-"""Train on a layout by the command line of a program, and read the results from its metrics and checkpoints.
+"""Trains on a layout by the command line of a program, and reads the results from its metrics and checkpoints.
 
 On a CPU the ranks are forks of one process that has imported torch and DeepSpeed, and start within a second. On a GPU
 each rank is a new process, since CUDA does not survive a fork.

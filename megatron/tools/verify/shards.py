@@ -1,4 +1,4 @@
-"""Compare the recordings of a layout's ranks with the shards that they should have of the tensors of one process.
+"""Compares the recordings of a layout's ranks with the shards that they should have of the tensors of one process.
 
 The shard that a rank should have follows from the shapes of the full tensor and of the shard, and from its coordinates.
 """
