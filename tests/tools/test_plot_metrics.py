@@ -44,7 +44,7 @@ def test_two_runs_and_a_baseline_in_one_vector_picture(tool: Callable, metrics: 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b'{"iteration": 1, "lm_loss": 2}\n{"iteration": 2, "lm', "run.jsonl:2: not JSON"),
+        (b'{"iteration": 1, "lm_loss": 2}\n{"iteration": 2, "lm\n', "run.jsonl:2: not JSON"),
         (b'{"iteration": 1, "lm_loss": 1e308}', "run.jsonl: no lm_loss and no validation_loss to draw"),
         (
             b'{"iteration": 1%s, "lm_loss": 1}' % (b"0" * 400),
