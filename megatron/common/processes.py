@@ -222,7 +222,7 @@ def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_
         os._exit(code)
 
 
-def at_once(steps: Sequence[Callable[[], object]], what: str) -> None:
+def run_in_processes(steps: Sequence[Callable[[], object]], what: str) -> None:
     """Call all ``steps``, each in a process of its own, which sees the memory of this one as it is now.
 
     What they write into mapped files is there afterwards, and nothing else. Raises ResourceError if one fails.

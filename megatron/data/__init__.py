@@ -1,1 +1,1 @@
-"""From text on disk to batches of tokens: the indexed data set, the order of samples, the loader."""
+"""The data pipeline: indexed data sets of tokens, the order of samples, and the loader of micro-batches."""

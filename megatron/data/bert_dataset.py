@@ -1,8 +1,8 @@
-"""Samples for BERT: two spans of sentences, in their order or swapped, with some of their words masked.
+"""Samples for BERT: two spans of sentences, in their original order or swapped, with some words masked.
 
     [CLS] first span [SEP] second span [SEP] [PAD] ...
 
-Both spans are of one run of sentences: see ``megatron.data.sentence_dataset``.
+Both spans are parts of the same run of sentences: see ``megatron.data.sentence_dataset``.
 
 s sequence
 """
@@ -14,7 +14,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import Source, advice, seed_words, words_of
+from megatron.data.splits import Source, advice, describe_split, seed_words
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
 
@@ -25,15 +25,15 @@ SPECIAL_TOKENS = 3
 
 
 class BertDataset(SentenceDataset):
-    """Samples of pairs of spans.
+    """Samples for BERT: pairs of spans with masked words.
 
-    A sample depends only on the seed and its index. Sample n of every epoch differs: another pair, other masked words.
+    A sample depends only on the seed and its index. Each epoch forms other pairs and masks other words.
     """
 
     def __init__(
         self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
-        """Raises DataError if the vocabulary lacks one of BERT's own tokens."""
+        """Raises DataError if the vocabulary lacks one of BERT's special tokens."""
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
         longest = data.seq_length - SPECIAL_TOKENS
@@ -49,15 +49,15 @@ class BertDataset(SentenceDataset):
             return None
         remedy = advice(data, name, source)
         return (
-            f"{words_of(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no document "
-            f"of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or {remedy}"
+            f"{describe_split(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
+            f"document of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or {remedy}"
         )
 
     def _sample(self, run: Run, index: int) -> np.ndarray:
         """Tokens, token types and labels, int64 [3, s].
 
-        Token types are 0 for [CLS] and the first span, 1 for the second, -1 for padding, each span with its [SEP].
-        Labels are the tokens that were masked, -1 elsewhere, and for [CLS] whether the spans were swapped, 0 or 1.
+        Token types are 0 for [CLS], the first span and its [SEP], 1 for the second and its [SEP], -1 for padding.
+        Labels are the original tokens at masked positions, -1 elsewhere, and at [CLS] 1 if the spans are swapped or 0.
         """
         tokens = self._tokens(run, self._tokenizer.vocab_size)
         first, second, swapped, random = self._pair(run, index)
@@ -68,7 +68,7 @@ class BertDataset(SentenceDataset):
         return self._pair(run, index)[:2]
 
     def _pair(self, run: Run, index: int) -> tuple[range, range, bool, np.random.RandomState]:
-        """The tokens of both spans, counted from the first of ``run``; whether they are swapped; what draws next."""
+        """Both spans as ranges of tokens of ``run``, whether they are swapped, and the generator for what follows."""
         random = np.random.RandomState([*self._seed_words, *seed_words(index)])
         sizes = self.indexed.sizes[run.first : run.end]
         cut = int(sizes[: random.randint(1, len(sizes))].sum())
@@ -100,7 +100,7 @@ def pair_sample(
 
 
 def truncate_pair(a: range, b: range, max_tokens: int, random: np.random.RandomState) -> tuple[range, range]:
-    """Both with ``max_tokens`` in all at most: the longer one is cut first, each token from its start or its end."""
+    """Cut both spans to ``max_tokens`` in total, the longer one first; each token is cut from a random end."""
     length_of_a = min(len(a), max(max_tokens - len(b), max_tokens - max_tokens // 2))
     kept = []
     for tokens, length in ((a, length_of_a), (b, min(len(b), max_tokens - length_of_a))):
@@ -112,24 +112,24 @@ def truncate_pair(a: range, b: range, max_tokens: int, random: np.random.RandomS
 def mask_tokens(
     tokens: np.ndarray, vocabulary: PairVocabulary, mask_prob: float, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """tokens int64 [n] -> the same with a fraction of ``mask_prob`` masked, and labels: those tokens, -1 elsewhere.
+    """tokens int64 [n] -> tokens with a fraction ``mask_prob`` masked, and labels: masked tokens, -1 elsewhere.
 
-    As in BERT (Devlin et al., 2018), of 10 masked tokens 8 become [MASK], one is kept, and one becomes any token.
+    As in BERT (Devlin et al., 2018), 80 % of them become [MASK], 10 % stay, and 10 % become a random token.
     """
     positions = choose_masked(tokens, vocabulary, max(1, round(len(tokens) * mask_prob)), random)
     labels = np.full_like(tokens, -1)
     labels[positions] = tokens[positions]
     draw = random.random_sample(len(positions))
-    any_token = random.randint(0, vocabulary.vocab_size, len(positions))
+    random_tokens = random.randint(0, vocabulary.vocab_size, len(positions))
     masked = tokens.copy()
-    masked[positions] = np.where(draw < 0.8, vocabulary.mask, np.where(draw < 0.9, tokens[positions], any_token))
+    masked[positions] = np.where(draw < 0.8, vocabulary.mask, np.where(draw < 0.9, tokens[positions], random_tokens))
     return masked, labels
 
 
 def choose_masked(
     tokens: np.ndarray, vocabulary: PairVocabulary, most: int, random: np.random.RandomState
 ) -> np.ndarray:
-    """Positions of some whole words of ``tokens``: ``most`` of them, or a little fewer if no word fits."""
+    """Positions of random complete words of ``tokens``: ``most`` positions, or fewer if no further word fits."""
     candidates = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
     # A word whose first tokens were cut off begins after [CLS] or [SEP].
     continues = vocabulary.continues[tokens[candidates]] & (np.diff(candidates, prepend=-1) == 1)

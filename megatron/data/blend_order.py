@@ -1,4 +1,4 @@
-"""The order of a blend: which data set each sample comes from, and which of its samples that is."""
+"""The order of samples in a blend: the data set of each sample, and its index in that data set."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 
 BLEND_WINDOW = 1 << 20
-"""Samples of a blend whose order is computed at a time."""
+"""Samples whose order is computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class BlendWindow:
 
     Attributes:
         shares: share of each data set; they add up to 1.
-        first: samples before the window.
-        length: samples in it.
-        count: returns how many of those before it are of each data set.
+        first: number of samples before the window.
+        length: number of samples in the window.
+        count: returns, for each data set, its number of samples before the window.
     """
 
     shares: tuple[Fraction, ...]
@@ -35,32 +35,34 @@ class BlendWindow:
         return self.count()
 
     def build(self) -> dict[str, np.ndarray]:
-        """``sources`` and ``places``, [length]: the data set of each sample, and how many before it are of the same
-        one."""
+        """``sources`` and ``places``, [length]: the data set of each sample, and the number of earlier samples of the
+        blend from that data set."""
         sources = np.fromiter(_draw(self.shares, self._taken, self.length), np.uint16, self.length)
         return {"sources": sources, "places": self.places(sources)}
 
     def places(self, sources: np.ndarray) -> np.ndarray:
-        """How many samples before each are of the same data set, from the data set of each."""
+        """For each sample, the number of earlier samples from its data set; ``sources`` are the data sets, [length]."""
         places = np.empty(self.length, np.uint32 if self.first + self.length < 1 << 32 else np.int64)
         counts = np.bincount(sources, minlength=len(self.shares))
-        first = np.cumsum(counts) - counts - np.array(self._taken)  # one pass for all data sets, of which many are few
+        first = (
+            np.cumsum(counts) - counts - np.array(self._taken)
+        )  # one pass: a loop over thousands of data sets is slow
         places[np.argsort(sources, kind="stable")] = np.arange(self.length) - np.repeat(first, counts)
         return places
 
 
 class BlendOrder:
-    """The data set of each sample of a blend: the shares hold exactly, at every point of the stream.
+    """The data set of each sample of a blend, with exact shares at every point of the stream.
 
-    Of the first n samples a data set with the share w has w * n, plus or minus less than one. That is Tijdeman's
-    solution of the chairman assignment problem: each sample of a data set has a first and a last position, and of the
-    samples that may take a position, the one whose last position comes first does. Nothing depends on how many samples
-    are requested. The order is computed for a window of samples at a time, of which few before it are needed.
+    A data set with the share w has w * n of the first n samples, with an error below one: Tijdeman's solution of the
+    chairman assignment problem. Each sample of a data set has a first and a last position (a deadline); of the samples
+    that may take a position, the one with the earliest deadline takes it. The order does not depend on the number of
+    requested samples. It is computed for a window at a time, from only the last few samples before the window.
 
     Args:
         shares: share of each data set; they add up to 1.
-        samples: samples that are needed.
-        load: returns what ``build`` of a window does.
+        samples: number of samples that are needed.
+        load: returns the arrays of ``BlendWindow.build``, such as from a cache.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class BlendOrder:
         return source, periods * self._in_period[source] + window["places"].item(at)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """How many of the first ``samples`` are of each data set."""
+        """The number of samples of each data set among the first ``samples``."""
         periods, position = divmod(samples, self._period)
         rest = taken_before(self._shares, position)
-        return tuple(periods * whole + part for whole, part in zip(self._in_period, rest, strict=True))
+        return tuple(periods * complete + part for complete, part in zip(self._in_period, rest, strict=True))
 
     def _load_window(self, number: int) -> Mapping[str, np.ndarray]:
         first = number * BLEND_WINDOW
@@ -98,11 +100,11 @@ class BlendOrder:
         return self._load(BlendWindow(self._shares, first, length, partial(self._taken_before, number)))
 
     def _taken_before(self, number: int) -> tuple[int, ...]:
-        """Samples of each data set before a window."""
+        """The number of samples of each data set before window ``number``."""
         latest, before = self._before if self._before[0] <= number else (0, (0,) * len(self._shares))
         if _longest_wait(self._shares) < (number - latest) * BLEND_WINDOW:
             before, latest = taken_before(self._shares, number * BLEND_WINDOW), number
-        self._before = latest, before  # of one window: those of all would be as large as the blend is long
+        self._before = latest, before  # of one window only: counts of all windows would grow with the blend
         while latest < number:
             before = _counts(self._window(latest)["sources"], before)
             latest += 1
@@ -111,18 +113,18 @@ class BlendOrder:
 
 
 def taken_before(shares: Sequence[Fraction], position: int) -> tuple[int, ...]:
-    """Samples of each data set among the first ``position`` ones of their order.
+    """The number of samples of each data set among the first ``position`` samples of the blend.
 
-    It begins a little earlier, where some samples must have been taken, and some of others, as many as are missing.
-    Which of those matters only until each of them must have been taken: if some order holds all last positions, so does
-    one that begins with those whose last position comes first, and later it has taken the same samples.
+    The count starts a little before ``position``, with the samples whose deadline has passed there. The places that
+    remain go to the samples with the earliest deadlines among those that may have been taken. The real order may have
+    taken others of them, but once all these deadlines have passed, both orders have taken the same samples.
     """
     if len(shares) == 1:
         return (position,)
     begin, m = max(position - _longest_wait(shares), 0), 2 * len(shares) - 2
     taken, either = [], []
     for source, share in enumerate(shares):
-        # Where several have the same last position, one of them is taken in the next one.
+        # Of several samples with the same deadline, some are taken at the next position.
         must, may = (place * m * share.numerator // share.denominator for place in (begin - 1, begin))
         taken.append(max((must + 1) // m, 0))
         either += [(_last(count, share, m), source) for count in range(taken[-1], (may + m - 1) // m)]
@@ -133,33 +135,33 @@ def taken_before(shares: Sequence[Fraction], position: int) -> tuple[int, ...]:
 
 
 def _longest_wait(shares: Sequence[Fraction]) -> int:
-    """From the first position of any sample to its last one, at most."""
+    """Upper bound of the number of positions between the first and the last position of a sample."""
     return math.ceil(1 / min(shares)) + 3
 
 
 def _last(count: int, share: Fraction, m: int) -> int:
-    """The last position of the sample after ``count`` ones of a data set; see ``_draw``."""
+    """The last position (deadline) of sample ``count`` of a data set; see ``_draw``."""
     return -(-((count * m + m - 1) * share.denominator) // (m * share.numerator))
 
 
 def _counts(sources: np.ndarray, before: Sequence[int]) -> tuple[int, ...]:
-    """Samples of each data set among ``sources`` and those ``before`` them."""
+    """The number of samples of each data set: in ``sources``, plus the counts ``before`` them."""
     counts = np.bincount(sources, minlength=len(before)).tolist()
     return tuple(earlier + count for earlier, count in zip(before, counts, strict=True))
 
 
 def _draw(shares: Sequence[Fraction], taken: Sequence[int], length: int) -> Iterator[int]:
-    """The data set of each of ``length`` samples, after that many of each data set have been ``taken``."""
+    """Yield the data set of each of ``length`` samples; ``taken`` is the number of earlier samples of each data set."""
     if len(shares) == 1:
         yield from itertools.repeat(0, length)
         return
-    # Sample t of a data set with the share w may be the n-th of all if t + 1 / m <= w * n, and must be by then
-    # if w * n > t + 1 - 1 / m: computed in whole numbers, which are exact, and fast.
+    # Sample t of a data set with the share w may be at position n of the blend if t + 1 / m <= w * n, and must be at n
+    # or before if w * n > t + 1 - 1 / m. Computed in integers, which are exact and fast.
     m = 2 * len(shares) - 2
     ratios = [(m * share.numerator, share.denominator) for share in shares]
     waiting = [
-        (-(-((count * m + 1) * whole) // part), source, count)
-        for source, (count, (part, whole)) in enumerate(zip(taken, ratios, strict=True))
+        (-(-((count * m + 1) * divisor) // part), source, count)
+        for source, (count, (part, divisor)) in enumerate(zip(taken, ratios, strict=True))
     ]
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
@@ -167,9 +169,9 @@ def _draw(shares: Sequence[Fraction], taken: Sequence[int], length: int) -> Iter
     for position in range(first, first + length):
         while waiting and waiting[0][0] <= position:
             _, source, count = heapq.heappop(waiting)
-            part, whole = ratios[source]
-            heapq.heappush(ready, (-(-((count * m + m - 1) * whole) // part), source, count))
+            part, divisor = ratios[source]
+            heapq.heappush(ready, (-(-((count * m + m - 1) * divisor) // part), source, count))
         _, source, count = heapq.heappop(ready)
         yield source
-        part, whole = ratios[source]
-        heapq.heappush(waiting, (-(-((count * m + m + 1) * whole) // part), source, count + 1))
+        part, divisor = ratios[source]
+        heapq.heappush(waiting, (-(-((count * m + m + 1) * divisor) // part), source, count + 1))

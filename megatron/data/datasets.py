@@ -1,4 +1,4 @@
-"""The data sets of a run: the samples of each split, from one data set or a blend of several."""
+"""Builds the data sets of a run: samples for training, validation and test, from one data set or a blend."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ from megatron.data.blend_order import BlendOrder, BlendWindow
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.image_dataset import ImageDataset
 from megatron.data.indexed_dataset import Span
-from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest, from_anywhere
+from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest, from_random_start
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
@@ -27,9 +27,9 @@ PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
 IndexedSamples: TypeAlias = PretrainingSamples | SFTDataset | PairDataset
 
 
-def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
-    """The samples of a run: of masked language models pairs of sentences, or a text with spans taken out if a decoder
-    reads those."""
+def _samples_class(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
+    """The class of the samples of a run: for T5 if there is a decoder, for BERT if ``masked_lm``, or for LLaVA, SFT
+    or GPT-2."""
     if data.decoder_seq_length:
         return PairDataset if data.sft else T5Dataset
     if masked_lm:
@@ -40,47 +40,47 @@ def _kind(data: DataConfig, masked_lm: bool) -> type[IndexedSamples]:
 
 
 def check_data(data: DataConfig, samples: Mapping[str, int], *, masked_lm: bool = False) -> list[str]:
-    """Check the data sets of splits with ``samples`` as far as their indexes show errors; nothing is built.
+    """Check the indexes of the data sets of all splits with ``samples``; nothing is built.
 
-    Returns a message for each part of an empty test split, which is not evaluated. Raises as ``find_sources``.
+    Returns a message for each data set with an empty test split, which is not evaluated. Raises as ``find_sources``.
     """
     if data.mock_data:
         split_weights(data.split)
         return []
     skipped: list[str] = []
-    find_sources(data, samples, check=_kind(data, masked_lm).problem, skipped=skipped)
+    find_sources(data, samples, check=_samples_class(data, masked_lm).problem, skipped=skipped)
     return [f"there is no evaluation on the test split: {message}" for message in skipped]
 
 
 class BlendedDataset(OrderedSamples):
-    """``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
+    """A blend: ``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
 
     def __init__(self, parts: Sequence[IndexedSamples], order: BlendOrder, samples: int) -> None:
         super().__init__(samples)
         self.parts, self.order = parts, order
 
     def count_images(self, indices: Sequence[int]) -> np.ndarray:
-        """How many images some samples have, int64 [n]."""
-        return np.array(self._of_parts(indices, lambda part, places: part.count_images(places)), np.int64)
+        """The number of images of each sample in ``indices``, int64 [n]."""
+        return np.array(self._read_parts(indices, lambda part, places: part.count_images(places)), np.int64)
 
     def images(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """The images of each of some samples, uint8 [n, height, width, 3]."""
-        return self._of_parts(indices, lambda part, places: part.images(places))
+        """The images of each sample in ``indices``, uint8 [n, height, width, 3]."""
+        return self._read_parts(indices, lambda part, places: part.images(places))
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
-        return np.stack(self._of_parts(indices, lambda part, places: part.take(places)))
+        return np.stack(self._read_parts(indices, lambda part, places: part.take(places)))
 
-    def _of_parts(self, indices: Sequence[int], read: Callable[[Any, list[int]], Iterable[Any]]) -> list[Any]:
-        """What ``read`` returns of each sample, from the part that it belongs to and its place there."""
+    def _read_parts(self, indices: Sequence[int], read: Callable[[Any, list[int]], Iterable[Any]]) -> list[Any]:
+        """Call ``read(part, places)`` for each part, and return its results in the order of ``indices``."""
         located = [self.order[index] for index in indices]
         rows = {
-            source: iter(read(self.parts[source], [place for of, place in located if of == source]))
+            source: iter(read(self.parts[source], [place for other, place in located if other == source]))
             for source in {source for source, _ in located}
         }
         return [next(rows[source]) for source, _ in located]
 
     def spans(self, index: int) -> list[Span]:
-        """The parts of documents that make up the ``index``-th sample of pretraining."""
+        """The parts of documents in sample ``index`` of a pretraining data set."""
         source, place = self.order[index]
         part = self.parts[source]
         assert isinstance(part, PretrainingSamples)
@@ -91,10 +91,10 @@ class Samples(Protocol):
     """The samples of a split, in the order of training."""
 
     def __len__(self) -> int:
-        """Samples that can be taken."""
+        """Number of samples."""
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, int64 [n, ...]. Raises DataError if they cannot be read."""
+        """The samples of ``indices``, int64 [n, ...]. Raises DataError if they cannot be read."""
 
 
 ImageSamples: TypeAlias = ImageDataset | BlendedDataset
@@ -110,24 +110,24 @@ class Datasets:
 
 
 def split_samples(train: TrainConfig, skipped: Sequence[range] = ()) -> dict[str, int]:
-    """How many samples of each split a run reads at most, in the order of ``SPLITS``.
+    """The maximum number of samples that a run reads of each split, in the order of ``SPLITS``.
 
-    Training has ``train_iters`` global batches besides the samples that are ``skipped``; validation ``eval_iters`` for
-    each evaluation (every ``eval_interval`` iterations, and one at the end), the test ``eval_iters``.
+    Training reads ``train_iters`` global batches, and skips the samples ``skipped``; validation reads ``eval_iters``
+    batches every ``eval_interval`` iterations and at the end; the test reads ``eval_iters`` batches once.
     """
-    evaluations, of_evaluation = (
+    evaluations, evaluation_samples = (
         train.train_iters // train.eval_interval + 1,
         train.eval_iters * train.global_batch_size,
     )
     return {
         "train": train.consumed_samples(train.train_iters) + sum(map(len, skipped)),
-        "valid": evaluations * of_evaluation,
-        "test": of_evaluation,
+        "valid": evaluations * evaluation_samples,
+        "test": evaluation_samples,
     }
 
 
 def samples_per_epoch(data: DataConfig) -> int:
-    """Samples of an epoch of the training data set. Raises as ``find_sources``, and ConfigError for a blend."""
+    """Number of samples in an epoch of training data. Raises as ``find_sources``, and ConfigError for a blend."""
     kind = ImageDataset if data.image_format else SFTDataset
     sources = find_sources(data, {"train": 1}, check=kind.problem)["train"]
     if len(sources) > 1:
@@ -138,7 +138,7 @@ def samples_per_epoch(data: DataConfig) -> int:
 def build_datasets(
     data: DataConfig, samples: Mapping[str, int], *, vocab_size: int, seed: int, masked_lm: bool = False
 ) -> Datasets:
-    """Open the data sets and build ``samples`` of each split, or read them from the cache.
+    """Open the data sets, and build index maps for ``samples`` of each split or read them from the cache.
 
     A split without samples, or whose weight is 0, is None. Any number of processes may call this at once. Raises as
     ``find_sources``.
@@ -149,10 +149,10 @@ def build_datasets(
             if count and has_split(data, name):
                 datasets[name] = mock_samples(data, name, count, seed=seed, masked_lm=masked_lm)
         return Datasets(**datasets)
-    kind = _kind(data, masked_lm)
+    kind = _samples_class(data, masked_lm)
     for name, parts in find_sources(data, samples, check=kind.problem).items():
-        of_source = partial(kind, data, name, vocab_size=vocab_size, seed=seed)
-        datasets[name] = _blended(data, parts, samples[name], of_source)
+        make_samples = partial(kind, data, name, vocab_size=vocab_size, seed=seed)
+        datasets[name] = _blended(data, parts, samples[name], make_samples)
     return Datasets(**datasets)
 
 
@@ -160,11 +160,11 @@ def _blended(
     data: DataConfig,
     sources: Sequence[Source],
     samples: int,
-    of_source: Callable[[Source, int], IndexedSamples],
+    make_samples: Callable[[Source, int], IndexedSamples],
 ) -> Samples:
-    """``samples`` of a split, from all its sources."""
-    # A data set has its share of the samples, plus less than one.
-    parts = [of_source(source, math.ceil(source.share * samples)) for source in sources]
+    """``samples`` of a split, from one data set or a blend of all its ``sources``."""
+    # A blend reads at most its share of the samples, rounded up, from each data set.
+    parts = [make_samples(source, math.ceil(source.share * samples)) for source in sources]
     if len(sources) == 1:
         parts[0].prepare()
         return parts[0]
@@ -185,20 +185,20 @@ def _blended(
 
     order = BlendOrder(tuple(source.share for source in sources), samples, load)
     stored = folder / f"blend_{digest([part.stored_as for part in parts])}_stored"
-    if not stored.exists() and all([parts[number].prepare() for number in from_anywhere(range(len(parts)))]):
+    if not stored.exists() and all([parts[number].prepare() for number in from_random_start(range(len(parts)))]):
         with contextlib.suppress(OSError):
-            stored.touch()  # others need not look for the maps of each
+            stored.touch()  # other processes then do not check the maps of each data set
     return BlendedDataset(parts, order, samples)
 
 
 def rank_sample_indices(first: int, global_batch_size: int, data_rank: int, data_size: int) -> range:
-    """The share of data-parallel rank ``data_rank`` of ``data_size`` in the global batch that begins at ``first``."""
+    """The samples of data-parallel rank ``data_rank`` of ``data_size`` in the global batch that begins at ``first``."""
     share = global_batch_size // data_size
     return range(first + data_rank * share, first + (data_rank + 1) * share)
 
 
 def sample_at(index: int, skipped: Sequence[range]) -> int:
-    """The ``index``-th sample, from 0, of those that are not ``skipped``; the ranges are in order."""
+    """The number of the ``index``-th sample, from 0, when the ranges ``skipped`` are left out; they are in order."""
     for samples in skipped:
         if samples.start > index:
             break
@@ -207,6 +207,6 @@ def sample_at(index: int, skipped: Sequence[range]) -> int:
 
 
 def with_skipped(skipped: Sequence[range], samples: range) -> tuple[range, ...]:
-    """``skipped`` and ``samples``, in order and without overlap. ``samples`` covers whole ranges or none of them."""
+    """``skipped`` with ``samples`` added, in order, without the ranges that ``samples`` covers completely."""
     others = [other for other in skipped if other.start not in samples]
     return tuple(sorted([*others, samples], key=lambda span: span.start))

@@ -1,6 +1,6 @@
-"""Hashes of the content of data sets and tokenizers, and which tokenizer made a data set. No torch here.
+"""Hashes of data sets and tokenizers, and the record of the tokenizer that made a data set. No torch here.
 
-Hashes do not depend on the paths and dates of files.
+Hashes do not depend on the paths and modification times of files.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.data import chat_template_file
-from megatron.data.map_cache import CHECKED_ONCE, found_once, from_anywhere
+from megatron.data.map_cache import CHECKED_ONCE, cached_numbers, from_random_start
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
 
@@ -32,23 +32,23 @@ BLOCKS = 64
 def data_hash(prefix: str, cache: Path | None = None) -> str:
     """SHA-256 over the size of PREFIX.bin, all of PREFIX.idx, and 64 blocks of 64 KiB of PREFIX.bin.
 
-    The blocks are evenly spaced, including the first and the last bytes; up to 4 MiB they are the
-    whole file. In a longer one, tokens changed in place between two blocks are not detected. That of a large index is
-    kept in the folder ``cache``, for files of these sizes and times.
+    The blocks are evenly spaced, including the first and the last bytes, and cover files of up to 4 MiB completely. In
+    a larger file, a change between two blocks is not detected. The hash of a data set with a large index is kept in
+    the folder ``cache``, for files of the same sizes and modification times.
     """
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     if cache is None or index.stat().st_size < CHECKED_ONCE:
         return _data_hash(tokens, index)
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in (tokens.stat(), index.stat())]
     name, find = f"{index.stem}_{hash_of(stats)}", lambda: [*bytes.fromhex(_data_hash(tokens, index))]
-    return found_once(cache, name, "hash", np.uint8, 32, find).tobytes().hex()
+    return cached_numbers(cache, name, "hash", np.uint8, 32, find).tobytes().hex()
 
 
 def _data_hash(tokens: Path, index: Path) -> str:
     digest = hashlib.sha256()
     digest.update(f"{tokens.stat().st_size}\n".encode())
     pieces = range(0, index.stat().st_size, PIECE)
-    for path, offsets, length in ((index, pieces, PIECE), (tokens, _sampled(tokens), BLOCK)):
+    for path, offsets, length in ((index, pieces, PIECE), (tokens, _block_offsets(tokens), BLOCK)):
         with open(path, "rb", opener=regular) as file:
             for offset in offsets:
                 file.seek(offset)
@@ -57,11 +57,11 @@ def _data_hash(tokens: Path, index: Path) -> str:
 
 
 def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path | None] = lambda prefix: None) -> str:
-    """A hash of the blends of a run, given the prefixes of each. For a single data set it is ``data_hash``.
+    """A hash of the data of a run, given the prefixes of each blend. For a single data set it is ``data_hash``.
 
-    That of several is kept in the folder of the first, if their indexes are large.
+    The hash of several data sets is kept in the cache folder of the first one, if their indexes are large.
     """
-    prefixes = [prefix for of_blend in contents for prefix in of_blend]
+    prefixes = [prefix for blend in contents for prefix in blend]
     cache = cache_of(prefixes[0])
     if len(contents) == len(prefixes) == 1:
         return data_hash(prefixes[0], cache)
@@ -71,19 +71,19 @@ def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path
         file = cache / f"blend_{hash_of((contents, [(stat.st_size, stat.st_mtime_ns) for stat in stats]))}_hash"
         with contextlib.suppress(OSError, ValueError):
             return bytes.fromhex(file.read_text()).hex()
-    found = {prefix: data_hash(prefix, cache_of(prefix)) for prefix in from_anywhere(prefixes)}
-    hashes = [[found[prefix] for prefix in of_blend] for of_blend in contents]
-    whole = hashlib.sha256(repr(hashes).encode()).hexdigest()
+    hash_by_prefix = {prefix: data_hash(prefix, cache_of(prefix)) for prefix in from_random_start(prefixes)}
+    hashes = [[hash_by_prefix[prefix] for prefix in blend] for blend in contents]
+    total = hashlib.sha256(repr(hashes).encode()).hexdigest()
     if file is not None:
-        with contextlib.suppress(OSError), replace_file(file, text=True, durable=False) as kept:
-            kept.write(whole)
-    return whole
+        with contextlib.suppress(OSError), replace_file(file, text=True, durable=False) as cached_hash:
+            cached_hash.write(total)
+    return total
 
 
 def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str:
     """SHA-256 over the kind of a tokenizer and the content of its files.
 
-    Of a kind of ``PUBLISHED`` also over ``eod``, the end of a document, which is all that other files decide.
+    For a kind of ``PUBLISHED`` also over ``eod``, the end-of-document token: config files beside them choose it.
     """
     digest = hashlib.sha256(kind.encode())
     if kind in PUBLISHED:
@@ -95,7 +95,7 @@ def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str
 
 
 def common_chat_template(prefixes: Sequence[str]) -> str:
-    """What the chat template files of data sets hold; empty if there are none, or different ones."""
+    """The chat template of the data sets; empty if they have none, or different ones."""
     files = [path for prefix in prefixes if (path := Path(chat_template_file(prefix))).is_file()]
     contents = {read_bytes(path) for path in files}
     return contents.pop().decode() if len(contents) == 1 else ""
@@ -108,22 +108,22 @@ def write_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def without_tokenizer(prefixes: Iterable[str]) -> list[str]:
-    """The data sets that do not say which tokenizer made them."""
+    """The data sets without a record of the tokenizer that made them."""
     return [prefix for prefix in prefixes if not _tokenizer_file(prefix).exists()]
 
 
 def other_tokenizers(prefixes: Iterable[str], tokenizer: Tokenizer) -> list[str]:
-    """A message for each data set that another tokenizer has made. Raises DataError for a record that is broken.
+    """A message for each data set that another tokenizer made. Raises DataError for a record that is broken.
 
-    A NullTokenizer, which has no files, suits any data set.
+    A NullTokenizer, which has no files, is accepted for any data set.
     """
     if not tokenizer.source:
         return []
     own = _identity(tokenizer)
     made = {prefix: _read_identity(_tokenizer_file(prefix)) for prefix in prefixes}
     return [
-        f"{prefix} was made with another tokenizer: {_shown(record)}, and this is {_shown(own)}; name that of the data "
-        "set, or add --override if both give the same tokens"
+        f"{prefix} was made with another tokenizer: {_describe(record)}, and this is {_describe(own)}; use the "
+        "tokenizer of the data set, or add --override if both give the same tokens"
         for prefix, record in made.items()
         if record is not None and not _is_same(record, own)
     ]
@@ -134,7 +134,7 @@ def _tokenizer_file(prefix: str) -> Path:
 
 
 def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Kind, hash of the content and special tokens. The order of a vocabulary in its file does not matter."""
+    """Kind, hash of the files and special tokens. The order of entries in a vocabulary file does not matter."""
     kind, *files = tokenizer.source
     special = {name: id for name in ("eod", "bos", "unk") if (id := getattr(tokenizer, name)) is not None}
     digest = hashlib.sha256()
@@ -164,19 +164,19 @@ def _read_identity(path: Path) -> Mapping[str, Any] | None:
 def _is_same(record: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     if any(record[name] != own[name] for name in ("tokenizer_type", "hash")):
         return False
-    # Files beside that of a published tokenizer name its special tokens; those of others are in their vocabulary.
+    # Config files choose the special tokens of a published tokenizer; other kinds have them in their vocabulary.
     shared = (
         record["special_tokens"].keys() & own["special_tokens"].keys() if own["tokenizer_type"] in PUBLISHED else ()
     )
     return all(record["special_tokens"][name] == own["special_tokens"][name] for name in shared)
 
 
-def _shown(record: Mapping[str, Any]) -> str:
+def _describe(record: Mapping[str, Any]) -> str:
     special = ", ".join(f"{name} {id}" for name, id in record["special_tokens"].items())
     return f"{record['tokenizer_type']} {record['hash'][:12]} ({special})"[:200]
 
 
-def _sampled(path: Path) -> Sequence[int]:
+def _block_offsets(path: Path) -> Sequence[int]:
     size = path.stat().st_size
     if size <= BLOCK * BLOCKS:
         return range(0, size, BLOCK)

@@ -1,4 +1,4 @@
-"""Megatron-LM's function that opens the data sets of GPT, for programs written with it."""
+"""Megatron-LM's ``build_train_valid_test_datasets`` of GPT, for training scripts that call it."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from megatron.data.datasets import Samples, build_datasets
 
 
 class GPTDataset:
-    """Samples as Megatron-LM's programs take them: ``{"text": tokens int64 [s + 1]}``."""
+    """Samples in Megatron-LM's format: ``{"text": tokens int64 [s + 1]}``."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -32,10 +32,10 @@ def build_train_valid_test_datasets(
     seed: int = 1234,
     skip_warmup: bool = True,
 ) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
-    """The data sets of the three splits; None for one without samples. Raises as ``build_datasets``.
+    """The data sets of the three splits; None for a split without samples. Raises as ``build_datasets``.
 
     ``data_prefix`` is a path without suffix, or a blend: weight, path, weight, path ... ``data_impl`` and
-    ``skip_warmup`` do not matter: all formats are mapped into memory.
+    ``skip_warmup`` are ignored: all formats are read by memory map.
     """
     prefixes = [data_prefix] if isinstance(data_prefix, str) else data_prefix
     data = DataConfig(data_path=tuple(map(str, prefixes)), split=splits_string, seq_length=seq_length)

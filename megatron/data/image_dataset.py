@@ -1,6 +1,6 @@
-"""Samples of conversations with images: packed as for instruction tuning, and the images of each.
+"""Samples of conversations with images for LLaVA: text packed as in ``SFTDataset``, and the images of each sample.
 
-The text of an image is a run of placeholder tokens, as many as the language model sees of it.
+In the text, an image is a sequence of placeholder tokens, one for each embedding of the image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,16 @@ from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.config import DataConfig
 from megatron.config.vision import ImageFormat
-from megatron.data.mapped_file import array_in, content_of
+from megatron.data.mapped_file import map_file, parse_npy
 from megatron.data.sft_dataset import TOKENS, SFTDataset
 from megatron.data.splits import Source
 
 
 class ImageDataset(SFTDataset):
-    """Samples of ``SFTDataset``, and their images. A document ends before an image that its sample cuts.
+    """Samples of ``SFTDataset`` with images. A document that is cut inside of an image is cut before that image.
 
     Attributes:
-        images_per_sample: on average.
+        images_per_sample: average number of images in a sample.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class ImageDataset(SFTDataset):
         self._store = ImageStore(source.indexed.prefix, source.indexed.num_documents)
         super().__init__(data, name, source, samples, vocab_size=vocab_size, seed=seed)
         in_order = self._images[self._documents[self._epoch(0)[0][self._members]]]
-        self._of_bins = np.add.reduceat(in_order, self._bins[:-1])
-        self.images_per_sample = float(self._of_bins.mean())
+        self._images_of_bins = np.add.reduceat(in_order, self._bins[:-1])
+        self.images_per_sample = float(self._images_of_bins.mean())
 
     @staticmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
-        """As of ``SFTDataset``, or of images that are missing, damaged or of another size."""
+        """An error message as of ``SFTDataset``, or about images that are missing, damaged or of another size."""
         size = ImageFormat(*data.image_format).size
         try:
             store = ImageStore(source.indexed.prefix, source.indexed.num_documents)
@@ -54,26 +54,27 @@ class ImageDataset(SFTDataset):
         return SFTDataset.problem(data, name, source)
 
     def count_images(self, indices: Sequence[int]) -> np.ndarray:
-        """How many images some samples have, int64 [n]."""
+        """The number of images of each sample in ``indices``, int64 [n]."""
         epochs, places = np.divmod(np.asarray(indices, np.int64), self.samples_per_epoch)
         counts = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             inside = epochs == epoch
-            counts[inside] = self._of_bins[self._epoch(epoch)[1][places[inside]]]
+            counts[inside] = self._images_of_bins[self._epoch(epoch)[1][places[inside]]]
         return counts
 
     def images(self, indices: Sequence[int]) -> list[np.ndarray]:
-        """The images of each of some samples, in the order of their placeholders, uint8 [n, height, width, 3]."""
+        """The images of each sample in ``indices``, in the order of placeholders, uint8 [n, height, width, 3]."""
         return [
             np.concatenate([self._store.pixels[begin:end] for begin, end in self._spans(index)]) for index in indices
         ]
 
     def describe(self) -> str:
-        """As of ``SFTDataset``, and how many images its samples have."""
-        return f"{super().describe()}; {self._of_bins.sum():,} images, up to {self._of_bins.max()} in a sample"
+        """The description of ``SFTDataset``, and the number of images."""
+        counts = self._images_of_bins
+        return f"{super().describe()}; {counts.sum():,} images, up to {counts.max()} in a sample"
 
     def _spans(self, index: int) -> list[tuple[int, int]]:
-        """The first image of each document of a sample, and the one after its last."""
+        """For each document of a sample, the numbers of its first image and of the image after its last."""
         documents = [document for document, _ in self._documents_of(index)]
         begins = self._store.starts[self.documents.start :][documents]
         return list(zip(begins.tolist(), (begins + self._images[documents]).tolist(), strict=True))
@@ -105,14 +106,14 @@ class ImageStore:
     """The images of a data set of conversations, in two NumPy files next to ``PREFIX.bin``, read by memory map.
 
     ``PREFIX_images.npy`` holds the pixels of all images, in the order of the conversations; ``PREFIX_image_starts.npy``
-    how many of them are before each document, and their number.
+    holds the number of images before each document, and finally the number of all images.
 
     Attributes:
         pixels: uint8 [n, height, width, 3].
         starts: int64 [documents + 1].
 
     Raises:
-        DataError: a file is missing, unreadable, damaged, or does not fit the other one or ``documents``.
+        DataError: a file is missing, unreadable, damaged, or inconsistent with the other file or ``documents``.
     """
 
     def __init__(self, prefix: str, documents: int) -> None:
@@ -132,7 +133,7 @@ def _paths(prefix: str) -> tuple[Path, Path]:
 
 def _read(path: Path, dtype: type[np.integer], dimensions: int) -> np.ndarray:
     try:
-        array = array_in(content_of(path))
+        array = parse_npy(map_file(path))
     except OSError as error:
         raise DataError(f"{path}: cannot read the images of a data set ({error.strerror})") from None
     except ValueError as error:
@@ -144,9 +145,9 @@ def _read(path: Path, dtype: type[np.integer], dimensions: int) -> np.ndarray:
 
 @contextmanager
 def image_writer(prefix: str, size: int) -> Iterator[Callable[[Sequence[np.ndarray]], None]]:
-    """``add(images)`` for each document in turn, its images uint8 [size, size, 3]; in little memory.
+    """Write the files of an ``ImageStore`` in little memory; yields ``add(images)``, called for each document in order.
 
-    The files get their names when the block ends without an exception.
+    ``images`` are uint8 [size, size, 3]. The files get their names when the block ends without an exception.
     """
     pixels, starts = _paths(prefix)
     counts = [0]
@@ -163,7 +164,7 @@ def image_writer(prefix: str, size: int) -> Iterator[Callable[[Sequence[np.ndarr
         yield add
         file.seek(0)
         _write_header(file, counts[-1], size)
-        assert file.tell() == begin, "NumPy leaves room for a larger number of images"
+        assert file.tell() == begin, "NumPy pads the header, so that a larger number of images fits"
     with replace_file(starts) as file:
         np.save(file, np.array(counts, np.int64))
 

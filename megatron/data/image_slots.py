@@ -1,7 +1,7 @@
-"""Image slots of micro-batches: how the samples of a global batch share them, and how many a run needs.
+"""Image slots of micro-batches: divides global batches by their numbers of images, and counts the slots of a run.
 
-Each micro-batch has the same number of slots, whatever its samples have. Which samples form a micro-batch depends on
-the images in their global batch and on the number of micro-batches, not on which rank computes which of them.
+Each micro-batch has the same number of image slots, regardless of the images in its samples. Which samples form a
+micro-batch depends on the images in the global batch and on the number of micro-batches, not on the ranks.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,22 @@ from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.data import SPLITS
 from megatron.data.datasets import ImageSamples, build_datasets, sample_at, split_samples
 
-_TOGETHER = 1 << 16
+_SAMPLES_AT_ONCE = 1 << 16
 """Samples whose images are counted at once."""
 
 
-def divided(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide each global batch into micro-batches of equally many samples, and about equally many images.
+def balance_images(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide each global batch into micro-batches with the same number of samples, and about the same number of images.
 
-    The samples with most images are dealt out first, in rounds of one for each micro-batch: the one with most images to
-    the micro-batch that has fewest.
+    Samples are assigned in rounds of one for each micro-batch, those with most images first; in a round, the sample
+    with most images goes to the micro-batch with fewest.
 
     Args:
-        images: of each sample, int64 [n, samples of a global batch].
+        images: number of images of each sample, int64 [n, samples of a global batch].
 
     Returns:
-        The samples of each micro-batch, in order, int64 [n, micro_batches, b], and their images, [n, micro_batches].
+        The samples of each micro-batch, in order, int64 [n, micro_batches, b], and its number of images,
+        int64 [n, micro_batches].
     """
     loads = np.zeros((len(images), micro_batches), np.int64)
     rounds = np.argsort(-images, axis=1, kind="stable").reshape(len(images), -1, micro_batches)
@@ -40,22 +41,22 @@ def divided(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndar
     return np.sort(members.transpose(0, 2, 1), axis=2), loads
 
 
-def refusal(needed: int, slots: int, where: str) -> ConfigError:
-    """The error of a global batch that does not fit."""
+def too_many_images(needed: int, slots: int, where: str) -> ConfigError:
+    """The error for a micro-batch with more images than image slots."""
     return ConfigError(
-        f"{where} has a micro-batch of {counted(needed, 'image')}, {needed - slots} more than there are slots: give "
+        f"{where} has a micro-batch of {counted(needed, 'image')}, {needed - slots} more than it has slots: give "
         f"--images-per-micro-batch {needed} or more, or leave it out and start again"
     )
 
 
 def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig:
-    """``run`` with as many image slots as its data need, or ``--images-per-micro-batch``, if it reads images.
+    """``run`` with the number of image slots that its data needs or that the flag sets; unchanged without images.
 
     Args:
         skipped: ranges of samples that are not trained on.
 
     Raises:
-        ConfigError: the flag gives fewer than some global batch needs.
+        ConfigError: ``--images-per-micro-batch`` is less than a micro-batch needs.
         DataError: as ``build_datasets``.
     """
     if not run.data.image_format:
@@ -69,28 +70,28 @@ def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig
             is_train = name == "train"
             sizes = run.train.batches if is_train else run.train.evaluation_batches
             last = run.train.train_iters if is_train else samples[name] // run.train.global_batch_size
-            needed, batch = _most(dataset, sizes, last, run.train.micro_batch_size, skipped if is_train else ())
+            needed, batch = _max_images(dataset, sizes, last, run.train.micro_batch_size, skipped if is_train else ())
             given = run.model.images_per_micro_batch
             if given is not None and needed > given:
-                raise refusal(needed, given, f"global batch {batch} of {name}")
+                raise too_many_images(needed, given, f"global batch {batch} of {name}")
             most = max(most, needed)
     return run.with_image_slots(most)
 
 
-def _most(
+def _max_images(
     dataset: ImageSamples, sizes: BatchSchedule, last: int, micro_batch_size: int, skipped: Sequence[range]
 ) -> tuple[int, int]:
-    """The most images of a micro-batch in the global batches up to ``last``, and in which batch it is."""
-    found, phases = (0, 0), [*sizes.phases(sizes.start_iteration, last)]
+    """The maximum number of images of a micro-batch up to global batch ``last``, and the number of that batch."""
+    largest, phases = (0, 0), [*sizes.phases(sizes.start_iteration, last)]
     for phase, end in zip(phases, [*(phase.finished for phase in phases[1:]), last], strict=True):
-        step = max(_TOGETHER // phase.size, 1)
+        step = max(_SAMPLES_AT_ONCE // phase.size, 1)
         for finished in range(phase.finished, end, step):
             first = phase.first_sample + (finished - phase.finished) * phase.size
             numbers = range(first, first + min(step, end - finished) * phase.size)
             images = dataset.count_images([sample_at(number, skipped) for number in numbers])
-            _, loads = divided(images.reshape(-1, phase.size), phase.size // micro_batch_size)
-            of_batches = loads.max(axis=1)
-            row = int(of_batches.argmax())
-            if of_batches[row] > found[0]:
-                found = int(of_batches[row]), finished + row + 1
-    return found
+            _, loads = balance_images(images.reshape(-1, phase.size), phase.size // micro_batch_size)
+            images_of_batches = loads.max(axis=1)
+            row = int(images_of_batches.argmax())
+            if images_of_batches[row] > largest[0]:
+                largest = int(images_of_batches[row]), finished + row + 1
+    return largest

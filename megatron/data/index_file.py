@@ -1,6 +1,6 @@
-"""The index of a data set of the Megatron family (MMIDIDX): how ``PREFIX.idx`` is read and checked.
+"""Reads and checks ``PREFIX.idx``, the index of an indexed data set of the Megatron family (MMIDIDX).
 
-Little-endian and packed, with S sequences and D - 1 documents:
+The format is little-endian and packed, with S sequences and D - 1 documents:
 
     offset     type       content
     0          9 bytes    magic "MMIDIDX", two zero bytes
@@ -13,7 +13,7 @@ Little-endian and packed, with S sequences and D - 1 documents:
     34 + 12S   i64[D]     doc_idx: 0, then for each document the number of sequences up to its end
     ...        i8[S]      modes, 0 of text; only multimodal data sets have them
 
-Older lazy and cached data sets (TNTIDX) have the same ``PREFIX.bin``, and an index of numbers of 8 bytes:
+Older lazy and cached data sets (TNTIDX) have the same ``PREFIX.bin``, and an index of 8-byte integers:
 
     0          8 bytes    magic "TNTIDX", two zero bytes
     8          u64        version, 1; dtype code; bytes of a token; S; S; D
@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.data.map_cache import ROWS
-from megatron.data.mapped_file import content_of
+from megatron.data.mapped_file import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -46,12 +46,12 @@ DTYPES: dict[int, np.dtype] = {
 
 
 class Index(NamedTuple):
-    """What an index holds."""
+    """The content of an index file."""
 
     header: bytes
     """The first ``HEADER.size`` bytes of the file."""
     dtype: np.dtype
-    """Of the tokens."""
+    """Type of the tokens."""
     sizes: np.ndarray
     pointers: np.ndarray
     doc_idx: np.ndarray
@@ -59,7 +59,7 @@ class Index(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is found of an index while it is checked."""
+    """Totals that a check of an index computes."""
 
     tokens: int
     longest: int
@@ -67,12 +67,12 @@ class Totals(NamedTuple):
     empty: int
     """Documents without a token."""
     is_divided: int
-    """1 if some document is not one sequence, else 0."""
+    """1 if some document has not exactly one sequence, else 0."""
 
 
 def read_index(path: Path) -> Index:
-    """The index of a file, mapped. Raises DataError unless its header is right and promises the size that it has."""
-    content = content_of(path)
+    """Map an index file. Raises DataError unless its header is valid and agrees with the size of the file."""
+    content = map_file(path)
     head = content[: LEGACY_HEADER.size].tobytes()
     if head.startswith(LEGACY_MAGIC):
         return _read_legacy(path, head, content)
@@ -100,11 +100,11 @@ def read_index(path: Path) -> Index:
 
 
 def _read_legacy(path: Path, head: bytes, content: np.ndarray) -> Index:
-    """The index of a lazy or cached data set, in memory."""
+    """The index of an older lazy or cached data set, in memory."""
     if len(head) == LEGACY_HEADER.size:
-        _, version, code, itemsize, sequences, again, bounds = LEGACY_HEADER.unpack(head)
+        _, version, code, itemsize, sequences, sizes_count, bounds = LEGACY_HEADER.unpack(head)
         promised = LEGACY_HEADER.size + 8 * (3 * sequences + 2 + bounds)
-        is_complete = (version, again, len(content)) == (1, sequences, promised)
+        is_complete = (version, sizes_count, len(content)) == (1, sequences, promised)
         if is_complete and code in DTYPES and DTYPES[code].itemsize == itemsize:
             numbers = np.frombuffer(content, "<i8", offset=LEGACY_HEADER.size)
             _, starts, sizes, doc_idx = np.split(numbers, np.cumsum([sequences + 1, sequences + 1, sequences]))
@@ -113,9 +113,9 @@ def _read_legacy(path: Path, head: bytes, content: np.ndarray) -> Index:
 
 
 def check(path: Path, index: Index) -> Totals:
-    """Check all entries of the index of a file, in bounded memory.
+    """Check all entries of an index, in bounded memory, and return its totals.
 
-    Raises DataError if they contradict one another: sequences are contiguous, and so are documents.
+    Raises DataError if entries contradict each other: sequences must be contiguous, and so must documents.
     """
     tokens = 0
     for begin in range(0, len(index.sizes), ROWS):
@@ -144,7 +144,7 @@ def _contradiction(path: Path, what: str) -> DataError:
 
 
 def starts_of(index: Index, sequences: np.ndarray, tokens: int) -> np.ndarray:
-    """Where some sequences begin in all ``tokens``, int64 [n]; that after the last one begins where they end."""
+    """The first token of each of ``sequences``, int64 [n]; it is ``tokens`` for the number of all sequences."""
     starts = np.full(len(sequences), tokens, np.int64)
     inside = sequences < len(index.sizes)
     starts[inside] = index.pointers[sequences[inside]] // index.dtype.itemsize

@@ -1,7 +1,7 @@
-"""The indexed data set of the Megatron family, read by memory map.
+"""Reads the indexed data sets of the Megatron family by memory map.
 
-``PREFIX.bin`` holds the tokens of all sequences one after the other, without a header, and ``PREFIX.idx`` where they
-and the documents begin: see ``megatron.data.index_file``.
+``PREFIX.bin`` holds the tokens of all sequences one after the other, without a header, and ``PREFIX.idx`` the bounds of
+sequences and documents: see ``megatron.data.index_file``.
 """
 
 import glob
@@ -19,39 +19,40 @@ from megatron.common.errors import DataError
 from megatron.common.reading import check_regular
 from megatron.data.index_file import Index, Totals, check, read_index, starts_of
 from megatron.data.indexed_dataset_builder import SequenceBuilder
-from megatron.data.map_cache import CHECKED_ONCE, digest, found_once
-from megatron.data.mapped_file import content_of, read_whole
+from megatron.data.map_cache import CHECKED_ONCE, cached_numbers, digest
+from megatron.data.mapped_file import map_file, prefetch
 
 
 class Known(NamedTuple):
-    """What was found of a data set whose files had these sizes and times, and was right."""
+    """The result of an earlier check of a data set, valid while its files have these sizes and modification times."""
 
     sizes_and_times: list[int]
-    """Of both files, in bytes and ns."""
+    """Size in bytes and modification time in ns, of both files."""
     header: str
-    """As hexadecimal numbers."""
+    """The header of the index, in hexadecimal."""
     dtype: str
     counts: list[int]
-    """Sequences and documents."""
+    """Number of sequences and of documents."""
     totals: list[int]
     """The fields of ``Totals``."""
     parts: list[list[int]]
-    """Of some ranges of documents the first, the end, and how many tokens they have."""
+    """Start, stop and number of tokens of some ranges of documents."""
 
 
 class IndexedDataset:
     """Read access to the data set ``PREFIX.bin`` and ``PREFIX.idx``.
 
-    Opening costs a pass over the index and none over the tokens. The index is checked completely, so that nothing
-    read later can lie outside of ``PREFIX.bin``. Of a data set that is ``known`` nothing is opened until it is read.
+    Opening reads the entire index but no tokens. The index is checked completely, so that no later read is outside of
+    ``PREFIX.bin``. A data set with an earlier check in ``known`` is not opened until it is read.
 
     Attributes:
         dtype: type of the tokens on disk.
-        num_documents, num_tokens: in the data set.
-        is_new: whether it was not known.
+        num_documents, num_tokens: size of the data set.
+        is_new: whether it was checked now, because ``known`` is absent or out of date.
 
     Args:
-        cache: folder that keeps what is found of a large index.
+        cache: folder that keeps the check of a large index.
+        known: the result of an earlier check.
 
     Raises:
         DataError: a file is missing, unreadable, of another format, damaged or truncated.
@@ -63,14 +64,14 @@ class IndexedDataset:
         with self._readable():
             self._sizes_and_times = self._stat()
             self.is_new = known is None or known.sizes_and_times != self._sizes_and_times
-            found = self._check(cache) if known is None or self.is_new else known
-        self._known, self.dtype, self.totals = found, np.dtype(found.dtype), Totals(*found.totals)
-        self._num_sequences, self.num_documents = found.counts
+            checked = self._check(cache) if known is None or self.is_new else known
+        self._known, self.dtype, self.totals = checked, np.dtype(checked.dtype), Totals(*checked.totals)
+        self._num_sequences, self.num_documents = checked.counts
         self.num_tokens = self.totals.tokens
-        self._tokens_of = {(start, stop): tokens for start, stop, tokens in found.parts}
+        self._tokens_of = {(start, stop): tokens for start, stop, tokens in checked.parts}
 
     def known(self) -> Known | None:
-        """What another process need not find again; None of a small one, which is always checked."""
+        """The result of the check, for other processes; None for a small index, which every process checks."""
         parts = [[*bounds, tokens] for bounds, tokens in self._tokens_of.items()]
         return self._known._replace(parts=parts) if self._is_large else None
 
@@ -82,7 +83,7 @@ class IndexedDataset:
             raise DataError(f"cannot read {error.filename or self.prefix}: {error.strerror}") from error
 
     def _stat(self) -> list[int]:
-        """Sizes and times of both files, whose names are looked up once each. DataError if one is missing."""
+        """Sizes and modification times of both files. Raises DataError if one is missing."""
         paths = (self.bin_path, self.idx_path)
         try:
             return [number for stat in map(os.stat, paths) for number in (stat.st_size, stat.st_mtime_ns)]
@@ -90,22 +91,22 @@ class IndexedDataset:
             missing = " and ".join(str(path) for path in paths if not path.exists())
             if not missing:
                 raise
-            raise DataError(f"no data set at {self.prefix}: {missing} missing ({_where_else(self.prefix)})") from None
+            raise DataError(f"no data set at {self.prefix}: {missing} missing ({_suggestion(self.prefix)})") from None
 
     @property
     def _is_large(self) -> bool:
         return self._sizes_and_times[2] >= CHECKED_ONCE
 
     def _check(self, cache: Path | None) -> Known:
-        """What is known of a data set whose index is right, or was when that was put in ``cache``."""
+        """Check both files; the check of a large index is read from ``cache`` if it is there. Raises DataError."""
         index = self._index
         if cache is None or not self._is_large:
             totals = check(self.idx_path, index)
         else:
             name = f"{Path(self.prefix).name}_{digest(self._hash(index.header))}"
             count, find = len(Totals._fields), lambda: check(self.idx_path, index)
-            totals = Totals(*found_once(cache, name, "index", np.int64, count, find).tolist())
-        check_regular(self.bin_path)  # and that it may be read
+            totals = Totals(*cached_numbers(cache, name, "index", np.int64, count, find).tolist())
+        check_regular(self.bin_path)  # also fails if it is not readable
         size, itemsize = self._sizes_and_times[0], index.dtype.itemsize
         if size != totals.tokens * itemsize:
             problem = "is truncated" if size < totals.tokens * itemsize else "does not belong to its index"
@@ -118,7 +119,7 @@ class IndexedDataset:
 
     @cached_property
     def _index(self) -> Index:
-        """The index, mapped when it is read first. DataError if it has changed since the start."""
+        """The index, mapped on first use. Raises DataError if the file has changed since the start."""
         with self._readable():
             index, stat = read_index(self.idx_path), self.idx_path.stat()
         if [stat.st_size, stat.st_mtime_ns] != self._sizes_and_times[2:]:
@@ -137,12 +138,12 @@ class IndexedDataset:
 
     @cached_property
     def doc_idx(self) -> np.ndarray:
-        """Sequences up to the end of each document, after a leading 0, int64 [D]."""
+        """0, then for each document the number of sequences up to its end, int64 [D]."""
         return self._index.doc_idx
 
     @property
     def modes(self) -> np.ndarray | None:
-        """What each sequence is, 0 for text, int8 [S]; None unless it is a multimodal data set."""
+        """The mode of each sequence, 0 for text, int8 [S]; None unless it is a multimodal data set."""
         return self._index.modes
 
     def __len__(self) -> int:
@@ -159,29 +160,29 @@ class IndexedDataset:
         return self._tokens[start : start + int(self.sizes[first:end].sum())]
 
     def sequence_start(self, index: int) -> int:
-        """Where sequence ``index`` begins in the tokens of the whole data set."""
+        """The first token of sequence ``index``, counted in the entire data set."""
         return int(self.pointers[index]) // self.dtype.itemsize
 
     @cached_property
     def _tokens(self) -> np.ndarray:
-        """The tokens of all sequences, mapped when the first is read."""
+        """The tokens of all sequences, mapped on first use."""
         with self._readable():
-            return content_of(self.bin_path).view(self.dtype)
+            return map_file(self.bin_path).view(self.dtype)
 
     def document_start(self, document: int) -> int:
-        """Where a document begins in the tokens of the whole data set; of the number of documents, where all end."""
+        """The first token of a document, counted in the entire data set; ``num_tokens`` for ``num_documents``."""
         sequence = self.doc_idx.item(document)
         return self.sequence_start(sequence) if sequence < len(self.sizes) else self.num_tokens
 
     def tokens_of(self, documents: range) -> int:
-        """Tokens of consecutive documents."""
+        """The number of tokens of consecutive documents."""
         bounds = documents.start, documents.stop
         if bounds not in self._tokens_of:
             self._tokens_of[bounds] = self.document_start(documents.stop) - self.document_start(documents.start)
         return self._tokens_of[bounds]
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """Tokens of some documents, int64 [n]."""
+        """The number of tokens of each of ``documents``, int64 [n]."""
         if not self.totals.is_divided:
             return self.sizes[documents].astype(np.int64)
         sequences = (self.doc_idx[bounds] for bounds in (documents, documents + 1))
@@ -190,15 +191,15 @@ class IndexedDataset:
 
     @cached_property
     def document_starts(self) -> np.ndarray:
-        """Where each document begins in the tokens of the whole data set, and their number, int64 [D]."""
+        """The first token of each document, counted in the entire data set, and finally ``num_tokens``, int64 [D]."""
         return np.append(self.pointers // self.dtype.itemsize, self.num_tokens)[self.doc_idx]
 
     def span(self, start: int, length: int) -> np.ndarray:
-        """Tokens ``start`` to ``start + length`` of the whole data set, without a copy."""
-        return read_whole(self._tokens[start : start + length])
+        """Tokens ``start`` to ``start + length - 1`` of the entire data set, without a copy."""
+        return prefetch(self._tokens[start : start + length])
 
     def content_hash(self) -> str:
-        """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""
+        """A hash of the header, and of the sizes and modification times of both files; reads no tokens."""
         return self._hash(bytes.fromhex(self._known.header))
 
     def _hash(self, header: bytes) -> str:
@@ -206,7 +207,7 @@ class IndexedDataset:
         return hashlib.sha256(repr((stats, header)).encode()).hexdigest()
 
 
-def _where_else(prefix: str) -> str:
+def _suggestion(prefix: str) -> str:
     """A suggestion for a prefix without a data set."""
     if prefix.endswith((".bin", ".idx")):
         return f"give the prefix without the ending: {prefix[:-4]}"
@@ -216,12 +217,12 @@ def _where_else(prefix: str) -> str:
 
 
 def make_builder(out_file: str, impl: str = "mmap", vocab_size: int | None = None) -> SequenceBuilder:
-    """Megatron-LM's function for preprocessing scripts. Of any ``impl`` the data set is read by memory map."""
+    """Megatron-LM's function for preprocessing scripts. ``impl`` is ignored: all data sets are read by memory map."""
     return SequenceBuilder(out_file, vocab_size)
 
 
-def unknown_token(indexed: IndexedDataset, token: int, place: str, vocab_size: int) -> DataError:
-    """The error for a token that is not in a vocabulary of that size."""
+def unknown_token_error(indexed: IndexedDataset, token: int, place: str, vocab_size: int) -> DataError:
+    """The error for a ``token`` that is not below ``vocab_size``."""
     return DataError(
         f"{indexed.bin_path} holds token {token} in {place}, but the vocabulary ends at {vocab_size - 1}: name the "
         "vocabulary that the data set was made with, or make the data set again"
@@ -229,15 +230,15 @@ def unknown_token(indexed: IndexedDataset, token: int, place: str, vocab_size: i
 
 
 def check_tokens(indexed: IndexedDataset, tokens: np.ndarray, place: str, vocab_size: int) -> np.ndarray:
-    """``tokens`` of the data set, int64. Raises DataError if one is not in a vocabulary of that size."""
+    """``tokens`` of the data set as int64. Raises DataError if one is not below ``vocab_size``."""
     tokens = tokens.astype(np.int64)
     if (wrong := (tokens < 0) | (tokens >= vocab_size)).any():
-        raise unknown_token(indexed, tokens[wrong.argmax()], place, vocab_size)
+        raise unknown_token_error(indexed, tokens[wrong.argmax()], place, vocab_size)
     return tokens
 
 
 class DocumentLengths:
-    """Tokens of each of some documents, int64 [documents], of which parts are computed when they are asked for."""
+    """The number of tokens of each of ``documents``, computed on access: like an array, int64 [documents]."""
 
     def __init__(self, indexed: IndexedDataset, documents: range) -> None:
         self._indexed, self._documents = indexed, documents
@@ -252,12 +253,12 @@ class DocumentLengths:
         return self._indexed.tokens_of(self._documents)
 
     def max(self) -> int:
-        """Tokens of the longest document of the data set, perhaps another one: a bound."""
+        """Tokens of the longest document of the entire data set: an upper bound."""
         return self._indexed.totals.longest
 
     @property
     def empty(self) -> int:
-        """Empty documents of the data set: a bound."""
+        """Empty documents of the entire data set: an upper bound."""
         return self._indexed.totals.empty
 
 
@@ -269,7 +270,7 @@ class Span(NamedTuple):
     """Number in the data set, from 0."""
     start: int
     stop: int
-    """First token of the document, and the one after the last."""
+    """Start and stop count tokens of the document; ``stop`` is exclusive."""
 
     def tokens(self) -> np.ndarray:
         """The tokens as they are stored, without a copy."""
@@ -277,7 +278,7 @@ class Span(NamedTuple):
         return self.indexed.span(begin, self.stop - self.start)
 
     def sequences(self) -> range:
-        """The sequences of the document that it has a part of, numbered from 0; they may be sentences."""
+        """The sequences of the document (such as sentences) that overlap with the span, numbered from 0."""
         first, end = self.indexed.doc_idx[self.document : self.document + 2]
         ends = np.cumsum(self.indexed.sizes[first:end])
         return range(int(np.searchsorted(ends, self.start, "right")), int(np.searchsorted(ends, self.stop)) + 1)

@@ -1,4 +1,4 @@
-"""Writes indexed data sets, in the format of ``index_file.py``, byte for byte, in little memory."""
+"""Writes indexed data sets in the format of ``index_file.py``, in little memory."""
 
 import contextlib
 import errno
@@ -19,16 +19,16 @@ from megatron.data.index_file import DTYPES, HEADER, MAGIC, VERSION
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16
-"""Entries of the index that are in memory at a time."""
+"""Index entries in memory at a time."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The type Megatron programs store a vocabulary's tokens in: uint16 below 65500, else int32."""
+    """The type in which Megatron programs store tokens: uint16 for vocabularies below 65500, else int32."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 class Written(NamedTuple):
-    """The size of a data set, or of the part of it that is written."""
+    """Number of tokens, sequences and documents written so far."""
 
     tokens: int = 0
     sequences: int = 0
@@ -40,14 +40,14 @@ class IndexedDatasetBuilder:
 
     Tokens, index and the ends of documents grow as ``PREFIX.bin.partial``, ``PREFIX.idx.partial`` and
     ``PREFIX.documents.partial``. Data and index take their final names when the block ends without an exception; the
-    partial files are removed when it ends with one, unless ``keeps`` is set. What a killed process left is
-    overwritten by the next one, or continued; a second writer is an error.
+    partial files are removed when it ends with one, unless ``keeps`` is set. The next builder overwrites or continues
+    the partial files of a killed process; two builders at the same time are an error.
 
     Args:
-        resume_from: what a ``sync()`` of an earlier builder returned, to continue from there.
+        resume_from: the result of ``sync()`` of an earlier builder, to continue from there.
 
     Raises:
-        DataError: another process is writing the same data set, or there is less than ``resume_from``.
+        DataError: another process is writing the same data set, or a partial file is shorter than ``resume_from``.
         OSError: the disk is full, the folder is missing or not writable.
     """
 
@@ -88,13 +88,13 @@ class IndexedDatasetBuilder:
         """Append documents.
 
         Args:
-            tokens: of all sequences, concatenated.
-            sizes: of each document, the tokens of each of its sequences.
+            tokens: tokens of all sequences, concatenated.
+            sizes: for each document, the number of tokens of each of its sequences.
         """
-        of_sequences = np.fromiter(chain.from_iterable(sizes), "<i4")
+        sequence_sizes = np.fromiter(chain.from_iterable(sizes), "<i4")
         before = self._written
         ends = before.sequences + np.cumsum([len(document) for document in sizes], dtype="<i8")
-        added = (np.ascontiguousarray(tokens, self.dtype), of_sequences, ends)
+        added = (np.ascontiguousarray(tokens, self.dtype), sequence_sizes, ends)
         for file, array in zip(self._files, added, strict=True):
             file.write(array.data)
         self._written = Written(*(old + len(array) for old, array in zip(before, added, strict=True)))
@@ -109,8 +109,7 @@ class IndexedDatasetBuilder:
     def finish(self) -> None:
         """Complete both files and flush them to disk, still under their temporary names.
 
-        The end of the block calls it. Calling it earlier completes several data sets before the first of them is
-        committed.
+        The end of the ``with`` block calls it. Call it earlier to complete several data sets before any is committed.
         """
         if self._finished:
             return
@@ -148,7 +147,7 @@ class IndexedDatasetBuilder:
         self._committed = True
 
     def _close(self) -> None:
-        """Close the files; remove them if they were neither committed nor are to be resumed."""
+        """Close the files, and remove them unless they were committed or are kept for a resumed run."""
         for path, file in zip(self._paths, self._files, strict=False):
             if not (self._committed or self.keeps):
                 _partial(path).unlink(missing_ok=True)
@@ -161,8 +160,8 @@ class SequenceBuilder:
     """Megatron-LM's builder: sequences are added one at a time, documents end, and ``finalize`` writes the index.
 
     Args:
-        out_file: the ``.bin``.
-        vocab_size: of the tokens, which are checked; None stores any as int32.
+        out_file: path of the ``.bin`` file.
+        vocab_size: tokens must be below it; without it any tokens are stored as int32.
     """
 
     def __init__(self, out_file: str | Path, vocab_size: int | None = None) -> None:
@@ -180,12 +179,12 @@ class SequenceBuilder:
         self._sequences.append(sequence)
 
     def end_document(self) -> None:
-        """End a document of the sequences since the last one."""
+        """End the document that consists of the sequences added since the last document."""
         self._builder.add_document(*self._sequences)
         self._sequences = []
 
     def finalize(self, index_file: str | Path) -> None:
-        """Complete the data set, whose index is always next to the ``.bin``."""
+        """Complete the data set. ``index_file`` must be the path next to the ``.bin`` file."""
         if str(index_file) != f"{self._prefix}.idx":
             raise ConfigError(f"finalize: the index of {self._prefix}.bin is {self._prefix}.idx, not {index_file}")
         if self._sequences:
@@ -194,7 +193,7 @@ class SequenceBuilder:
 
 
 def _append_pointers(index: BinaryIO, sequences: int, itemsize: int) -> None:
-    """Write the pointers of all sequences, which follow from the sizes, after these."""
+    """Append the pointers of all sequences, computed from the sizes in the file."""
     start = 0
     for sizes in _blocks(index, HEADER.size, "<i4", sequences):
         ends = start + np.cumsum(sizes, dtype="<i8") * itemsize
@@ -205,7 +204,7 @@ def _append_pointers(index: BinaryIO, sequences: int, itemsize: int) -> None:
 
 
 def _blocks(file: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[np.ndarray]:
-    """``count`` numbers of a file, from ``offset``, in blocks."""
+    """Yield ``count`` integers of a file, from ``offset`` on, in blocks."""
     size = np.dtype(dtype).itemsize
     for first in range(0, count, _BLOCK):
         content = os.pread(file.fileno(), size * min(_BLOCK, count - first), offset + size * first)
@@ -218,10 +217,10 @@ def _partial(path: Path) -> Path:
 
 
 def _open_partial(path: Path, size: int | None) -> BinaryIO:
-    """Open and lock the temporary file of ``path``, emptied, or truncated to ``size`` bytes."""
+    """Open and lock the temporary file of ``path``, truncated to ``size`` bytes, or to 0 without ``size``."""
     partial = _partial(path)
     file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, file_mode()), "r+b")
-    # A writer that has just finished may have renamed the file that is locked here.
+    # Another builder may have finished in between, and renamed the file that is locked here.
     if not (_lock(file) and partial.exists() and os.path.samestat(partial.stat(), os.fstat(file.fileno()))):
         file.close()
         raise DataError(f"{partial} is being written by another process: wait for it, or use another output prefix")
@@ -236,7 +235,7 @@ def _open_partial(path: Path, size: int | None) -> BinaryIO:
 def _lock(file: BinaryIO) -> bool:
     """Lock an open file until it is closed; returns False if another process holds the lock.
 
-    The kernel drops the lock of a killed process. On a file system without locks nothing warns of a second writer.
+    The kernel drops the lock of a killed process. On a file system without locks, a second builder is not detected.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

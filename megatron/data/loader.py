@@ -1,4 +1,4 @@
-"""Batches for one data-parallel rank: its rows of every global batch, as micro-batches, in order.
+"""Loads the micro-batches of one data-parallel rank, in order, and converts samples into batches of the models.
 
 Shapes: b micro-batch size, s sequence length.
 """
@@ -17,31 +17,31 @@ from megatron.common.errors import UserError
 from megatron.common.processes import exit_with_parent, ignore_exit_signals
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.data.datasets import ImageSamples, Samples, rank_sample_indices, sample_at
-from megatron.data.image_slots import divided, refusal
+from megatron.data.image_slots import balance_images, too_many_images
 
 
 class Batch(NamedTuple):
-    """A micro-batch, as both engines accept it."""
+    """A micro-batch in the form that both engines accept."""
 
     tokens: Tensor | tuple[Tensor, ...]
     """int64 [b, s]; for BERT [b, 2, s], tokens and token types; with --sft tokens and segment ids; for T5 [b, s + r]:
-    tokens of the encoder, -1 for padding, and r of the decoder; for LLaVA
-    images, uint8 [i, height, width, 3], and tokens and segment ids"""
+    s tokens of the encoder, -1 for padding, and r of the decoder; for LLaVA a tuple of images, uint8
+    [i, height, width, 3], and tokens with segment ids [b, 2, s]"""
     targets: tuple[Tensor, ...]
-    """labels int64 [b, s], and loss_mask float32 [b, s]; for BERT also whether the sentences were swapped [b]"""
+    """labels int64 [b, s], loss mask float32 [b, s], and for BERT whether the sentences are swapped [b]"""
 
 
 class MicroBatches(Dataset):
-    """The micro-batches of one data-parallel rank, numbered from the global batch after ``finished`` ones on.
+    """The micro-batches of one data-parallel rank, from the first global batch after ``finished`` ones on.
 
-    Global batch n is as many samples as ``sizes`` say, after those of the batches before it, not counting those
-    ``skipped``. They are cut into micro-batches, in order, or as ``divided`` says if they have images; rank r of D has
-    the r-th of D equal parts of those. What a global batch consists of depends on nothing else.
+    Global batches are consecutive ranges of samples, without the samples ``skipped``; ``sizes`` are their sizes. Each
+    is cut into micro-batches, in order, or by ``balance_images`` if samples have images, and rank r of D gets the r-th
+    of D equal parts of the micro-batches. The content of a global batch depends on nothing else.
 
     Args:
-        dataset: samples, int64 and all of one shape, in the order of training.
+        dataset: samples in the order of training, int64, all of the same shape.
         skipped: ranges of samples that are skipped, in order.
-        image_slots: images that a micro-batch has room for; 0 for samples that have none.
+        image_slots: maximum number of images in a micro-batch; 0 for samples without images.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class MicroBatches(Dataset):
         skipped: Sequence[range] = (),
         image_slots: int = 0,
     ) -> None:
-        self.samples_together = micro_batch_size * data_size
-        assert all(size % self.samples_together == 0 for _, size in sizes.steps)
+        self.samples_of_all_ranks = micro_batch_size * data_size
+        assert all(size % self.samples_of_all_ranks == 0 for _, size in sizes.steps)
         self.dataset, self.sizes, self.skipped, self.image_slots = dataset, sizes, skipped, image_slots
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.first_sample = sizes.consumed(finished)
@@ -65,18 +65,17 @@ class MicroBatches(Dataset):
         self.samples = sizes.consumed(iterations) - self.first_sample
 
     def __len__(self) -> int:
-        return self.samples // self.samples_together
+        return self.samples // self.samples_of_all_ranks
 
     def __getitem__(self, number: int) -> Any:
-        """Samples of micro-batch ``number``, int64 [b, ...]; no tensor, for each of which a worker would open a file.
+        """Samples of micro-batch ``number``, int64 [b, ...], and with images a tuple of samples and images, uint8
+        [n, height, width, 3].
 
-        Samples with images are a tuple, of which the second part is their images, uint8 [n, height, width, 3].
-
-        A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
-        worker's traceback for its message.
+        The result is a NumPy array, because a worker opens a file for each tensor that it returns. A ``UserError`` is
+        returned, not raised: a DataLoader raises a worker's exception with a traceback as its message.
         """
-        # Of the samples before it, those of whole global batches, and those that all ranks read at the same time.
-        before = self.first_sample + number * self.samples_together
+        # Samples of earlier micro-batches on all ranks; those in complete global batches give the current batch.
+        before = self.first_sample + number * self.samples_of_all_ranks
         finished = self.sizes.iterations(before)
         first, size = self.sizes.consumed(finished), self.sizes.size(finished + 1)
         share = rank_sample_indices(first, size, self.data_rank, self.data_size)
@@ -92,34 +91,34 @@ class MicroBatches(Dataset):
         return [sample_at(row, self.skipped) for row in rows]
 
     def _with_images(self, iteration: int, rows: range, before: int) -> tuple[np.ndarray, np.ndarray]:
-        """The micro-batch of a global batch before which there are those of ``before`` samples."""
+        """Samples and images of the micro-batch that starts ``before`` samples after the start of its global batch."""
         dataset: ImageSamples = cast(ImageSamples, self.dataset)
         numbers = self._numbers(rows)
-        members, images = divided(dataset.count_images(numbers)[None], len(rows) // self.micro_batch_size)
+        members, images = balance_images(dataset.count_images(numbers)[None], len(rows) // self.micro_batch_size)
         if (most := int(images.max())) > self.image_slots:
-            raise refusal(most, self.image_slots, f"global batch {iteration}")
+            raise too_many_images(most, self.image_slots, f"global batch {iteration}")
         chosen = [numbers[member] for member in members[0, before // self.micro_batch_size]]
         return dataset.take(chosen), np.concatenate(dataset.images(chosen))
 
 
 def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable[[Any], Batch]) -> Iterator[Batch]:
-    """The micro-batches in order. Raises DataError as their data set does, also if a worker reads it.
+    """Yield the micro-batches in order. Raises the DataError of the data set, also from a worker.
 
     Args:
-        num_workers: processes that read ahead; with 0 this process reads.
-        to_batch: converts samples, int64 [b, ...] or what the data set returns, into a micro-batch.
+        num_workers: processes that prefetch; with 0 this process reads.
+        to_batch: converts samples, int64 [b, ...] or with images the tuple, into a ``Batch``.
     """
     loader = DataLoader(
         micro_batches,
         batch_size=None,
         sampler=range(len(micro_batches)),
-        collate_fn=lambda rows: rows,  # the data set returns whole micro-batches
+        collate_fn=lambda rows: rows,  # the data set returns complete micro-batches
         num_workers=num_workers,
-        # A forked worker shares the index maps with this process instead of a copy of them. It
-        # reads files and nothing else, so what forking does to process groups and devices does not matter.
+        # A forked worker shares the index maps with this process. It only reads files, so that forking is safe: it
+        # uses neither process groups nor devices.
         multiprocessing_context="fork" if num_workers else None,
         worker_init_fn=partial(_start_worker, os.getpid()),
-        # The loader draws a seed for its workers. From the global stream it would change dropout.
+        # The loader draws a seed for its workers: from the global generator, that would change dropout.
         generator=torch.Generator(),
     )
     for rows in loader:
@@ -129,9 +128,9 @@ def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable
 
 
 def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Batch:
-    """rows [b, s + 1] -> a batch whose labels are the next tokens.
+    """rows [b, s + 1] -> a batch for GPT-2, whose labels are the next tokens.
 
-    With ``eod_mask_loss``, positions whose input is ``eod_token`` do not count in the loss.
+    With ``eod_mask_loss``, positions with ``eod_token`` as input do not count in the loss.
     """
     tokens = rows[:, :-1].contiguous()
     loss_mask = tokens.ne(eod_token).float() if eod_mask_loss else torch.ones(tokens.shape)
@@ -139,14 +138,14 @@ def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Ba
 
 
 def sft_batch(rows: Tensor) -> Batch:
-    """rows [b, 4, s], tokens, segment ids, labels and loss mask -> a batch whose tokens [b, 2, s] are the first two."""
+    """rows [b, 4, s] of tokens, segment ids, labels and loss mask -> a batch with tokens and segment ids [b, 2, s]."""
     return Batch(rows[:, :2].contiguous(), (rows[:, 2].contiguous(), rows[:, 3].float()))
 
 
 def image_batch(rows: tuple[np.ndarray, np.ndarray], *, slots: int) -> Batch:
-    """rows of ``sft_batch``, and images, uint8 [n, height, width, 3] -> a batch of as many images as ``slots``.
+    """rows as of ``sft_batch`` and images, uint8 [n, height, width, 3] -> a batch with ``slots`` images.
 
-    Those after the n-th are black, and no text has their placeholders.
+    The images after the first n are black padding, without placeholders in the text.
     """
     tokens, targets = sft_batch(torch.from_numpy(rows[0]))
     images = torch.zeros(slots, *rows[1].shape[1:], dtype=torch.uint8)
@@ -156,16 +155,16 @@ def image_batch(rows: tuple[np.ndarray, np.ndarray], *, slots: int) -> Batch:
 
 
 def span_batch(rows: Tensor, *, decoder_seq_length: int) -> Batch:
-    """rows [b, s + 2 r], tokens of encoder and decoder, and labels, -1 for padding -> a batch for T5."""
+    """rows [b, s + 2 r] of encoder tokens, decoder tokens and labels (-1 for padding) -> a batch for T5."""
     labels = rows[:, -decoder_seq_length:]
     tokens = rows[:, :-decoder_seq_length].contiguous()
     return Batch(tokens, (labels.clamp(min=0), labels.ge(0).float()))
 
 
 def masked_lm_batch(rows: Tensor) -> Batch:
-    """rows [b, 3, s], tokens, token types and labels -> a batch whose labels are the masked tokens.
+    """rows [b, 3, s] of tokens, token types and labels -> a batch for BERT.
 
-    Labels are -1 elsewhere; that of the first token, [CLS], is 1 if the sentences were swapped, else 0.
+    Labels are the original tokens at masked positions, -1 elsewhere, and at [CLS] 1 if the sentences are swapped or 0.
     """
     labels = rows[:, 2]
     loss_mask = labels.ge(0).float()

@@ -1,4 +1,4 @@
-"""A cache of arrays on disk, for index maps and blends: one process builds them, all processes map them into memory."""
+"""An on-disk cache of index maps and blends: one process builds the arrays, all processes map them into memory."""
 
 import contextlib
 import glob
@@ -22,56 +22,56 @@ from megatron.common.errors import ResourceError
 from megatron.common.files import UNFINISHED, replace_file, sync
 from megatron.common.reading import read_json
 from megatron.config import DataConfig
-from megatron.data.mapped_file import array_in, content_of
+from megatron.data.mapped_file import map_file, parse_npy
 
 T = TypeVar("T")
 Arrays = Mapping[str, np.ndarray]
 
 
 LARGE = 1 << 24
-"""Bytes of the arrays of an epoch, from which on they are stored. It takes less than a second to build smaller ones."""
+"""Bytes from which on the arrays of an epoch are stored; smaller ones are built in less than a second."""
 CHECKED_ONCE = 1 << 16
-"""Bytes of arrays, or of an index, from which on it is recorded that they were checked; others always are."""
+"""Bytes from which on a check of arrays or of an index is recorded; every process checks smaller ones."""
 Make = Callable[[str], np.ndarray]
-"""Returns a new array of the ``Form`` of this name, whose content is arbitrary."""
+"""Allocates an array of the ``Form`` of this name; its content is undefined."""
 
 
 class Form(NamedTuple):
-    """What a stored array must be. None of its numbers is negative."""
+    """Type, shape and bounds of a stored array of non-negative integers."""
 
     dtype: type[np.integer]
     shape: tuple[int, ...]
-    """-1 for a length that only the content decides."""
+    """-1 for a length that is not known before the array is built."""
     ends: int | tuple[int, ...]
-    """What the numbers are below, or those of each column."""
+    """Exclusive upper bound of the numbers, or one for each column."""
     covers: bool = False
-    """Whether every number below ``ends`` is there."""
+    """Whether the array contains every number below ``ends``."""
 
 
 class Recipe(NamedTuple):
-    """What is needed to build some arrays."""
+    """How to build and check a set of arrays."""
 
     forms: Mapping[str, Form]
-    """Of the arrays by name, which ends the names of their files."""
+    """The form of each array, by its name, which is also the suffix of its file name."""
     nbytes: int
-    """Their size, at least."""
+    """Minimum size of all arrays."""
     build: Callable[[Make], Arrays]
-    """Returns the arrays, some of which it may have from ``Make``, which are in files then, not in memory."""
+    """Returns the arrays. Those that it allocates with ``Make`` are written directly to files."""
     fits: Callable[[Arrays], bool] = lambda arrays: True
-    """Whether stored arrays of these forms fit together."""
+    """Whether stored arrays of these forms are consistent with each other."""
 
 
 def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
-    """The arrays stored in ``folder`` under ``name``; they are built and stored if absent or not what the recipe says.
+    """The arrays stored in ``folder`` under ``name``; they are built and stored if absent or invalid.
 
-    Any number of processes may call this at once: one builds while the others wait. Even without locks each file
-    appears whole or not at all. If nothing can be written, the arrays stay in this process's memory.
+    Any number of processes may call this at once: one builds while the others wait. Files are replaced atomically, also
+    where locks do not work. If nothing can be written, the arrays stay in this process's memory.
 
     Args:
-        name: must differ for arrays that differ.
+        name: must be different for different arrays.
 
     Raises:
-        ResourceError: the disk is too small for the arrays; nothing is built.
+        ResourceError: the disk has too little space for the arrays; nothing is built.
     """
     with contextlib.suppress(OSError, ValueError):
         return _load(folder, name, recipe)
@@ -91,7 +91,7 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
 
 @contextlib.contextmanager
 def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, Callable[[Arrays], None]]]:
-    """What makes arrays in unfinished files, and what stores them. Without a folder to write they are in memory."""
+    """Yield a function that allocates arrays in unfinished files, or in memory, and a function that stores arrays."""
     unfinished: dict[str, Path] = {}
 
     def make(key: str) -> np.ndarray:
@@ -99,13 +99,13 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
         with contextlib.suppress(OSError):
             array = np.lib.format.open_memmap(path, "w+", form.dtype, form.shape)
             unfinished[key] = path
-            with open(path, "r+b") as file:  # a full disk is an error here, and a signal later
+            with open(path, "r+b") as file:  # a full disk raises an error here, but SIGBUS later
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
             return np.asarray(array)
         return in_memory(recipe, key)
 
     def store(arrays: Arrays) -> None:
-        # Of those that are always checked the system may lose some, and a blend has thousands.
+        # Small arrays are not flushed: they are checked when read, and a blend has thousands.
         durable = 2 * sum(array.nbytes for array in arrays.values()) >= CHECKED_ONCE  # files have headers
         for key, array in arrays.items():
             path = folder / f"{name}_{key}.npy"
@@ -128,7 +128,7 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
 def _remove_unfinished(folder: Path, name: str) -> None:
     """Remove the large files of a process that was killed while it built these arrays.
 
-    Not what was written to within an hour: where locks do not reach other hosts, they may build the same.
+    Files that were written in the last hour stay: if locks do not work across hosts, another host may be writing them.
     """
     for path in folder.glob(f".{glob.escape(name)}_*{UNFINISHED}"):
         with contextlib.suppress(OSError):
@@ -137,13 +137,13 @@ def _remove_unfinished(folder: Path, name: str) -> None:
 
 
 def _identities(folder: Path, name: str, recipe: Recipe) -> dict[str, list[int]]:
-    """Sizes and times of the files of arrays. Raises OSError if one is absent."""
+    """Size and modification time of the file of each array. Raises OSError if one is absent."""
     stats = {key: (folder / f"{name}_{key}.npy").stat() for key in recipe.forms}
     return {key: [stat.st_size, stat.st_mtime_ns] for key, stat in stats.items()}
 
 
 def _record(folder: Path, name: str, recipe: Recipe) -> None:
-    """Record that the stored arrays are right, so that not every process has to check them."""
+    """Record that the stored arrays were checked, so that other processes need not check them."""
     identities = _identities(folder, name, recipe)
     file = folder / f"{name}_checked.json"
     if sum(size for size, _ in identities.values()) >= CHECKED_ONCE:
@@ -152,17 +152,17 @@ def _record(folder: Path, name: str, recipe: Recipe) -> None:
 
 
 def is_recorded(folder: Path, name: str, recipe: Recipe) -> bool:
-    """Whether the arrays are stored, and were right when they were."""
+    """Whether the arrays are stored and unchanged since their check."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(folder / f"{name}_checked.json") == _identities(folder, name, recipe)
     return False
 
 
 def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
-    """The arrays of an epoch, of which training reads one after the other.
+    """The arrays of one of the epochs that training reads in order.
 
-    The first one and large ones are ``cached``, which see; others stay in memory, and so does a later one for which the
-    disk has become too small.
+    The first epoch and large ones are ``cached``; others stay in memory, also if the disk has become too full for a
+    later epoch.
     """
     if epoch == 0:
         return cached(folder, name, recipe)
@@ -172,40 +172,40 @@ def cached_epoch(folder: Path, name: str, recipe: Recipe, epoch: int) -> Arrays:
     return recipe.build(partial(in_memory, recipe))
 
 
-def found_once(
+def cached_numbers(
     folder: Path, name: str, key: str, dtype: type[np.integer], count: int, find: Callable[[], Sequence[int]]
 ) -> np.ndarray:
-    """The ``count`` numbers that ``find`` returns, as an array that is ``cached``."""
+    """The ``count`` numbers that ``find`` computes, ``cached`` as an array."""
     form = Form(dtype, (count,), int(np.iinfo(dtype).max) + 1)
     recipe = Recipe({key: form}, count * np.dtype(dtype).itemsize, lambda _: {key: np.array(find(), dtype)})
     return cached(folder, name, recipe)[key]
 
 
 def in_memory(recipe: Recipe, key: str) -> np.ndarray:
-    """A new array of the ``Form`` of this name, which processes that are forked from this one can write."""
+    """Allocate an array of the ``Form`` of this name in memory that forked processes share."""
     form = recipe.forms[key]
     size = math.prod(form.shape) * np.dtype(form.dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), form.dtype, math.prod(form.shape)).reshape(form.shape)
 
 
-def from_anywhere(items: Sequence[T]) -> list[T]:
-    """``items`` from a random one on, then those before: several processes that build what is absent divide it."""
+def from_random_start(items: Sequence[T]) -> list[T]:
+    """``items``, rotated to a random start, so that concurrent processes build different items first."""
     first = secrets.randbelow(len(items))
     return [*items[first:], *items[:first]]
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:
-    """The cache of a data set: ``--data-cache-path``, or a folder beside the data set."""
+    """The cache folder of a data set: ``--data-cache-path``, or a folder next to the data set."""
     return Path(data.data_cache_path or Path(prefix).parent / "index-cache")
 
 
 def digest(origin: object) -> str:
-    """A short hash of everything that some arrays depend on."""
+    """A short hash of ``origin``, everything on which some arrays depend."""
     return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
 
 
 def _check_disk(folder: Path, size: int) -> None:
-    """Raises ResourceError if ``size`` bytes can be written to ``folder`` but for the space."""
+    """Raises ResourceError if ``folder`` is writable but has less than ``size`` bytes of free space."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return
     free = shutil.disk_usage(folder).free
@@ -217,12 +217,12 @@ def _check_disk(folder: Path, size: int) -> None:
 
 
 def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
-    """Map the stored arrays into memory. Raises OSError if one is absent, ValueError unless it fits ``recipe``."""
+    """Map the stored arrays into memory. Raises OSError if one is absent, ValueError if one contradicts ``recipe``."""
     arrays, is_checked = {}, is_recorded(folder, name, recipe)
     for key, form in recipe.forms.items():
         path = folder / f"{name}_{key}.npy"
-        arrays[key] = array = array_in(content_of(path))
-        shape = tuple(found if size == -1 else size for size, found in zip(form.shape, array.shape, strict=True))
+        arrays[key] = array = parse_npy(map_file(path))
+        shape = tuple(stored if size == -1 else size for size, stored in zip(form.shape, array.shape, strict=True))
         if (array.dtype, array.shape) != (form.dtype, shape):
             raise ValueError(f"{path} is not of {form}")
         if is_checked:
@@ -239,18 +239,18 @@ def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
 
 
 ROWS = 1 << 20
-"""Rows of an array that are built or checked at a time: they stay in a cache of the processor."""
-_SEEN = 1 << 28
-"""Numbers that are looked for in one pass over an array."""
+"""Rows of an array that are built or checked at a time, so that they fit into the CPU's caches."""
+_NUMBERS_AT_ONCE = 1 << 28
+"""Numbers that one pass over an array looks for."""
 
 
 def _covers(array: np.ndarray, end: int) -> bool:
     """Whether all numbers below ``end`` are in ``array``, [n]."""
-    for first in range(0, end, _SEEN):
-        seen = np.zeros(min(_SEEN, end - first), np.bool_)
+    for first in range(0, end, _NUMBERS_AT_ONCE):
+        seen = np.zeros(min(_NUMBERS_AT_ONCE, end - first), np.bool_)
         for begin in range(0, len(array), ROWS):
-            found = array[begin : begin + ROWS]
-            seen[found[(found >= first) & (found < first + _SEEN)] - first] = True
+            rows = array[begin : begin + ROWS]
+            seen[rows[(rows >= first) & (rows < first + _NUMBERS_AT_ONCE)] - first] = True
         if not seen.all():
             return False
     return True
@@ -258,10 +258,10 @@ def _covers(array: np.ndarray, end: int) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold the lock file ``path``; false if there is none.
+    """Hold the lock file ``path``; yields whether it is held.
 
-    The kernel drops the lock of a killed process. Without write access, or on a file system without such locks, there
-    is no lock: it only saves work.
+    The kernel drops the lock of a killed process. Without write access, or on a file system without locks, it
+    is not held: the lock only avoids that several processes build the same arrays.
     """
     with contextlib.ExitStack() as stack:
         is_locked = False

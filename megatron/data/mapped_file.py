@@ -1,4 +1,4 @@
-"""Files mapped into memory without a file descriptor each: a process may have 1,024, and a blend maps thousands."""
+"""Maps files into memory without keeping file descriptors: a process may have 1,024, and a blend maps thousands."""
 
 import ctypes
 import errno
@@ -15,7 +15,7 @@ from megatron.common.errors import ResourceError, first_line
 from megatron.common.reading import regular
 
 READ_AT_ONCE = 1 << 16
-"""Bytes of a file below which it is read instead."""
+"""Smaller files, in bytes, are read instead of mapped."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -23,11 +23,11 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def content_of(path: str | Path) -> np.ndarray:
-    """The bytes of a file, uint8 [n], which cannot be written; those of a large one are read when they are used.
+def map_file(path: str | Path) -> np.ndarray:
+    """The bytes of a file, uint8 [n], read-only: a large file is mapped, and read when its bytes are used.
 
-    If this process may not map more files, those that can be mapped again are closed first (``may_close``). Raises
-    OSError, and ResourceError if that is not enough.
+    If this process may not map more files, the objects of ``register_closable`` are closed first. Raises OSError, and
+    ResourceError if that is not enough.
     """
     with open(path, "rb", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
@@ -36,28 +36,28 @@ def content_of(path: str | Path) -> np.ndarray:
         try:
             return np.asarray(_Mapping(file.fileno(), size, str(path)))
         except ResourceError:
-            for close in [*_closing]:
+            for close in [*_closables]:
                 close.close()
             return np.asarray(_Mapping(file.fileno(), size, str(path)))
 
 
-class Closing(Protocol):
-    """What has mapped files that it can map again."""
+class Closable(Protocol):
+    """An object with mapped files that it can map again."""
 
     def close(self) -> None:
-        """Let go of them, but for those in use."""
+        """Release the mapped files that are not in use."""
 
 
-_closing: "weakref.WeakSet[Closing]" = weakref.WeakSet()
+_closables: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
-def may_close(holder: Closing) -> None:
-    """From now on, ``holder`` is told to close its files where a process may not map more."""
-    _closing.add(holder)
+def register_closable(owner: Closable) -> None:
+    """Register an object whose files ``map_file`` closes when the process may not map more."""
+    _closables.add(owner)
 
 
-def array_in(content: np.ndarray) -> np.ndarray:
-    """The array in the bytes of a file of ``numpy.save``, not a copy. Raises ValueError if it is none of numbers."""
+def parse_npy(content: np.ndarray) -> np.ndarray:
+    """The array in the bytes of an .npy file, without a copy. Raises ValueError unless it is an array of numbers."""
     head = io.BytesIO(content[:_HEAD].tobytes())
     try:
         if np.lib.format.read_magic(head) != (1, 0):
@@ -71,18 +71,18 @@ def array_in(content: np.ndarray) -> np.ndarray:
 
 
 _HEAD = 4096
-"""Bytes in which the shape of an array is."""
+"""Bytes that contain the header of an .npy file."""
 
 
-def read_whole(part: np.ndarray) -> np.ndarray:
-    """``part`` of a mapped file, which the system reads with one request, and no megabytes around it."""
+def prefetch(part: np.ndarray) -> np.ndarray:
+    """Read ``part`` of a mapped file with one request and without the kernel's read-ahead, and return it."""
     before = (address := part.ctypes.data) % mmap.PAGESIZE
     _libc.madvise(address - before, before + part.nbytes, mmap.MADV_WILLNEED)
     return part
 
 
 class _Mapping:
-    """What an array refers to, until no array does. Python's own keeps a copy of the descriptor."""
+    """The memory mapping behind an array, unmapped with the last array. ``mmap.mmap`` would keep a file descriptor."""
 
     def __init__(self, descriptor: int, size: int, path: str) -> None:
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
@@ -93,9 +93,9 @@ class _Mapping:
                     "raise that limit, or name fewer data sets"
                 )
             raise OSError(code, os.strerror(code), path)
-        self._unmap, self._place = _libc.munmap, (address, size)
+        self._unmap, self._region = _libc.munmap, (address, size)
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):
-            self._unmap(*self._place)
+        if hasattr(self, "_region"):
+            self._unmap(*self._region)

@@ -1,6 +1,6 @@
-"""Mock data: samples that are computed from the seed and their index, for speed tests without any file.
+"""Mock data: samples computed from the seed and their index, for benchmarks without data files.
 
-A document counts: from a random token on, each token is the next in the vocabulary, so a model can learn it.
+A document counts up from a random token: each token is the next id of the vocabulary, which a model can learn.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from megatron.tokenizer import Tokenizer, span_vocabulary, tokenizer_of
 
 
 class MockDataset(OrderedSamples):
-    """``samples`` samples, each of which depends on nothing but ``seeds`` and its index; see the subclasses."""
+    """Base class: ``samples`` samples, each of which depends only on ``seeds`` and its index."""
 
     def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seeds: Sequence[int]) -> None:
         super().__init__(samples)
@@ -29,10 +29,10 @@ class MockDataset(OrderedSamples):
 
     @abstractmethod
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
-        """A sample, from a generator that is seeded for its index."""
+        """A sample, drawn from the generator of its index."""
 
     def _count(self, length: int, random: np.random.RandomState) -> np.ndarray:
-        """``length`` tokens that count from a random one on."""
+        """``length`` consecutive ordinary tokens from a random one on."""
         first = random.randint(len(self._ordinary))
         return self._ordinary[(first + np.arange(length)) % len(self._ordinary)]
 
@@ -51,12 +51,12 @@ class MockGPT2Dataset(MockDataset):
         while begin <= self._seq_length:
             end = min(begin + random.randint(1, self._seq_length + 1), self._seq_length + 1)
             sample[begin:end] = self._count(end - begin, random)
-            begin = end + 1  # the token between stays the end of the document
+            begin = end + 1  # the token in between stays the end-of-document token
         return sample
 
 
 class MockBertDataset(MockDataset):
-    """Samples for BERT as those of ``BertDataset``, int64 [3, s]; the second span continues the first."""
+    """Samples for BERT in the format of ``BertDataset``, int64 [3, s]; the second span continues the first."""
 
     def __init__(self, samples: int, data: DataConfig, tokenizer: PairVocabulary, seeds: Sequence[int]) -> None:
         special = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
@@ -75,7 +75,7 @@ class MockBertDataset(MockDataset):
 
 
 class MockT5Dataset(MockDataset):
-    """Samples for T5 as those of ``T5Dataset``: texts that count."""
+    """Samples for T5 in the format of ``T5Dataset``, of consecutive tokens with spans replaced."""
 
     def __init__(self, samples: int, data: DataConfig, seeds: Sequence[int]) -> None:
         self._data, self._vocabulary = data, span_vocabulary(data)
@@ -94,5 +94,5 @@ def mock_samples(data: DataConfig, name: str, samples: int, *, seed: int, masked
     tokenizer = tokenizer_of(data)
     if not masked_lm:
         return MockGPT2Dataset(samples, data, tokenizer, seeds)
-    assert isinstance(tokenizer, PairVocabulary), "a rule refuses the others"
+    assert isinstance(tokenizer, PairVocabulary), "a rule rejects other tokenizers"
     return MockBertDataset(samples, data, tokenizer, seeds)

@@ -1,7 +1,7 @@
-"""Samples of runs of sentences, for BERT and T5: which sentences are in which sample, and in which order.
+"""Base of the data sets of BERT and T5: divides documents into runs of sentences, and shuffles the runs.
 
-runs   [n, 3]  first sentence, the one after the last, and tokens at most, of each run of sentences
-order  [n]     the run that is the i-th of an epoch to be trained on; each epoch is shuffled by itself
+runs   [n, 3]  for each run of sentences: first sentence, end (exclusive), and maximum number of tokens
+order  [n]     the i-th run to train on in an epoch; each epoch is shuffled separately
 """
 
 from abc import abstractmethod
@@ -22,16 +22,16 @@ from megatron.data.splits import Source, SourceSamples, seed_words
 
 @dataclass(frozen=True)
 class SentenceStream:
-    """The stream of runs of sentences of some documents.
+    """The endless stream of runs of sentences of some documents.
 
     Attributes:
         sizes: tokens of each sentence, int32 [sentences].
         bounds: first sentence of each document, and finally the number of sentences, int64 [documents + 1].
-        max_tokens: tokens of a sample, at most.
-        short_seq_prob: probability that a sample is shorter.
+        max_tokens: maximum number of tokens in a sample.
+        short_seq_prob: probability of a random smaller maximum for a sample.
         seed: seed of the lengths and of the order.
         salt: distinguishes streams that share a seed.
-        fewest: sentences of a sample, at least; of BERT one for each span.
+        fewest: minimum number of sentences in a sample; for BERT one for each span.
     """
 
     sizes: np.ndarray
@@ -43,12 +43,12 @@ class SentenceStream:
     fewest: int = 2
 
     def order(self, runs: int, epoch: int) -> np.ndarray:
-        """The order of that many runs in ``epoch``, int64 [runs]."""
+        """The order of the ``runs`` runs in ``epoch``, int64 [runs]."""
         return self._random(1, epoch).permutation(runs)
 
     def runs(self) -> np.ndarray:
-        """All runs, int64 [n, 3]; computed for all documents at once, the next run of each at a time."""
-        tokens = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])  # before each sentence, and in all
+        """All runs, int64 [n, 3]. Each step of the loop computes the next run of all documents at once."""
+        tokens = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])  # before each sentence, and the total
         begin, stop = (side[np.diff(self.bounds) >= self.fewest] for side in (self.bounds[:-1], self.bounds[1:]))
         random, spans = self._random(0, 0), []
         while len(begin):
@@ -62,7 +62,7 @@ class SentenceStream:
         return pairs[pairs[:, 0].argsort()]
 
     def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
-        """Whether the stored runs are in order, and each within a document and of ``fewest`` sentences or more."""
+        """Whether the stored runs are in order, within documents, and have at least ``fewest`` sentences."""
         begin, end, _ = arrays["runs"].T
         document = np.searchsorted(self.bounds, begin, "right")
         if len(begin) == 0:
@@ -74,7 +74,7 @@ class SentenceStream:
         )
 
     def _random(self, purpose: int, epoch: int) -> np.random.RandomState:
-        """A generator of its own for every purpose."""
+        """A separate generator for each purpose and epoch."""
         return np.random.RandomState([*seed_words(self.seed), self.salt, purpose, epoch])
 
 
@@ -82,23 +82,23 @@ class Run(NamedTuple):
     """Consecutive sentences of one document."""
 
     first: int
-    """Number of its first sentence in the data set."""
+    """Number of the first sentence in the data set."""
     end: int
-    """Number of the one after the last."""
+    """Number of the sentence after the last one."""
     target: int
-    """Tokens of them that a sample has, at most."""
+    """Maximum number of tokens that a sample takes from the run."""
 
 
 class SentenceDataset(SourceSamples):
     """Samples of a data set whose sequences are sentences.
 
     Attributes:
-        runs: which sentences make up which sample; sentence 0 is the first of the documents.
+        runs: the runs of ``SentenceStream``; sentence 0 is the first sentence of the split.
         order: returns the order of the runs in an epoch.
 
     Args:
-        max_tokens: tokens of a sample, at most.
-        fewest: sentences of a sample, at least.
+        max_tokens: maximum number of tokens in a sample.
+        fewest: minimum number of sentences in a sample.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SentenceDataset(SourceSamples):
         origin = (indexed.content_hash(), documents, name, seed, max_tokens, data.short_seq_prob, fewest)
         cache_name = f"{Path(indexed.prefix).name}_{name}_{data.seq_length}sl_{seed}s_{digest(origin)}"
         folder = cache_folder(data, indexed.prefix)
-        least = 24 * int(np.count_nonzero(np.diff(bounds) >= fewest))  # a run for each document that has one
+        least = 24 * int(np.count_nonzero(np.diff(bounds) >= fewest))  # one run for each document that is long enough
         form = Form(np.int64, (-1, 3), (len(sizes), len(sizes) + 1, max_tokens + 1))
         recipe = Recipe({"runs": form}, least, lambda _: {"runs": stream.runs()}, stream.fits)
         self.runs = runs = cached(folder, cache_name, recipe)["runs"]
@@ -132,10 +132,10 @@ class SentenceDataset(SourceSamples):
 
     @abstractmethod
     def _sample(self, run: Run, index: int) -> np.ndarray:
-        """The ``index``-th sample, which is made of ``run``."""
+        """Sample ``index``, made from ``run``."""
 
     def spans(self, index: int) -> list[Span]:
-        """The parts of a document that make up the ``index``-th sample, in the order in which it has them."""
+        """The parts of a document in sample ``index``, in the order of the sample."""
         run = self._run(index)
         document = int(np.searchsorted(self.indexed.doc_idx, run.first, "right")) - 1
         offset = self.indexed.sequence_start(run.first) - int(self.indexed.document_starts[document])
@@ -145,16 +145,16 @@ class SentenceDataset(SourceSamples):
 
     @abstractmethod
     def _parts(self, run: Run, index: int) -> Sequence[range]:
-        """The tokens of ``run`` that the ``index``-th sample has, counted from the first of the run."""
+        """The ranges of tokens of ``run`` in sample ``index``, counted from the first token of the run."""
 
     def _run(self, index: int) -> Run:
-        """The sentences of the ``index``-th sample."""
+        """The run of sample ``index``."""
         epoch, at = divmod(index, len(self.runs))
         first, end, target = map(int, self.runs[self.order(epoch)[at]])
         before = int(self.indexed.doc_idx[self.documents.start])
         return Run(before + first, before + end, target)
 
     def _tokens(self, run: Run, vocab_size: int) -> np.ndarray:
-        """Tokens of the sentences of ``run``, int64. Raises DataError if one is not in a vocabulary of that size."""
+        """Tokens of the sentences of ``run``, int64. Raises DataError if one is not below ``vocab_size``."""
         tokens = self.indexed.run(run.first, run.end)
         return check_tokens(self.indexed, tokens, f"sentences {run.first} to {run.end - 1}", vocab_size)

@@ -1,8 +1,8 @@
-"""Samples for instruction tuning: whole documents packed into samples of ``seq_length`` positions, and padding.
+"""Samples for instruction tuning: documents packed into samples of ``seq_length`` positions, with padding.
 
-A document of L tokens takes L - 1 positions: each of its tokens but the last is an input, each but the first a label.
-So no label is in another document. ``PREFIX_loss_mask`` holds a number for each token of PREFIX: 1 if it counts as a
-label, else 0. Longer documents are cut at the end.
+A document of L tokens takes L - 1 positions: all tokens but the last are inputs, all but the first are labels, so that
+no label is in another document. ``PREFIX_loss_mask`` has an entry for each token of PREFIX: 1 if it counts in the loss
+as a label, else 0. Documents that are longer than a sample are cut at the end.
 """
 
 from bisect import bisect_left, insort
@@ -15,21 +15,21 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.splits import Source, SourceSamples, advice, seed_words, words_of
+from megatron.data.splits import Source, SourceSamples, advice, describe_split, seed_words
 
 TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
-"""Rows of a sample."""
+"""Indices of the rows of a sample."""
 
 
 def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: each size, largest first, is put where it leaves the least space, or into a new bin.
+    """Pack sizes into bins by best-fit decreasing: each goes where it leaves the least space, or into a new bin.
 
     Args:
-        sizes: from 1 to ``capacity``, in descending order, [n].
+        sizes: integers from 1 to ``capacity``, in descending order, [n].
 
     Returns:
-        ``members``, the indices of ``sizes`` bin by bin, int64 [n], and ``starts``, where each bin begins in them and
-        their number, int64 [bins + 1].
+        ``members``, the indices into ``sizes`` bin by bin, int64 [n], and ``starts``, the first member of each bin and
+        finally n, int64 [bins + 1].
     """
     bins: list[list[int]] = []
     with_space: dict[int, list[int]] = {}
@@ -54,14 +54,14 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class SFTDataset(SourceSamples):
-    """Samples of tokens, segment ids, labels and loss mask, int64 [4, seq_length].
+    """Samples for instruction tuning: tokens, segment ids, labels and loss mask, int64 [4, seq_length].
 
-    Documents of the same length and number of images change places in every epoch, and so does the order of samples;
-    how many samples an epoch has does not change.
+    Each epoch exchanges documents of the same length and number of images at random, and shuffles the samples; the
+    number of samples in an epoch is constant.
 
     Attributes:
-        samples_per_epoch: samples of an epoch.
-        cut_documents: number of documents that do not fit a sample.
+        samples_per_epoch: number of samples in an epoch.
+        cut_documents: number of documents that are longer than a sample.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SFTDataset(SourceSamples):
             return f"{error}; --sft reads a data set made by {maker}"
         if not np.array_equal(loss_mask.document_starts, indexed.document_starts):
             return f"{loss_mask.prefix} is not the loss mask of {indexed.prefix}: its documents have other lengths"
-        split = words_of(data, name, source)
+        split = describe_split(data, name, source)
         starts = indexed.document_starts[documents.start : documents.stop + 1]
         positions = np.diff(starts) - 1
         if not (positions > 0).any():
@@ -108,7 +108,7 @@ class SFTDataset(SourceSamples):
         )
 
     def _limits(self, positions: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and images of each document that a sample takes, of the ``positions`` that it has."""
+        """Positions and images that a sample takes of each document, which has ``positions``."""
         return positions.clip(max=capacity), np.zeros_like(positions)
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
@@ -128,7 +128,7 @@ class SFTDataset(SourceSamples):
         return samples
 
     def describe(self) -> str:
-        """Documents, samples of an epoch, and what is padding or cut, as text."""
+        """A text with the number of documents, samples of an epoch and cut documents, and the share of padding."""
         filled = int(self._sizes.sum()) / (self.samples_per_epoch * self._seq_length)
         text = (
             f"{len(self._documents):,} documents in {self.samples_per_epoch:,} samples an epoch, "
@@ -138,13 +138,13 @@ class SFTDataset(SourceSamples):
         return text + (longer if self.cut_documents else "") + self._describe_lost()
 
     def _describe_lost(self) -> str:
-        """How many documents are cut before the first token that counts in the loss."""
+        """A text with the number of documents that are cut before the first token that counts in the loss."""
         starts = (int(start) for start in self._starts[self._documents[self._sizes == self._seq_length]])
         lost = sum(not self._loss_mask.span(start + 1, self._seq_length).any() for start in starts)
         return f"; {lost:,} of no effect, as their answers come after the cut" if lost else ""
 
     def _documents_of(self, index: int) -> list[tuple[int, int]]:
-        """Each document of the ``index``-th sample, counted from the first in use, and its positions."""
+        """Each document of sample ``index``, counted from the first of the split, and its number of positions."""
         epoch, at = divmod(index, self.samples_per_epoch)
         by_size, order = self._epoch(epoch)
         first, stop = self._bins[order[at] : order[at] + 2]
@@ -152,7 +152,7 @@ class SFTDataset(SourceSamples):
         return list(zip(self._documents[chosen].tolist(), self._sizes[chosen].tolist(), strict=True))
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of an epoch, longest first, those of one length shuffled; and the order of its samples."""
+        """The documents of an epoch, longest first and shuffled within a length, and the order of its samples."""
         random = np.random.RandomState([*self._seed_words, epoch])
         shuffled = random.permutation(len(self._sizes))
         images = self._images[self._documents[shuffled]]
@@ -165,7 +165,7 @@ def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:
 
 
 def _mask_of(loss_mask: IndexedDataset, start: int, size: int) -> np.ndarray:
-    """The mask of ``size`` tokens from ``start`` on: [size]. Raises DataError if it is not of 0 and 1."""
+    """The loss mask of ``size`` tokens from ``start`` on, [size]. Raises DataError if a value is not 0 or 1."""
     mask = loss_mask.span(start, size)
     if (wrong := (mask != 0) & (mask != 1)).any():
         raise DataError(f"{loss_mask.bin_path} holds {mask[wrong.argmax()]}, and should hold 0 and 1: make it again")

@@ -1,4 +1,4 @@
-"""Splits: which documents of which data sets are for training, validation and test, and samples of them."""
+"""Divides documents of data sets into training, validation and test splits, and the base classes of samples."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.fields import is_decimal
 from megatron.data.indexed_dataset import IndexedDataset, Known
-from megatron.data.map_cache import cache_folder, digest, from_anywhere
+from megatron.data.map_cache import cache_folder, digest, from_random_start
 
 
 def split_weights(split: str) -> tuple[float, float, float]:
     """Parse ``"969, 30, 1"``: up to three weights, separated by commas, slashes or blanks; missing ones are 0.
 
-    Raises ConfigError for other than one to three numbers, a negative one, or none above 0.
+    Raises ConfigError unless there are one to three numbers, none negative and one above 0.
     """
     parts = re.split(r"\s*[,/]\s*|\s+", split.strip())
     weights = [float(part) for part in parts] if all(map(is_decimal, parts)) else []
@@ -41,8 +41,8 @@ def split_weights(split: str) -> tuple[float, float, float]:
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
     """Cut the documents ``0 .. num_documents - 1`` into three ranges in proportion to the weights of ``split``.
 
-    As in Megatron-LM each length is rounded by itself, and the excess of all is subtracted from every boundary, so
-    that the last range ends with the last document.
+    As in Megatron-LM, each length is rounded separately, and the total rounding error is subtracted from every
+    boundary, so that the last range ends with the last document.
     """
     weights = split_weights(split)
     bounds = list(accumulate(round(weight / sum(weights) * num_documents) for weight in weights))
@@ -54,31 +54,31 @@ SPLIT_NAMES = dict(zip(SPLITS, ("training", "validation", "test"), strict=True))
 
 
 class Source(NamedTuple):
-    """The part of a data set that belongs to a split."""
+    """The documents of a data set that belong to a split."""
 
     share: Fraction
-    """Its share of the split's samples."""
+    """The share of the split's samples that come from this data set."""
     indexed: IndexedDataset
     documents: range
 
 
 def seed_words(*numbers: int) -> list[int]:
-    """The halves of numbers of 64 bits, of which a seed of ``RandomState`` is made.
+    """Split 64-bit numbers into 32-bit words, to seed a ``RandomState``.
 
-    ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must continue in the same order,
-    which the newer ``Generator`` does not promise.
+    NumPy guarantees the stream of ``RandomState``, not of the newer ``Generator``: a run that resumes after an upgrade
+    must continue in the same order.
     """
     return [half for number in numbers for half in (number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF)]
 
 
 class OrderedSamples(ABC):
-    """``samples`` samples in the order of training."""
+    """Base class of a data set with ``samples`` samples in the order of training."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
 
     def __len__(self) -> int:
-        """Samples in the data set: as many as were requested, or more."""
+        """Number of samples: the requested number or more."""
         return self._samples
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -86,18 +86,18 @@ class OrderedSamples(ABC):
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, int64 [n, ...]. Raises IndexError if there is no such sample, DataError if one has an error."""
+        """The samples of ``indices``, int64 [n, ...]. Raises IndexError, or DataError for a sample with an error."""
         if wrong := [index for index in indices if not 0 <= index < self._samples]:
             raise IndexError(wrong[0])
         return self._read(indices)
 
     @abstractmethod
     def _read(self, indices: Sequence[int]) -> np.ndarray:
-        """The samples of ``indices``, which exist."""
+        """The samples of ``indices``, which are in range."""
 
 
 class SourceSamples(OrderedSamples):
-    """Samples of one source. Each subclass is made of (data, name of the split, source, samples, vocab_size, seed).
+    """Base class of samples of one source. Subclasses take (data, split name, source, samples, vocab_size, seed).
 
     Attributes:
         indexed: the data set.
@@ -105,18 +105,18 @@ class SourceSamples(OrderedSamples):
     """
 
     def __init__(self, source: Source, samples: int, epochs: int = 1) -> None:
-        if epochs > _MOST_EPOCHS:
-            most = f"{_MOST_EPOCHS:,} epochs at most: train on fewer samples, or load another checkpoint"
+        if epochs > _MAX_EPOCHS:
+            most = f"{_MAX_EPOCHS:,} epochs at most: train on fewer samples, or load another checkpoint"
             raise DataError(f"{source.indexed.prefix}: {samples:,} samples are {epochs:,} epochs, and a run has {most}")
         super().__init__(samples)
         self.indexed, self.documents = source.indexed, source.documents
 
     stored_as = ""
-    """The name of what ``prepare`` stores, if it does."""
+    """Cache name of the arrays that ``prepare`` stores; empty if it stores none."""
 
     def prepare(self) -> bool:
-        """Build what is not stored yet of the first epoch. Whether it is stored, so that others need not look for
-        it."""
+        """Build and store the index maps of the first epoch if they are absent. Returns whether they are stored, so
+        that other processes need not check."""
         return False
 
     @staticmethod
@@ -125,18 +125,18 @@ class SourceSamples(OrderedSamples):
         """An error message for a source that does not hold a single sample of the split ``name``, else None."""
 
 
-_MOST_EPOCHS = 1 << 32
-"""The number of an epoch is a seed of 32 bits."""
+_MAX_EPOCHS = 1 << 32
+"""The number of an epoch is a 32-bit word of a seed."""
 
 
-def words_of(data: DataConfig, name: str, source: Source) -> str:
-    """The part of ``source`` in the split ``name``, for messages."""
+def describe_split(data: DataConfig, name: str, source: Source) -> str:
+    """Describe the part of ``source`` in the split ``name``, for messages."""
     cut = f' by --split "{data.split}"' if data.is_split else ""
     return f"the {SPLIT_NAMES[name]} split of {source.indexed.prefix}{cut}"
 
 
 def advice(data: DataConfig, name: str, source: Source, *others: str) -> str:
-    """What to do about a source without a sample of the split ``name``: flags first, the most helpful before others."""
+    """Advice in the message about a source without a sample of the split ``name``; the most helpful flags first."""
     total, options = source.indexed.num_documents, list(others)
     if data.is_split:
         share = "--split 9,1,0" if total > 10 else f"--split {total - 1},1,0"
@@ -148,7 +148,7 @@ def advice(data: DataConfig, name: str, source: Source, *others: str) -> str:
 
 
 def has_split(data: DataConfig, name: str) -> bool:
-    """Whether a split has any data."""
+    """Whether the split ``name`` has any data."""
     weights = dict(zip(SPLITS, split_weights(data.split), strict=True)) if data.is_split else {}
     return bool(data.mock_data or data.blends[name]) and (name == "train" or weights.get(name, 1) > 0)
 
@@ -160,13 +160,13 @@ def find_sources(
     check: Callable[[DataConfig, str, Source], str | None],
     skipped: list[str] | None = None,
 ) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split of which ``samples`` are read.
+    """The sources of each split with ``samples`` to read.
 
-    ``check`` returns an error message for a source of a split that does not hold a single sample, else None. Such a
-    test split of ``--split`` is left out; ``skipped``, if given, gets the message.
+    ``check`` returns an error message for a source without a single sample of the split, else None. If that happens for
+    the test split of ``--split``, the test split is left out, and ``skipped`` gets the messages.
 
     Raises:
-        ConfigError: no data path, or a ``--split`` that cannot be read.
+        ConfigError: no data path, or an invalid ``--split``.
         DataError: with a line for each data set that is missing or damaged, and each split without a sample.
     """
     sources = {name: parts for name, parts in all_sources(data).items() if samples.get(name)}
@@ -182,7 +182,7 @@ def find_sources(
 
 
 def check_token_type(data: DataConfig, tokens: int) -> None:
-    """Raises DataError if a data set stores its tokens in too few bytes for ids below ``tokens``."""
+    """Raises DataError if a data set stores its tokens in a type that cannot hold all ids below ``tokens``."""
     known = _read_known(data)
     for prefix in data.prefixes:
         dtype = IndexedDataset(prefix, cache=cache_folder(data, prefix), known=known.get(prefix)).dtype
@@ -194,7 +194,7 @@ def check_token_type(data: DataConfig, tokens: int) -> None:
 
 
 def _check_text(indexed: IndexedDataset) -> None:
-    """Raises DataError if some sequences are no text."""
+    """Raises DataError if some sequences are not text."""
     if indexed.modes is not None and (others := np.count_nonzero(indexed.modes)):
         raise DataError(
             f"{indexed.idx_path} has {others:,} sequences that are no text (modes): tools/preprocess_data.py --format "
@@ -208,30 +208,30 @@ def _known_file(data: DataConfig) -> Path:
 
 
 def _read_known(data: DataConfig) -> dict[str, Known]:
-    """What is on record of the data sets of a blend: one file, in place of some for each of thousands."""
+    """The recorded checks of the data sets of a blend, by prefix; one file for all, as there may be thousands."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if len(data.prefixes) > 1:
-            return {prefix: Known(*found) for prefix, found in read_json(_known_file(data)).items()}
+            return {prefix: Known(*fields) for prefix, fields in read_json(_known_file(data)).items()}
     return {}
 
 
 def _write_known(data: DataConfig, opened: Mapping[str, IndexedDataset]) -> None:
-    """Record what was found of data sets whose indexes are large; others are always checked."""
-    known = {prefix: found for prefix, indexed in opened.items() if (found := indexed.known())}
+    """Record the checks of data sets with large indexes; every process checks small ones."""
+    known = {prefix: checked for prefix, indexed in opened.items() if (checked := indexed.known())}
     if len(opened) > 1 and any(opened[prefix].is_new for prefix in known):
         with contextlib.suppress(OSError), replace_file(_known_file(data), text=True, durable=False) as file:
             json.dump(known, file)
 
 
 def all_sources(data: DataConfig) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
+    """The sources of each split that has data, even if less than a sample. Raises as ``find_sources``."""
     if not data.prefixes:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
     known = _read_known(data)
     opened: dict[str, IndexedDataset] = {}
     documents: dict[str, dict[str, range]] = {}
     errors: dict[str, list[str]] = {}
-    for prefix in from_anywhere(data.prefixes):
+    for prefix in from_random_start(data.prefixes):
         try:
             opened[prefix] = IndexedDataset(prefix, cache=cache_folder(data, prefix), known=known.get(prefix))
             if opened[prefix].is_new:

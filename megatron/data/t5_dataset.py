@@ -1,12 +1,11 @@
-"""Samples for T5: a text with some spans taken out, and those spans (arXiv 1910.10683, section 3.1.4).
+"""Samples for T5 by span corruption: texts with spans replaced by sentinels (arXiv 1910.10683, section 3.1.4).
 
     encoder   thank <s0> me to your party <s1> week
     decoder   [BOS] <s0> you for inviting <s1> last
     labels    <s0> you for inviting <s1> last [EOS]
 
-The sentences of a sample and the order of samples are those of ``megatron.data.sentence_dataset``, with runs of one
-sentence or more. Which spans are taken out of a run follows from the seed and the number of the sample alone; the draws
-are those of megatron-core's ``T5MaskedWordPieceDataset``.
+Samples are runs of one sentence or more, in the order of ``megatron.data.sentence_dataset``. The spans depend only on
+the seed and the index of the sample, and are drawn as in megatron-core's ``T5MaskedWordPieceDataset``.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,17 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, seed_words, words_of
+from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, describe_split, seed_words
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
 FRAME = 2
-"""Tokens of a sample that are kept free, for the beginning and the end of the text."""
+"""Tokens of a sample reserved for the beginning and the end of the text."""
 LONGEST_SPAN, STOP = 10, 0.2
-"""Words of a span at most, and the probability that a span ends after a word."""
+"""Maximum number of words in a span, and the probability that a span ends after a word."""
 
 
 class T5Dataset(SentenceDataset):
-    """Samples of texts with spans taken out, int64 [encoder + 2 x decoder]: see ``framed``."""
+    """Samples for T5 by span corruption, int64 [encoder + 2 x decoder]: see ``framed``."""
 
     def __init__(
         self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
@@ -46,7 +45,7 @@ class T5Dataset(SentenceDataset):
         if np.diff(indexed.doc_idx[documents.start : documents.stop + 1]).any():
             return None
         return (
-            f"{words_of(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
+            f"{describe_split(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
             f"sentence: {advice(data, name, source)}"
         )
 
@@ -65,15 +64,15 @@ class T5Dataset(SentenceDataset):
 def corrupted(
     tokens: np.ndarray, target: int, vocabulary: SpanVocabulary, data: DataConfig, random: np.random.RandomState
 ) -> np.ndarray:
-    """A sample of ``tokens``, of which there could be ``target``, with spans taken out at random; see ``framed``."""
+    """A sample of at most ``target`` ``tokens``, with random spans replaced by sentinels; see ``framed``."""
     return framed(tokens, chosen_spans(tokens, target, vocabulary, data.mask_prob, random), vocabulary, data)
 
 
 def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabulary, data: DataConfig) -> np.ndarray:
-    """What encoder and decoder read, and what the decoder is to predict, one after the other, int64.
+    """Inputs of encoder and decoder, and labels, concatenated, int64 [encoder + 2 x decoder].
 
-    Each of the ``spans`` of ``tokens`` is in the first a sentinel, and in the others its tokens after that sentinel.
-    Raises ValueError if there are too few sentinels or too few tokens of the decoder.
+    A sentinel replaces each of the ``spans`` in the encoder's input. Decoder input and labels are, for each span, its
+    sentinel and its tokens. Raises ValueError if there are too few sentinels or the decoder's sequence is too short.
     """
     if len(spans) > len(vocabulary.sentinels):
         raise ValueError(
@@ -97,10 +96,10 @@ def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabular
 
 
 def padded(text: Sequence[int], predicted: Sequence[int], vocabulary: SpanVocabulary, data: DataConfig) -> np.ndarray:
-    """A sample of the ``text`` of the encoder, and the tokens that the decoder is to predict before the end.
+    """Pad the ``text`` of the encoder and the tokens that the decoder is to predict into a sample.
 
-    What the encoder reads, what the decoder reads, and its labels, int64 [encoder + 2 x decoder]. Padding is -1, and 0
-    for the decoder.
+    Returns inputs of encoder and decoder, and labels, int64 [encoder + 2 x decoder]. Padding is -1, and 0 in the input
+    of the decoder.
     """
     sample = np.full(data.seq_length + 2 * data.decoder_seq_length, -1, np.int64)
     encoder, decoder, labels = np.split(sample, [data.seq_length, data.seq_length + data.decoder_seq_length])
@@ -114,10 +113,10 @@ def padded(text: Sequence[int], predicted: Sequence[int], vocabulary: SpanVocabu
 def chosen_spans(
     tokens: np.ndarray, target: int, vocabulary: SpanVocabulary, mask_prob: float, random: np.random.RandomState
 ) -> list[range]:
-    """Spans of whole words of ``tokens``, in order: a share of ``mask_prob`` of all tokens, or a little less.
+    """Draw spans of complete words, in order, that cover a fraction ``mask_prob`` of all tokens, or a little less.
 
-    From words in random order on, each with a geometric number of words, shortened to what is still allowed; a span
-    that meets an earlier one is left out.
+    Spans start at words in random order, and have a geometrically distributed number of words, shortened to the tokens
+    that are left; a span that overlaps an earlier one is dropped.
     """
     most = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
     words = _words(tokens, vocabulary)
@@ -126,7 +125,7 @@ def chosen_spans(
         if count >= most:
             break
         number = min(random.geometric(STOP), LONGEST_SPAN)
-        while number and count + len(span := _run(words, first, number)) > most:
+        while number and count + len(span := _positions(words, first, number)) > most:
             number -= 1
         if not number or any(taken[list(span)]):
             continue
@@ -137,7 +136,7 @@ def chosen_spans(
 
 
 def _words(tokens: np.ndarray, vocabulary: SpanVocabulary) -> list[list[int]]:
-    """The positions of each word; none for special tokens of the text."""
+    """The positions of each word; special tokens belong to no word."""
     words: list[list[int]] = []
     for position, token in enumerate(tokens.tolist()):
         if token in vocabulary.separators:
@@ -149,7 +148,7 @@ def _words(tokens: np.ndarray, vocabulary: SpanVocabulary) -> list[list[int]]:
     return words
 
 
-def _run(words: Sequence[Sequence[int]], first: int, number: int) -> list[int]:
+def _positions(words: Sequence[Sequence[int]], first: int, number: int) -> list[int]:
     return [position for word in words[first : first + number] for position in word]
 
 
@@ -160,11 +159,11 @@ def _shuffled(count: int, random: np.random.RandomState) -> list[int]:
 
 
 class PairDataset(SourceSamples):
-    """Samples for fine-tuning: texts, and what the decoder is to write for each, int64 [encoder + 2 x decoder].
+    """Samples for fine-tuning T5: an input text and its target, int64 [encoder + 2 x decoder].
 
-    The text of PREFIX_input_document and its target are documents of the same number in PREFIX_input_document and
-    PREFIX_target_document, as ``tools/preprocess_data.py --json-keys input target`` writes them. Each ends with the end
-    of the vocabulary; what is longer than the model reads is cut before it. Each epoch is shuffled by itself.
+    Input and target are the documents of the same number in PREFIX_input_document and PREFIX_target_document, which
+    ``tools/preprocess_data.py --json-keys input target`` writes. Longer texts are cut, and each ends with the
+    end-of-sequence token. Each epoch is shuffled separately.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class PairDataset(SourceSamples):
 
     @staticmethod
     def problem(data: DataConfig, name: str, source: Source) -> str | None:
-        """Why the data sets of ``source`` are no texts with targets of the split ``name``; None if they are."""
+        """An error message if ``source`` has no inputs with targets for the split ``name``, else None."""
         _, indexed, documents = source
         if target_prefix(indexed.prefix) == indexed.prefix:
             return (

@@ -202,10 +202,10 @@ def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
 
     def counted(path: Path) -> np.ndarray:
         read.append(Path(path).name)
-        return mapped_file.content_of(path)
+        return mapped_file.map_file(path)
 
     for module in (index_file, indexed_dataset, map_cache):
-        monkeypatch.setattr(module, "content_of", counted)
+        monkeypatch.setattr(module, "map_file", counted)
     data = blend(prefixes, "1", "2", "3")
 
     def start() -> tuple[Any, str, list[str]]:

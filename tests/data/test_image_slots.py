@@ -12,7 +12,7 @@ from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.data.datasets import build_datasets, samples_per_epoch, split_samples
 from megatron.data.image_dataset import ImageDataset, image_writer
-from megatron.data.image_slots import divided, with_image_slots
+from megatron.data.image_slots import balance_images, with_image_slots
 from megatron.data.loader import MicroBatches, image_batch
 
 IMAGE = 60
@@ -82,7 +82,7 @@ def test_micro_batches_have_equally_many_samples_and_about_equally_many_images()
     random = np.random.RandomState(0)
     for size, micro_batches in ((8, 4), (24, 3), (6, 6), (12, 1), (64, 16)):
         images = random.choice([0, 0, 1, 2, 7], (50, size))
-        members, loads = divided(images, micro_batches)
+        members, loads = balance_images(images, micro_batches)
         assert (np.sort(members.reshape(50, -1), axis=1) == np.arange(size)).all()
         assert (np.take_along_axis(images, members.reshape(50, -1), 1).reshape(members.shape).sum(2) == loads).all()
         assert (loads.max(1) - loads.min(1) <= images.max(1)).all()

@@ -112,7 +112,7 @@ def test_large_arrays_are_checked_once(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("unit", [7, 1 << 28])
 def test_missing_numbers_are_found_part_by_part(monkeypatch, unit: int) -> None:
-    monkeypatch.setattr(map_cache, "_SEEN", unit)
+    monkeypatch.setattr(map_cache, "_NUMBERS_AT_ONCE", unit)
     array = np.random.RandomState(1).permutation(20)
     assert map_cache._covers(array, 20)
     for number in range(20):
