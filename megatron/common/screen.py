@@ -131,7 +131,7 @@ def release_stderr() -> None:
 
 
 @contextmanager
-def held_stderr() -> Iterator[None]:
+def buffered_stderr() -> Iterator[None]:
     """Hold back what libraries write to stderr inside of the block: it is dropped if the block raises an exception.
 
     Libraries in Rust write pages about an error before they raise it. Several threads may be inside at once.

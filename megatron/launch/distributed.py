@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from megatron.common.environment import check_place, on_one_host, rank, world_size
 from megatron.common.errors import ConfigError, LaunchError, counted, first_line
-from megatron.common.screen import held_stderr
+from megatron.common.screen import buffered_stderr
 from megatron.config import ParallelConfig
 from megatron.engines import (
     deepspeed_silenced,
@@ -140,7 +140,7 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         print_warning(f"MASTER_ADDR {environ['MASTER_ADDR']} does not resolve ({first_line(error)}); waiting for it")
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
-        with held_stderr():  # torch prints pages of C++ stack frames about a time-out
+        with buffered_stderr():  # torch prints pages of C++ stack frames about a time-out
             store = connect(environ, timeout, listener)
     except RuntimeError as error:
         raise LaunchError(

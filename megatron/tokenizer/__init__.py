@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. No torch here."""
+"""Tokenizers: build them from files, and encode text to token ids and back. No torch here."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -37,8 +37,8 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     HUGGINGFACE: HuggingFaceTokenizer,
     SENTENCEPIECE: GPTSentencePieceTokenizer,
 }
-"""Kinds of tokenizer with files, each built from (vocab_file, merge_file); those of ``PUBLISHED`` also take a
-``vocab_size`` and an ``eod_token``."""
+"""Classes of tokenizers with files, by kind; built from (vocab_file, merge_file), and kinds of ``PUBLISHED`` also from
+``vocab_size`` and ``eod_token``."""
 
 
 def build_tokenizer(
@@ -49,17 +49,17 @@ def build_tokenizer(
     eod_token: str | None = None,
     extra_ids: int = 0,
 ) -> Tokenizer:
-    """A tokenizer of a kind of ``TOKENIZERS`` from its files, or a NullTokenizer of ``vocab_size`` tokens.
+    """Build a tokenizer of ``TOKENIZERS`` from its files, or a NullTokenizer of ``vocab_size`` tokens.
 
-    With a kind of ``PUBLISHED``, ``vocab_size`` may be more than its tokens, for a model that has more rows, and
-    ``eod_token`` ends documents instead of the token that the files name. A WordPiece has ``extra_ids`` sentinels more.
-    Instead of all that, ``build_tokenizer(args)`` takes the arguments of a preprocessing script, as Megatron-LM's does.
+    For kinds of ``PUBLISHED``, ``vocab_size`` may exceed the number of tokens, for a model with a larger embedding, and
+    ``eod_token`` replaces the end-of-document token of the files. WordPiece gets ``extra_ids`` sentinels in addition.
+    As in Megatron-LM, ``build_tokenizer(args)`` takes the parsed arguments of a preprocessing script instead.
 
     Raises ConfigError for an unknown kind, and DataError for a file that is missing (or None), superfluous, broken,
-    or inconsistent with the other.
+    or inconsistent with the other file.
     """
     if isinstance(kind, Namespace):
-        return _of_arguments(kind)
+        return _from_arguments(kind)
     if kind == NULL_TOKENIZER and vocab_size is not None:
         return NullTokenizer(vocab_size)
     if kind not in TOKENIZERS:
@@ -72,8 +72,8 @@ def build_tokenizer(
     return tokenizer
 
 
-def _of_arguments(args: Namespace) -> Tokenizer:
-    """The tokenizer that a script's arguments name, which get its padded size as ``padded_vocab_size``."""
+def _from_arguments(args: Namespace) -> Tokenizer:
+    """Build the tokenizer of a script's arguments, and set their ``padded_vocab_size`` as Megatron-LM does."""
     given = vars(args)
     model = given.get("tokenizer_model")
     kind = tokenizer_kind(given.get("tokenizer_type"), model)
@@ -95,15 +95,15 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
 
 
 def _published_spans(tokenizer: HuggingFaceTokenizer, count: int) -> "SpanVocabulary":
-    """The first ``count`` sentinels, and the padding as what the decoder reads first, as published T5 models have it.
+    """The span vocabulary of a published T5: its first ``count`` sentinels, and padding as first token of the decoder.
 
-    Raises DataError if there are not as many.
+    Raises DataError if the tokenizer has fewer sentinels.
     """
     special, names = tokenizer.special_tokens, [f"<extra_id_{n}>" for n in range(count)]
     for name in (*names, "<pad>"):
         if name not in special:
             raise DataError(
-                f"{tokenizer.path} has no special token {name}: lower --vocab-extra-ids, or name that of a T5"
+                f"{tokenizer.path} has no special token {name}: lower --vocab-extra-ids, or use the tokenizer of a T5"
             )
     continues = np.zeros(tokenizer.vocab_size, bool)
     for piece, id in tokenizer.pieces.items():
@@ -122,27 +122,27 @@ def _published_spans(tokenizer: HuggingFaceTokenizer, count: int) -> "SpanVocabu
 
 @dataclass(frozen=True)
 class SpanVocabulary:
-    """The tokens from which T5's samples are made."""
+    """The tokens of T5's span corruption: text, special tokens and sentinels."""
 
     size: int
     text_tokens: int
-    """Those that a data set may hold are below it."""
+    """Ids of tokens in data sets are below it."""
     bos: int
-    """What the decoder reads first."""
+    """First token of the decoder's input."""
     eos: int
     sentinels: tuple[int, ...]
-    """Which stand for the spans of a sample, in order."""
+    """Tokens that replace the spans of a sample, in order."""
     separators: tuple[int, ...]
-    """Tokens of a text that belong to no word."""
+    """Special tokens in texts, which belong to no word."""
     continues: np.ndarray
     """Whether each token continues a word, bool [size]."""
 
 
 def span_vocabulary(data: DataConfig) -> SpanVocabulary:
-    """The tokens from which samples of a run for T5 are made. Raises DataError as ``build_tokenizer``."""
+    """The span vocabulary of a run of T5. Raises DataError as ``build_tokenizer``."""
     tokenizer, count = tokenizer_of(data), data.extra_ids
     size = tokenizer.vocab_size
-    if isinstance(tokenizer, NullTokenizer):  # in front of its own special tokens
+    if isinstance(tokenizer, NullTokenizer):  # sentinels precede the special tokens
         first = tokenizer.pad - count
         if first < 1:
             raise DataError(f"--vocab-size {size} leaves no token for text beside {count} sentinels: raise it")
@@ -150,7 +150,7 @@ def span_vocabulary(data: DataConfig) -> SpanVocabulary:
         return SpanVocabulary(size, first, tokenizer.cls, tokenizer.eod, sentinels, (), tokenizer.continues)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _published_spans(tokenizer, count)
-    assert isinstance(tokenizer, WordPieceTokenizer), "a rule refuses the others"
+    assert isinstance(tokenizer, WordPieceTokenizer), "a rule rejects other tokenizers"
     text, separators = size - len(tokenizer.extra), (tokenizer.cls, tokenizer.sep)
     sentinels = tuple(range(text + 2, size))
     return SpanVocabulary(size, text, text, text + 1, sentinels, separators, tokenizer.continues)

@@ -1,4 +1,4 @@
-"""What tokenizers share: the encoders of the Rust library ``tokenizers``, and reading vocabularies from disk."""
+"""Base classes of tokenizers, with and without the Rust library ``tokenizers``, and reading of vocabularies."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import tokenizers
 
 from megatron.common.errors import DataError, first_line
 from megatron.common.reading import LARGEST_JSON, parse_json, read_bytes
-from megatron.common.screen import held_stderr
+from megatron.common.screen import buffered_stderr
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""
@@ -22,35 +22,35 @@ UNK = "<unk>"
 
 
 class Tokenizer(ABC):
-    """Text to token ids, from 0 to ``vocab_size - 1``, and back."""
+    """Base class: converts text to token ids, from 0 to ``vocab_size - 1``, and back."""
 
     vocab_size: int
-    """Tokens in the vocabulary, including the end of a document."""
+    """Number of tokens in the vocabulary, including the end-of-document token."""
     eod: int
-    """Id that ends a document. Tokenizing a text never returns it."""
+    """Id of the end-of-document token. Tokenizing a text never returns it."""
     unk: int | None = None
-    """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
+    """Id of words that are not in the vocabulary; None if any text can be tokenized."""
     bos: int | None = None
-    """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
+    """Id of the beginning-of-sequence token, which ``tokenize`` does not add; None if the tokenizer has none."""
     source: tuple[str | None, ...] = ()
-    """Its kind and its files; empty if it was made in another way than by ``build_tokenizer``."""
+    """Kind and files of the tokenizer; empty if it was not built by ``build_tokenizer``."""
     tokens: int | None = None
-    """Tokens of a published tokenizer, without the rows that only the model has; None of another."""
+    """Number of tokens of a published tokenizer, without padding rows of the model; None for other tokenizers."""
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of ``text``. Raises DataError as ``tokenize_batch``."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text: equal to ``tokenize`` of each, and faster.
+        """The ids of each text: the same as ``tokenize`` of each, but faster.
 
-        Raises DataError for a text that UTF-8 cannot encode, or one with a word of more than ``LONGEST_WORD``.
+        Raises DataError for a text that UTF-8 cannot encode, or with a word of more than ``LONGEST_WORD`` characters.
         """
         check_texts(texts)
         return self._encode(texts)
 
     def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The same as arrays of integers, [tokens of the text]: the fastest way to many ids."""
+        """The ids of each text as an array of integers, [tokens of the text]: the fastest method."""
         return [np.array(ids, np.int32) for ids in self.tokenize_batch(texts)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -78,10 +78,10 @@ class Tokenizer(ABC):
 
 @contextmanager
 def library_errors(task: str = "encode this text") -> Iterator[None]:
-    """Convert what the library raises where it cannot do its ``task``, its panics included, to DataError."""
-    os.environ["RUST_BACKTRACE"] = "0"  # of a panic: it takes seconds
+    """Convert exceptions and panics of the library ``tokenizers`` during ``task`` to DataError."""
+    os.environ["RUST_BACKTRACE"] = "0"  # the backtrace of a panic takes seconds
     try:
-        with held_stderr():
+        with buffered_stderr():
             yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -94,13 +94,13 @@ class RustTokenizer(Tokenizer):
     """A tokenizer of the library ``tokenizers``.
 
     Args:
-        encoder: of the library. It has no special tokens, or they would be found in texts. None if a subclass makes
-            it when it is first needed.
-        vocab_size: ids are below it.
+        encoder: the library's tokenizer. It must not recognize special tokens in texts. None if a subclass overrides
+            ``_encoder``.
+        vocab_size: number of ids.
     """
 
     def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int) -> None:
-        self._given, self.vocab_size = encoder, vocab_size
+        self._eager_encoder, self.vocab_size = encoder, vocab_size
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         with library_errors():
@@ -108,7 +108,7 @@ class RustTokenizer(Tokenizer):
         return [encoding.ids for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """The ids of each text and the characters of each id, where the texts of special tokens become these tokens."""
+        """The ids of each text and their character offsets; texts of special tokens are encoded as special tokens."""
         check_texts(texts)
         self._encoder.encode_special_tokens = False
         try:
@@ -123,24 +123,24 @@ class RustTokenizer(Tokenizer):
 
     @property
     def _encoder(self) -> tokenizers.Tokenizer:
-        assert self._given is not None, "a subclass makes it"
-        return self._given
+        assert self._eager_encoder is not None, "a subclass overrides _encoder"
+        return self._eager_encoder
 
 
 LONGEST_WORD = 1 << 20
-"""Characters of a word, or of the space between two. A tokenizer needs a hundred times as much memory for one."""
+"""Maximum characters of a word or of whitespace, for which a tokenizer needs a hundred times as much memory."""
 
 
 def check_texts(texts: Iterable[str], where: str = "") -> None:
     """Raises DataError, beginning with ``where``, for a text that no tokenizer can encode.
 
-    One has half of a surrogate pair, which JSON can write and UTF-8 cannot, another a word that is longer than any of a
-    language.
+    These are texts with half of a surrogate pair, which JSON can contain and UTF-8 cannot, and texts with a word or
+    whitespace of more than ``LONGEST_WORD`` characters.
     """
     for text in texts:
         runs = (("a word", text.split()), ("space", re.findall(r"\s{2,}", text))) if len(text) > LONGEST_WORD else ()
-        for what, found in runs:
-            longest = max(found, key=len, default="")
+        for what, parts in runs:
+            longest = max(parts, key=len, default="")
             if len(longest) > LONGEST_WORD:
                 raise DataError(
                     f"{where}{what} of {len(longest):,} characters begins at character {text.index(longest):,}, more "
@@ -157,13 +157,13 @@ _TRAINED = " (tools/train_tokenizer.py makes one)"
 
 
 def require_files(kind: str, files: Mapping[str, str | None], origin: str = _TRAINED) -> list[str]:
-    """The path of each flag of ``files``. Raises DataError with a line, ending with ``origin``, for each that is no
+    """The paths in ``files``, by flag. Raises DataError with a line, ending with ``origin``, for each that is not a
     file."""
     problems = []
     for flag, path in files.items():
         if path is None:
             problems.append(f"{flag} is missing: {kind} needs it{origin}")
-        elif not os.path.isfile(path):  # unlike Path's, never an error, such as of a name that is too long
+        elif not os.path.isfile(path):  # unlike Path.is_file, this raises no error, such as for a name that is too long
             exists = "is no file" if os.path.exists(path) else "no such file"
             problem = "is a folder" if os.path.isdir(path) else exists
             problems.append(f"{flag} {path}: {problem}{origin}")
@@ -189,7 +189,7 @@ def read_text(path: str) -> str:
 
 
 def read_object(path: str) -> dict[str, Any]:
-    """The content of a file with one JSON object. Raises DataError if it is another."""
+    """The JSON object in a file. Raises DataError if it cannot be read or is not a JSON object."""
     try:
         content = parse_json(read_text(path))
     except ValueError as error:
@@ -201,9 +201,9 @@ def read_object(path: str) -> dict[str, Any]:
 
 
 def read_vocab_json(path: str) -> dict[str, int]:
-    """The token -> id table of a ``vocab.json``.
+    """The ids of a ``vocab.json``, token -> id.
 
-    Raises DataError if the file is not such a table, or if its ids are not 0 to n-1, each once.
+    Raises DataError if the file has another content, or if its ids are not 0 to n-1, each once.
     """
     vocabulary = read_object(path)
     check_ids(path, vocabulary)
@@ -222,7 +222,7 @@ def require_tokens(path: str, vocabulary: Mapping[str, int], required: Iterable[
 
 def check_ids(path: str, vocabulary: Mapping[str, Any]) -> None:
     """Raises DataError unless the ids are the integers 0 to n-1, each once."""
-    # By type, for True is an int to isinstance.
+    # By type, since isinstance(True, int) is true.
     wrong = next((token for token, id in vocabulary.items() if type(id) is not int), None)
     if wrong is not None:
         raise DataError(f"{path}: the id of {wrong!r} is {vocabulary[wrong]!r}; ids are integers")

@@ -1,6 +1,6 @@
 """GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``.
 
-Where the library gigatoken is installed, it encodes texts: faster, and to the same ids.
+If the library gigatoken is installed, it encodes texts, faster and to the same ids.
 """
 
 import json
@@ -25,41 +25,41 @@ from megatron.tokenizer.base import (
 )
 
 Vocabulary = dict[str, int]
-"""Ids of tokens, whose bytes are written as printable characters."""
+"""Token -> id; bytes of tokens are written as printable characters."""
 Merges = list[tuple[str, str]]
 
 
 class Gigatoken:
-    """The library gigatoken. Any number of threads may use it at once; they take turns."""
+    """An encoder of the library gigatoken. Threads may share it; a lock serializes their calls."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Merges) -> None:
         import gigatoken
 
-        self._library, self._turn = gigatoken.Tokenizer.from_json(tokenizer_json(vocabulary, merges)), Lock()
+        self._library, self._lock = gigatoken.Tokenizer.from_json(tokenizer_json(vocabulary, merges)), Lock()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, uint32 [tokens of the text].
 
         The library's methods for batches import the package awkward, which takes longer than encoding a few megabytes.
         """
-        with self._turn:
+        with self._lock:
             return [self._library.encode(text) for text in texts]
 
 
 class GPT2BPETokenizer(RustTokenizer):
     """Byte-level BPE from GPT-2's two files. It encodes any text, and ``detokenize`` returns it unchanged.
 
-    ``vocab.json`` maps tokens to ids, ``merges.txt`` holds a merge a line, first merges first.
-    Both write a byte as one printable character. No blank is put before the text. A text that
-    contains ``<|endoftext|>`` is tokenized character by character there: a corpus cannot end
-    documents by quoting the token, and ``detokenize`` spells ``eod`` out.
+    ``vocab.json`` maps tokens to ids, ``merges.txt`` holds one merge per line, in order of priority. Both write a byte
+    as one printable character. No space is added before the text. ``<|endoftext|>`` in a text is tokenized as ordinary
+    characters, so that a corpus cannot end documents by quoting the token; ``detokenize`` writes ``eod`` as
+    ``<|endoftext|>``.
     """
 
     def __init__(self, vocab_file: str | None, merge_file: str | None):
         """Raises DataError if a file is absent or broken, or if the two do not fit each other."""
         files = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         if merge_file is None and vocab_file is not None and os.path.isfile(vocab_file):
-            read_byte_vocabulary(vocab_file)  # if it holds whole words, merges are not what is missing
+            read_byte_vocabulary(vocab_file)  # a vocabulary of words needs another tokenizer, not merges
         vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
         vocabulary = read_byte_vocabulary(vocab_path)
         merges = read_merges(merge_path, vocabulary)
@@ -81,7 +81,7 @@ class GPT2BPETokenizer(RustTokenizer):
 
     @cached_property
     def _encoder(self) -> tokenizers.Tokenizer:
-        """Not needed to encode texts where gigatoken is installed."""
+        """The library's tokenizer, made on first use: with gigatoken it is not needed to encode texts."""
         encoder = byte_level_bpe(*self._model)
         encoder.add_special_tokens([EOD])
         encoder.encode_special_tokens = True  # as ordinary text
@@ -89,7 +89,7 @@ class GPT2BPETokenizer(RustTokenizer):
 
     @cached_property
     def _gigatoken(self) -> "Gigatoken | None":
-        """None where the library is not installed."""
+        """The encoder of gigatoken; None if the library is not installed."""
         try:
             return Gigatoken(*self._model)
         except ImportError:
@@ -97,7 +97,7 @@ class GPT2BPETokenizer(RustTokenizer):
 
 
 def byte_level_bpe(vocabulary: Vocabulary, merges: Merges) -> tokenizers.Tokenizer:
-    """The tokenizer of the library ``tokenizers``. Making it takes about as long as reading the files."""
+    """A byte-level BPE of the library ``tokenizers``. Making it takes about as long as reading the files."""
     encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
@@ -105,14 +105,14 @@ def byte_level_bpe(vocabulary: Vocabulary, merges: Merges) -> tokenizers.Tokeniz
 
 
 def tokenizer_json(vocabulary: Vocabulary, merges: Merges) -> str:
-    """The content of its tokenizer.json, without making it."""
+    """The content of a tokenizer.json for ``byte_level_bpe``, without making the tokenizer."""
     content = json.loads(byte_level_bpe({}, []).to_str())
     content["model"] |= {"vocab": vocabulary, "merges": merges}
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
 def read_byte_vocabulary(path: str) -> dict[str, int]:
-    """The token -> id table of a ``vocab.json`` of bytes. Raises DataError if it is broken, or a byte has no token."""
+    """The ids of a ``vocab.json`` of bytes, token -> id. Raises DataError if it is broken, or a byte has no token."""
     vocabulary = read_vocab_json(path)
     try:
         "".join(vocabulary).encode("utf-8")
@@ -138,11 +138,11 @@ def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:
 def read_merges(path: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """The pairs of a ``merges.txt``, in order.
 
-    Raises DataError for a line that is no pair, and for a pair whose parts or whole are not in the vocabulary.
+    Raises DataError for a line that is not a pair, and for a pair whose parts or result are not in the vocabulary.
     """
     merges = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        # Only in the first line, since "#" is a token, too.
+        # Only the first line can be a comment, since "#" is also a token.
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")

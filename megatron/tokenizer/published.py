@@ -1,6 +1,6 @@
-"""The tokenizers that are published with models: Hugging Face's tokenizer.json, and SentencePiece models.
+"""Tokenizers that are published with models: Hugging Face's tokenizer.json, and SentencePiece models.
 
-A tokenizer.json is run by the library ``tokenizers``. Its ids are equal to those of a fast tokenizer of
+The library ``tokenizers`` runs a tokenizer.json. The ids are the same as the ids of a fast tokenizer of
 ``transformers`` that loads the same folder.
 """
 
@@ -16,26 +16,25 @@ from megatron.common.processes import failure_in_child
 from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_file, read_object, read_text, require_files
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
-"""Files beside a tokenizer.json that name its special tokens, the most specific first."""
+"""Files next to a tokenizer.json that name its special tokens, the most specific first."""
 
 
 class HuggingFaceTokenizer(RustTokenizer):
-    """A tokenizer.json: GPT-2, Llama 3, Qwen, Mistral and others.
+    """The tokenizer of a tokenizer.json: GPT-2, Llama 3, Qwen, Mistral and others.
 
     ``tokenize`` adds no special token, neither at the beginning nor at the end, and does not look for special tokens in
     texts: a document cannot end itself by quoting one. (``transformers`` looks for them unless it is given
-    ``split_special_tokens=True``.) ``detokenize`` spells special tokens out; an id without a token has no text.
-    Of a WordLevel or Unigram model a text is not safe: a special token may be one of its words.
+    ``split_special_tokens=True``.) ``detokenize`` writes special tokens as text; an id without a token has no text.
+    WordLevel and Unigram models are an exception: a special token may be a word of their vocabulary.
 
     Attributes:
-        path: the tokenizer.json.
-        vocab_size: its tokens with the added ones (or the highest id and one, if ids are left out), or the size that is
-            asked for, if the model has more rows.
-        eod: the eos_token that a file beside it names, of ``CONFIG_FILES`` the first that does.
-        bos: id of the bos_token that such a file names, which begins texts of some models; None without one.
+        path: path of the tokenizer.json.
+        vocab_size: the highest id plus one, including added tokens, or the argument ``vocab_size``.
+        eod: id of the eos_token in the first of ``CONFIG_FILES`` that has one.
+        bos: id of the bos_token in these files, with which texts of some models begin; None without one.
         special_tokens: ids of the special tokens by their text.
         pieces: ids of all tokens by their text.
-        has_dropout: whether the file asks for BPE dropout, which is switched off.
+        has_dropout: whether the file enables BPE dropout, which is disabled here.
     """
 
     tokens: int
@@ -48,7 +47,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         vocab_size: int | None = None,
         eod_token: str | None = None,
     ) -> None:
-        """Read the tokenizer.json ``vocab_file`` and the files beside it. There is no file of merges.
+        """Read the tokenizer.json ``vocab_file`` and the files next to it; ``merge_file`` is ignored.
 
         Raises DataError if a file is absent or broken, no token ends a document, or ``vocab_size`` is too small.
         """
@@ -57,7 +56,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         encoder = _read_encoder(self.path, configs.get("tokenizer_config.json", {}))
         encoder.encode_special_tokens = True  # as ordinary text
         self.has_dropout = bool(getattr(encoder.model, "dropout", None))
-        if self.has_dropout:  # of merges: a text would have other tokens each time
+        if self.has_dropout:  # with dropout of merges, the tokens of a text would be random
             encoder.model.dropout = None
         self.pieces = encoder.get_vocab(with_added_tokens=True)
         added = encoder.get_added_tokens_decoder()
@@ -78,7 +77,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         self.eod = eod
 
     def _special(self, role: str, configs: Mapping[str, Mapping[str, Any]], chosen: str | None) -> int | None:
-        """The id of the ``eos`` or ``bos`` token: ``chosen``, or what the first file names that does."""
+        """The id of the ``eos`` or ``bos`` token: ``chosen``, or the token in the first of ``configs`` that has it."""
         if chosen is not None:
             return self._id(f"--eod-token {chosen}", chosen)
         for name, config in configs.items():
@@ -92,7 +91,7 @@ class HuggingFaceTokenizer(RustTokenizer):
                 id = id[0]
             if id is not None:
                 if type(id) is not int or not 0 <= id < self.vocab_size:
-                    raise DataError(f"{place}_id {id!r} is none of the {self.vocab_size} tokens of {self.path}")
+                    raise DataError(f"{place}_id {id!r} is not one of the {self.vocab_size} tokens of {self.path}")
                 return id
         return None
 
@@ -103,11 +102,11 @@ class HuggingFaceTokenizer(RustTokenizer):
 
 
 def checked_size(path: str, tokens: int, rows: int | None) -> int:
-    """``rows``, or ``tokens`` if that is None. Raises DataError if there are fewer rows than tokens."""
+    """``rows``, or ``tokens`` if ``rows`` is None. Raises DataError if there are fewer rows than tokens."""
     if rows is not None and rows < tokens:
         raise DataError(
-            f"{path} has {tokens} tokens, and the table of the model {rows} rows (--vocab-size): give the tokenizer of "
-            f"the model, or {tokens} rows or more"
+            f"{path} has {tokens} tokens, and the embedding of the model {rows} rows (--vocab-size): use "
+            f"the tokenizer of the model, or {tokens} rows or more"
         )
     return tokens if rows is None else rows
 
@@ -128,8 +127,8 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         encoder.no_truncation()
         return encoder
 
-    # The library panics at, or is aborted by, what such a file may ask for: first where that does no harm.
-    if failure := failure_in_child(lambda: _try(make()), seconds=_SECONDS, most_bytes=_MEMORY):
+    # A broken file may make the library panic or abort the process: try it in a child process first.
+    if failure := failure_in_child(lambda: _encode_samples(make()), seconds=_SECONDS, most_bytes=_MEMORY):
         raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file whole?")
     encoder = make()
     added = config.get("added_tokens_decoder") or {}
@@ -144,8 +143,8 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
             if encoder.token_to_id(token["content"]) != id:
                 raise ValueError(f"{token['content']!r} cannot have the id {id}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        beside = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-        raise DataError(f"{beside}: its added_tokens_decoder does not fit {path} ({error})") from None
+        config_path = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+        raise DataError(f"{config_path}: its added_tokens_decoder does not fit {path} ({error})") from None
     return encoder
 
 
@@ -153,27 +152,27 @@ _SECONDS, _MEMORY = 60.0, 4 << 30
 _SAMPLE = ["a", "Hello, w\u00f6rld of 12 tokens\t\n", "\u4e16\u754c \U0001f44d"]
 
 
-def _try(encoder: tokenizers.Tokenizer) -> None:
-    """Tokenize some texts. That one has no tokens is no error, but of that text."""
+def _encode_samples(encoder: tokenizers.Tokenizer) -> None:
+    """Tokenize some texts. Exceptions are ignored: they are errors of a text, not of the tokenizer."""
     with suppress(Exception):
         encoder.encode_batch_fast(_SAMPLE, add_special_tokens=False)
 
 
 _MOST_TOKENS = 1 << 24
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-"""Properties of an added token."""
+"""Arguments of ``tokenizers.AddedToken``."""
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, a file such as tokenizer.model. Needs the package ``sentencepiece``.
+    """The tokenizer of a SentencePiece model, a file such as tokenizer.model. Needs the package ``sentencepiece``.
 
-    ``tokenize`` adds no special token, and SentencePiece does not look for control tokens in texts. Control tokens,
-    such as the end of a document, have no text.
+    ``tokenize`` adds no special token, and SentencePiece does not look for control tokens in texts. ``detokenize``
+    drops control tokens, such as the end of a document.
 
     Attributes:
-        vocab_size: its pieces, or the size that is asked for, if the model has more rows.
-        eod: the model's own end of a sentence, ``</s>`` for most.
-        bos: id of the model's own beginning of a sentence; None without one.
+        vocab_size: number of pieces, or the argument ``vocab_size``.
+        eod: id of the model's end-of-sentence token, usually ``</s>``, or of ``eod_token``.
+        bos: id of the model's beginning-of-sentence token; None without one.
         special_tokens: ids of the control tokens by their text.
     """
 
@@ -187,7 +186,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         vocab_size: int | None = None,
         eod_token: str | None = None,
     ) -> None:
-        """Read the model ``vocab_file``. There is no file of merges.
+        """Read the model ``vocab_file``; ``merge_file`` is ignored.
 
         Raises DataError if the file is absent or broken, no token ends a document, or ``vocab_size`` is too small;
         ConfigError without the package.
@@ -215,7 +214,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 def _read_model(path: str) -> Any:
-    """The processor of a model. Raises DataError if the file cannot be read, ConfigError without the package."""
+    """The ``SentencePieceProcessor`` of a model. Raises DataError if the file cannot be read, ConfigError without the package."""
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:

@@ -1,5 +1,5 @@
-"""Tokenizers of words: BERT's WordPiece (Devlin et al., 2018), run by the Rust library ``tokenizers``; whole words
-separated by whitespace, for corpora that are tokenized already; and numbers in place of words."""
+"""Word-based tokenizers: BERT's WordPiece (Devlin et al., 2018), run by the Rust library ``tokenizers``; a whitespace
+tokenizer for corpora that are already tokenized; and a null tokenizer, for which token ids are the text."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,23 +22,23 @@ from megatron.tokenizer.base import (
 )
 
 PAD, _UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""BERT's own tokens."""
+"""BERT's special tokens."""
 CONTINUES = "##"
 """Prefix of every piece of a word but the first."""
 
 
 class WordPieceTokenizer(RustTokenizer):
-    """Words and punctuation, cut into the longest pieces in ``vocab.txt``, which has a piece a line.
+    """WordPiece: cuts words and punctuation into the longest pieces of ``vocab.txt``, a file with one piece per line.
 
-    A word that cannot be put together is [UNK]. ``lower_case`` also removes accents. A text that contains ``[MASK]``
-    is tokenized as a word between brackets. ``detokenize`` returns words with blanks between them.
+    A word that no sequence of pieces forms is [UNK]. ``lower_case`` also removes accents. ``[MASK]`` in a text is
+    tokenized as a word in brackets. ``detokenize`` joins words with spaces.
 
-    With ``extra_ids`` there are [BOS], [EOS] and as many sentinels after the vocabulary, as Megatron-LM has for T5.
+    With ``extra_ids``, [BOS], [EOS] and ``extra_ids`` sentinels follow the vocabulary, as in Megatron-LM's T5.
 
     Attributes:
-        pad, cls, sep, mask: ids of BERT's own tokens; ``eod`` is ``sep``, or [EOS].
+        pad, cls, sep, mask: ids of BERT's special tokens; ``eod`` is ``sep``, or [EOS] with ``extra_ids``.
         continues: whether each token continues a word, bool [vocab_size].
-        extra: the tokens after the vocabulary.
+        extra: the tokens that follow the vocabulary.
     """
 
     def __init__(self, vocab_file: str | None, merge_file: str | None = None, *, lower_case: bool, extra_ids: int = 0):
@@ -66,8 +66,8 @@ class WordPieceTokenizer(RustTokenizer):
         first = self.vocab_size - len(self.extra)
         texts = []
         for is_extra, group in groupby(ids, lambda id: id >= first):
-            run = list(group)
-            texts += [self.extra[id - first] for id in run] if is_extra else [super()._decode(run)]
+            same_kind = list(group)
+            texts += [self.extra[id - first] for id in same_kind] if is_extra else [super()._decode(same_kind)]
         return " ".join(texts)
 
 
@@ -81,7 +81,7 @@ def normalizer(lower_case: bool) -> normalizers.Normalizer:
 
 
 def read_pieces(path: str) -> dict[str, int]:
-    """The piece -> id table of a ``vocab.txt``. Raises DataError if a line is empty, repeated or missing."""
+    """The ids of a ``vocab.txt``, piece -> id. Raises DataError if a line is empty, repeated or missing."""
     lines = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
     pieces: dict[str, int] = {}
     for number, piece in enumerate(lines, start=1):
@@ -95,7 +95,7 @@ def read_pieces(path: str) -> dict[str, int]:
 
 
 def check_special(path: str, pieces: Mapping[str, int]) -> None:
-    """Raises DataError if the vocabulary in ``path`` lacks one of BERT's own tokens."""
+    """Raises DataError if the vocabulary in ``path`` lacks one of BERT's special tokens."""
     if missing := [token for token in SPECIAL if token not in pieces]:
         raise DataError(
             f"{path}: the vocabulary lacks {', '.join(missing)}; is it BERT's vocab.txt, a token a line? "
@@ -104,14 +104,14 @@ def check_special(path: str, pieces: Mapping[str, int]) -> None:
 
 
 class WhitespaceTokenizer(Tokenizer):
-    """One token a word, where words are what ``str.split`` finds; words outside the vocabulary are ``<unk>``.
+    """One token per word, with words as of ``str.split``; words outside the vocabulary are ``<unk>``.
 
-    The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. A text that contains
-    ``<|endoftext|>`` has an unknown word there, not an end of document. There are no merges; a file of them is not
-    read, because command lines for Megatron-LM name one with any tokenizer.
+    The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. ``<|endoftext|>`` in a text is an unknown
+    word, not the end of a document. ``merge_file`` is ignored, because command lines for Megatron-LM give
+    ``--merge-file`` with any tokenizer.
 
     Attributes:
-        unk: id of the words that are not in the vocabulary.
+        unk: id of ``<unk>``.
     """
 
     unk: int
@@ -135,14 +135,14 @@ class WhitespaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Ids from 0 to ``vocab_size - 1``, written as numbers with blanks between them; the last four are special.
+    """A tokenizer without files: texts are ids from 0 to ``vocab_size - 1``, separated by spaces.
 
-    For data whose text is not needed, such as mock data. (In Megatron-LM the end of a document is one more token than
-    ``vocab_size``; here it is the last of them.)
+    For data whose text is not needed, such as mock data. The last four ids are special tokens. (In Megatron-LM the
+    end-of-document token has the id ``vocab_size``; here ``vocab_size - 1``.)
 
     Attributes:
-        eod, mask, cls, pad: the last id, and those before it; ``sep`` is ``eod``.
-        continues: whether each token continues a word, bool [vocab_size]: none does.
+        eod, mask, cls, pad: the last four ids, from the last one backwards; ``sep`` is ``eod``.
+        continues: whether each token continues a word, bool [vocab_size]: all False.
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.processes import failure_in_child
-from megatron.common.screen import LossyStream, held_stderr, release_stderr
+from megatron.common.screen import LossyStream, buffered_stderr, release_stderr
 from megatron.tokenizer import published
 from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tools.preprocess.job import Job
@@ -64,7 +64,7 @@ def test_nothing_of_a_panic_is_on_screen(tmp_path: Path, capfd: pytest.CaptureFi
         with pytest.raises(DataError, match="cannot encode this text .PanicException"):
             encode([TOO_SLOW])
     assert tokenizer.encode_marked(["</s>"])[0].ids == [2]
-    with held_stderr():
+    with buffered_stderr():
         os.write(2, b"of another library")
     assert capfd.readouterr().err == "of another library"
 
@@ -114,7 +114,7 @@ def test_control_characters_never_reach_a_terminal() -> None:
 
 
 def test_last_words_are_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:
-    with held_stderr():
+    with buffered_stderr():
         os.write(2, b"of a library\n")
         release_stderr()
         os.write(2, b"last words\n")

@@ -167,7 +167,7 @@ def encoder() -> tokenizers.Tokenizer:
         ({"tokenizer_config.json": {"added_tokens_decoder": {"354": {"content": "<e>"}}, "eos_token": "<e>"}}, 354),
         ({}, "no file beside it names an eos_token, .*--eod-token, such as <|begin_of_text|> or"),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, r"eos_token '</s>' is not in the vocabulary of"),
-        ({"config.json": {"eos_token_id": 354}}, "config.json: eos_token_id 354 is none of the 354 tokens"),
+        ({"config.json": {"eos_token_id": 354}}, "config.json: eos_token_id 354 is not one of the 354 tokens"),
         ({"config.json": []}, "config.json: a JSON list, not an object"),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"9": {"content": "<e>"}}}}, "cannot have the id 9"),
         ({"tokenizer_config.json": {"added_tokens_decoder": [1]}}, "its added_tokens_decoder does not fit"),
@@ -197,7 +197,7 @@ def test_broken_files(tmp_path: Path, encoder: tokenizers.Tokenizer) -> None:
             build_tokenizer(HUGGINGFACE, str(path), None)
         assert "\n" not in str(caught.value)
     path.write_text(encoder.to_str())
-    with pytest.raises(DataError, match="has 354 tokens, and the table of the model 353 rows"):
+    with pytest.raises(DataError, match="has 354 tokens, and the embedding of the model 353 rows"):
         build_tokenizer(HUGGINGFACE, str(path), None, 353, "<think>")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match="config.json:1: not JSON"):
