@@ -214,7 +214,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 def _read_model(path: str) -> Any:
-    """The ``SentencePieceProcessor`` of a model. Raises DataError if the file cannot be read, ConfigError without the package."""
+    """The processor of a model. Raises DataError if the file cannot be read, ConfigError without the package."""
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
