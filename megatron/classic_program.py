@@ -1,7 +1,7 @@
-"""Programs in the shape of Megatron-LM's ``pretrain_gpt.py``: its ``pretrain``, and the global functions they call.
+"""Runs programs written like Megatron-LM's ``pretrain_gpt.py``: ``pretrain()``, ``get_args()``, ``get_timers()`` etc.
 
-The only globals of the suite outside ``megatron.mpu``; nothing else imports this module. ``pretrain`` sets them.
-Shapes: b micro-batch size, s sequence length, h hidden size.
+``pretrain`` sets the global state. Besides ``megatron.mpu`` this is the only module with global state; no other module
+imports it.
 """
 
 import inspect
@@ -36,14 +36,14 @@ _state = SimpleNamespace(run=None, args=None, timers=None, board=None)
 
 
 class ModelType(Enum):
-    """Megatron-LM's kinds of models. The first is supported: a model without a split between encoder and decoder."""
+    """Megatron-LM's kinds of models. Only ``encoder_or_decoder`` is supported: no split between encoder and decoder."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2
 
 
 def get_args() -> Namespace:
-    """The flags of the run by each of their names, with those that the program has added."""
+    """The arguments of the run, under the name and all aliases of each flag, including flags the program has added."""
     if _state.args is None:
         raise ConfigError("get_args: there are no arguments before pretrain(): call it in a function given to pretrain")
     return _state.args
@@ -125,15 +125,15 @@ class _Timer:
 
 
 def _namespace(run: RunConfig) -> Namespace:
-    """Every field under its name, the name of its flag and its aliases, with underscores."""
+    """The arguments of ``get_args()``: every field under its name, its flag and its aliases, with underscores."""
     values: dict[str, Any] = {}
     for section in filter(is_dataclass, (getattr(run, part.name) for part in fields(run))):
-        for one in fields(section):
-            names = names_of(one) if "flag" in one.metadata else []
-            for name in (one.name, *(name.removeprefix("--") for name in names)):
-                values[name.replace("-", "_")] = getattr(section, one.name)
+        for setting in fields(section):
+            names = names_of(setting) if "flag" in setting.metadata else []
+            for name in (setting.name, *(name.removeprefix("--") for name in names)):
+                values[name.replace("-", "_")] = getattr(section, setting.name)
     values |= {
-        "data_impl": "mmap",  # the only one, as Megatron-LM's functions name it
+        "data_impl": "mmap",  # the only supported format, under Megatron-LM's name
         "mmap_warmup": False,
         "rank": rank(os.environ) or 0,
         "world_size": run.parallel.world_size,
@@ -145,36 +145,36 @@ def _namespace(run: RunConfig) -> Namespace:
 
 @dataclass(frozen=True)
 class ClassicProvider(ModelProvider):
-    """The functions of a program in Megatron-LM's shape. A micro-batch is all parts of its samples, on every stage."""
+    """Functions with Megatron-LM's signatures. Every pipeline stage gets all parts of each sample of a micro-batch."""
 
     layers_are_stages: ClassVar[bool] = True
     names: list[str] = field(default_factory=list)
-    """Of the parts of a sample, if it is a mapping."""
+    """The keys of a sample, if it is a mapping."""
     last: list[nn.Module] = field(default_factory=list)
-    """The module of the last stage, on its ranks."""
+    """The module of the last stage, on the ranks of that stage; otherwise empty."""
 
     def build(self, run: RunConfig, layout: ParallelLayout, is_first: bool, is_last: bool) -> nn.Module:
-        """The module of a stage, from ``model_provider`` with those of Megatron-LM's arguments that it has."""
+        """Build a stage by ``model_provider``, with ``pre_process`` and ``post_process`` if it has these parameters."""
         _set_globals(run, layout)
         with user_function("model_provider"):
-            known = inspect.signature(self.model).parameters
-            given = {"pre_process": is_first, "post_process": is_last}
-            provided: Callable[..., Any] = self.model
-            model = provided(**{name: value for name, value in given.items() if name in known})
+            parameters = inspect.signature(self.model).parameters
+            arguments = {"pre_process": is_first, "post_process": is_last}
+            model_provider: Callable[..., Any] = self.model
+            model = model_provider(**{name: value for name, value in arguments.items() if name in parameters})
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model_provider returned a {type(model).__name__}: return a torch.nn.Module")
         return model
 
     def module(self, run: RunConfig, layout: ParallelLayout) -> nn.Module:
         """The full model for ``DeepSpeedEngine``."""
-        whole = ModelProvider(lambda *_: self.build(run, layout, True, True), self.datasets, self.forward_step)
-        model = whole.module(run, layout)
+        provider = ModelProvider(lambda *_: self.build(run, layout, True, True), self.datasets, self.forward_step)
+        model = provider.module(run, layout)
         assert isinstance(model, ProvidedModel)
         model.loss = self.loss
         return model
 
     def layers(self, run: RunConfig, layout: ParallelLayout) -> tuple[Layers, LossFn]:
-        """A layer for each stage. Raises ConfigError if the schedule has more model chunks than stages."""
+        """One layer per stage, and the loss. Raises ConfigError if the schedule has several model chunks per stage."""
         parallel = run.parallel
         if parallel.chunks_per_stage > 1:
             raise ConfigError(
@@ -186,7 +186,7 @@ class ClassicProvider(ModelProvider):
         return [LayerSpec(Stage, self, build, number, stages) for number in range(stages)], self._last_loss
 
     def open(self, run: RunConfig, samples: Sequence[int]) -> list[ProvidedDataset | None]:
-        """The same, with the names of the parts of a sample."""
+        """Open the data sets, and set ``names`` from the first sample."""
         opened = super().open(run, samples)
         assert opened[0] is not None
         with user_function("the data set"):
@@ -195,11 +195,11 @@ class ClassicProvider(ModelProvider):
         return opened
 
     def batch(self, parts: Sequence[Tensor]) -> Batch:
-        """All parts for the first stage, which passes them on, and again for the loss."""
+        """A micro-batch with all parts as inputs, which stages pass on, and again as targets, for the loss."""
         return Batch(parts[0] if len(parts) == 1 else tuple(parts), tuple(parts))
 
     def step(self, parts: Sequence[Tensor], model: nn.Module) -> tuple[Any, Any]:
-        """What ``forward_step_func`` returns: the output of ``model``, and the function of the loss or None."""
+        """Call ``forward_step_func``. Returns the output of ``model``, and the loss function or None."""
         sample = dict(zip(self.names, parts, strict=True)) if self.names else tuple(parts)
         with user_function("forward_step_func"):
             result = self.forward_step(iter([sample]), model)
@@ -207,7 +207,7 @@ class ClassicProvider(ModelProvider):
         return output, loss_func if callable(loss_func) else None
 
     def loss(self, model: nn.Module, inputs: Any, targets: Sequence[Tensor]) -> Tensor:
-        """The loss of a micro-batch: what ``loss_func`` returns, divided by its number of tokens if it counts them."""
+        """The loss of a micro-batch: the result of ``loss_func``, divided by the number of tokens if it returns one."""
         output, loss_func = self.step(targets, model)
         with user_function("loss_func"):
             result = output if loss_func is None else loss_func(output)
@@ -221,7 +221,7 @@ class ClassicProvider(ModelProvider):
         return loss.reshape(())
 
     def _last_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
-        """The same on the last stage of a pipeline, whose layer has left its module to run here."""
+        """The loss on the last pipeline stage, whose module runs here and not in ``Stage.forward``."""
         (model,) = self.last
         if isinstance(outputs, tuple) and len(self.names or targets) < len(outputs):
             _receive(model, outputs[0])
@@ -229,7 +229,7 @@ class ClassicProvider(ModelProvider):
 
 
 class Stage(nn.Module):
-    """A pipeline stage as a layer: (hidden [..], parts of the micro-batch) -> the same, with its own output."""
+    """A pipeline stage as one layer: (hidden, *parts of the micro-batch) -> (output, *parts)."""
 
     def __init__(self, provider: ClassicProvider, build: Callable[[bool, bool], nn.Module], number: int, stages: int):
         super().__init__()
@@ -237,8 +237,8 @@ class Stage(nn.Module):
         self.module = build(self._is_first, self._is_last)
         if not hasattr(self.module, "set_input_tensor") and not self._is_first:
             raise ConfigError(
-                f"the model of stage {number}, a {type(self.module).__name__}, has no set_input_tensor(), by which "
-                "it gets the output of the stage before"
+                f"the model of stage {number}, a {type(self.module).__name__}, has no set_input_tensor(), which "
+                "receives the output of the previous stage"
             )
         shared = ("share_word_embeddings", "share_embeddings_and_output_weights")
         if stages > 1 and any(getattr(self.module, name, False) for name in shared):
@@ -250,7 +250,7 @@ class Stage(nn.Module):
             provider.last[:] = [self.module]
 
     def forward(self, received: Any) -> Any:
-        """The last stage only passes on: its module runs with the loss function."""
+        """Run the stage; the last one returns its input, since its module runs with the loss function."""
         if self._is_last:
             return received
         parts = as_list(received)
@@ -267,7 +267,7 @@ def _receive(module: Any, hidden: Tensor) -> None:
 
 
 def _set_globals(run: RunConfig, layout: ParallelLayout) -> None:
-    """What ``get_args`` and ``megatron.mpu`` know."""
+    """Set the global state of ``get_args``, ``get_tokenizer`` and ``megatron.mpu``."""
     if run.parallel.sequence_ranks > 1:
         raise ConfigError("context parallelism is not supported for a program in Megatron-LM's shape: remove its flags")
     _state.run, _state.args = run, _namespace(run)
@@ -286,22 +286,22 @@ def pretrain(
     *,
     forward_step: Callable[..., Any] | None = None,
 ) -> NoReturn:
-    """Train a model with Megatron-LM's loop functions: docs/adding-a-model.md. Ends the process.
+    """Train a model given by Megatron-LM's functions (docs/adding-a-model.md), and end the process.
 
-    In Megatron-LM 2 and before there is no ``model_type``: ``forward_step_func``, ``extra_args_provider`` and
-    ``args_defaults`` follow one another. With ``forward_step`` the functions are those of
-    ``megatron.tools.pretraining.pretrain``, which take the configuration and the layout.
+    The signature of Megatron-LM 2 and earlier is also accepted, without ``model_type``: ``forward_step_func``,
+    ``extra_args_provider`` and ``args_defaults`` are then the positional arguments three to five. With ``forward_step``
+    all functions have the signatures of ``megatron.tools.pretraining.pretrain``, which take configuration and layout.
 
     Args:
         train_valid_test_datasets_provider: called with three numbers of samples; returns three data sets or None, with
             ``len()`` and ``[index]``. A sample is a mapping or tuple of arrays, tensors or numbers.
         model_provider: called with ``pre_process`` and ``post_process``, whether the module has the first and the last
-            layer. With a pipeline, all stages but the first have ``set_input_tensor(hidden)``.
+            layer. With a pipeline, all stages but the first need a method ``set_input_tensor(hidden)``.
         forward_step_func: called with an iterator over micro-batches and the model; returns the output of the model
             and ``loss_func(output)``, which returns the mean loss, (loss, report) or (sum, tokens, report).
         process_non_loss_data_func: ignored.
         extra_args_provider: called with the parser, for ``parser.add_argument()``.
-        args_defaults: values of flags by name, for which the command line need not give one.
+        args_defaults: default values of flags by name.
     """
     if forward_step is not None:
         pretraining.pretrain(
@@ -316,7 +316,7 @@ def pretrain(
         provider = ClassicProvider(
             model_provider,
             lambda run, samples: train_valid_test_datasets_provider(list(samples)),
-            _checked(forward_step_func, model_type),
+            _check_arguments(forward_step_func, model_type),
             extra_args_provider,
             args_defaults or {},
         )
@@ -325,7 +325,7 @@ def pretrain(
     run_rank(main)
 
 
-def _checked(forward_step_func: Callable[..., Any] | None, model_type: Any) -> Callable[..., Any]:
+def _check_arguments(forward_step_func: Callable[..., Any] | None, model_type: Any) -> Callable[..., Any]:
     if forward_step_func is None:
         raise ConfigError("pretrain: forward_step_func is missing, the function of a data iterator and the model")
     if getattr(model_type, "name", "") == "encoder_and_decoder":

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """``pretrain`` for programs in Megatron-LM's shape; nothing of the suite imports it from here."""
+    """Import ``pretrain`` lazily, for programs written for Megatron-LM; this project does not import it from here."""
     if name == "pretrain":
         return resolve_name("megatron.classic_program:pretrain")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Anomaly detection: steps with a loss or gradient that is not finite, loss spikes, and the layer where they begin."""
+"""Anomaly detection: non-finite losses and gradients, loss spikes, and the layer where non-finite values begin."""
 
 import math
 import sys
@@ -50,7 +50,7 @@ class AnomalyDetector:
         self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def check(self, iteration: int, loss: float, status: StepStatus) -> StepResult:
-        """The result of ``iteration``. The same on every rank if ``loss`` is, because ``status`` is."""
+        """Check ``iteration``. All ranks get the same result if ``loss`` and ``status`` are the same on all ranks."""
         # A skipped step that only lowers the dynamic loss scale of fp16 is normal above the smallest scale.
         scale_is_adjusted = self._min_scale is not None and status.loss_scale > self._min_scale
         if math.isfinite(loss) and (status.applied or scale_is_adjusted):
@@ -85,12 +85,12 @@ def max_across_ranks(loss: Tensor, *values: float) -> Tensor:
     """Maximum over all ranks of the loss and of each further value, [1 + values], in one all-reduce. Every rank must
     call it.
 
-    A loss that is not a number on any rank becomes infinite. Ranks that should have the same loss may differ when
-    something is broken; they must still take the same decisions.
+    A NaN loss on any rank becomes infinity. Ranks that should have the same loss may differ when something is broken;
+    they must still take the same decisions.
     """
     largest_loss = loss.detach().float().nan_to_num(nan=torch.inf).view(1)
     numbers = torch.tensor(values, dtype=torch.float32)
-    if not loss.is_cpu:  # from other memory the copy would wait for the GPU
+    if not loss.is_cpu:  # a copy from pageable memory would wait for the GPU
         numbers = get_accelerator().pin_memory(numbers).to(loss.device, non_blocking=True)
     largest = torch.cat([largest_loss, numbers])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -98,16 +98,16 @@ def max_across_ranks(loss: Tensor, *values: float) -> Tensor:
 
 
 def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str:
-    """The first layer with numbers that are not finite, as text. Every rank must call it.
+    """Describe in which layer non-finite values begin, by repeating the forward pass without dropout.
 
-    Repeats the forward pass of the batch, without dropout.
+    Every rank must call it.
     """
-    with _layers_checked(engine.module) as bad_layers:
+    with _record_nonfinite_layers(engine.module) as bad_layers:
         loss = max_across_ranks(eval_batch(engine, batches)).item()
-    return gathered_on_rank_0(lambda: min(bad_layers, default=None), partial(_origin, loss))
+    return gathered_on_rank_0(lambda: min(bad_layers, default=None), partial(_describe_origin, loss))
 
 
-def _origin(loss: float, first_per_rank: list[tuple[int, str] | None]) -> str:
+def _describe_origin(loss: float, first_per_rank: list[tuple[int, str] | None]) -> str:
     bad_ranks = [(layer, rank) for rank, layer in enumerate(first_per_rank) if layer is not None]
     if bad_ranks:
         (_, name), _ = min(bad_ranks)
@@ -115,18 +115,18 @@ def _origin(loss: float, first_per_rank: list[tuple[int, str] | None]) -> str:
         return f"in a repeated forward pass it begins in {name} on rank {', '.join(ranks)}"
     if not math.isfinite(loss):
         return "in a repeated forward pass it begins in the loss"
-    return "a repeated forward pass is finite: it was in the gradients alone, or was transient"
+    return "a repeated forward pass is finite: only gradients were not, or the problem was transient"
 
 
 _EMBEDDING, _HEAD = (0, "the embedding"), (sys.maxsize, "the head")
 
 
 @contextmanager
-def _layers_checked(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
-    """Collect (number, name) of the layers whose output is not finite."""
+def _record_nonfinite_layers(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Yield a set that collects (number, name) of the layers whose output is not finite."""
     bad_layers: set[tuple[int, str]] = set()
 
-    def check_output(key: tuple[int, str], layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    def add_hook(key: tuple[int, str], layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple, output: HiddenStates) -> None:
             if not bool(torch.isfinite(unpack(output)[0]).all()):
                 # The embedding is called again as the head, with hidden states instead of tokens.
@@ -135,7 +135,7 @@ def _layers_checked(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
 
         return layer.register_forward_hook(hook)
 
-    handles = [check_output(key, layer) for key, layer in _layers(module)]
+    handles = [add_hook(key, layer) for key, layer in _layers(module)]
     try:
         yield bad_layers
     finally:
@@ -144,7 +144,7 @@ def _layers_checked(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[tuple[int, str], nn.Module]]:
-    """This rank's layers with their number in the list of layers and a readable name."""
+    """This rank's embedding and transformer layers, each as ((number in the list of layers, readable name), layer)."""
     for name, layer in module.named_modules():
         last = name.rpartition(".")[2]
         if last == "embed":

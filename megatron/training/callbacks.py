@@ -1,6 +1,6 @@
-"""Callbacks: what observes a run without being part of the training loop. No torch.
+"""Callbacks that observe a run from outside the training loop. No torch.
 
-The entry script registers those that it wants; the core calls them, and imports none of what they are built from.
+The entry script registers callbacks; the core calls them, but does not import the tools that implement them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,46 +14,51 @@ from megatron.parallel.pipeline.schedule import InstructionHook
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a rank that ran out of memory was planned to hold, and what would fit."""
+    """The planned memory of a rank that ran out of memory, and advice."""
 
     total: float
     """Bytes at the peak."""
     parts: Mapping[str, float]
-    """The same by what they are for."""
+    """Bytes at the peak by purpose, such as optimizer state."""
     advice: str
+    """Which settings would fit."""
 
 
 class Callback:
-    """Base class of all callbacks. Its hooks do nothing; a subclass overrides those that it needs."""
+    """Base class of all callbacks. Its methods do nothing; a subclass overrides the methods that it needs."""
 
     def on_run_start(self, run: RunConfig, device: str) -> None:
-        """The configuration is final, and ``device`` is the name of what rank 0 computes on. Rank 0 only."""
+        """Called when the configuration is final; ``device`` is the name of rank 0's device. Rank 0 only."""
 
     def around_iteration(self, iteration: int) -> AbstractContextManager[Sequence[InstructionHook]]:
-        """Context in which an iteration runs; it yields hooks for the instructions of this iteration. Every rank."""
+        """Context in which an iteration runs; yields hooks for its pipeline instructions. Every rank."""
         return nullcontext(())
 
     def metrics(self) -> Mapping[str, Any]:
-        """Further values for the metrics of a logged iteration, after it has run. Every rank.
+        """Additional metrics by name of a logged iteration, called after it has run. Every rank.
 
-        They are numbers, or tensors [], which are copied to the host together with the loss: a GPU is waited for once.
+        Values are numbers, or tensors [], which are copied to the host together with the loss, so that the host waits
+        for the GPU once.
         """
         return {}
 
     def on_metrics(self, iteration: int, values: Mapping[str, Any]) -> None:
-        """The metrics of a logged iteration, or of an evaluation after it, by name. Rank 0 only."""
+        """Called with the metrics by name of a logged iteration, or of an evaluation after it. Rank 0 only."""
 
     def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan | None:
-        """A rank of pipeline stage ``stage`` needs more than its ``available`` bytes. The first plan is reported."""
+        """Called if a rank of pipeline stage ``stage`` needs more than its ``available`` bytes of memory.
+
+        The first callback that returns a plan is reported.
+        """
         return None
 
     def on_run_end(self) -> None:
-        """Training has finished without an error. Every rank."""
+        """Called when training has finished without an error. Every rank."""
 
 
 @contextmanager
 def warn_if_unwritable(what: str) -> Iterator[None]:
-    """Replace an OSError inside by a warning: files about a run are not worth the run."""
+    """Turn an OSError inside into a warning: a run does not fail because a log file cannot be written."""
     try:
         yield
     except OSError as error:

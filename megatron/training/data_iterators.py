@@ -1,4 +1,4 @@
-"""Data iterators: the micro-batches of each iteration and each evaluation, on this rank."""
+"""Data iterators: this rank's micro-batches for training and evaluation."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
@@ -43,13 +43,15 @@ from megatron.parallel.layout import ParallelLayout
 def weighted(
     micro_batches: Iterator[Batch], accumulated: Iterable[int], group: ProcessGroup, *, masks: bool
 ) -> Iterator[Batch]:
-    """``micro_batches`` with their loss masks [b, s] scaled to weights; [b] if each sample has one label.
+    """Scale the loss masks of ``micro_batches`` so that DeepSpeed's average is the mean over all unmasked tokens.
 
-    DeepSpeed averages over the micro-batches of an iteration, whose number is the next one of ``accumulated``, and
-    over the data ranks of ``group``.
-    If ``masks`` is true, micro-batches count different numbers of tokens, and the average of their means is not the
-    mean over all tokens; so the weight of each token is 1 / (tokens counted in the whole global batch). The batches are
-    on the device that ``group`` communicates on.
+    DeepSpeed averages over the micro-batches of an iteration and over the data-parallel ranks of ``group``. If
+    micro-batches have different numbers of unmasked tokens (``masks``), the average of their means is not the mean over
+    all tokens; so each token is weighted with 1 / (number of unmasked tokens in the global batch).
+
+    Args:
+        micro_batches: on the device that ``group`` communicates on; loss masks [b, s], or [b] with one label a sample.
+        accumulated: number of micro-batches of each iteration.
     """
     for number in accumulated:
         batch = list(islice(micro_batches, number))
@@ -66,7 +68,7 @@ def weighted(
 
 
 def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
-    """``micro_batches`` with their loss masks [b, s] scaled so that each one's loss is the mean over its own tokens.
+    """Scale the loss masks [b, s] so that the loss of each micro-batch is the mean over its unmasked tokens.
 
     DeepSpeed averages the per-micro-batch means. If micro-batches count different numbers of tokens, the result
     depends on how the global batch is split.
@@ -76,13 +78,13 @@ def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 MANY_EPOCHS = 5
-"""From so many on, a model learns the documents by heart."""
+"""Number of epochs from which on ``describe`` warns: the model may memorize the documents."""
 
 
 class DataIterators:
     """The data sets of a run and this rank's micro-batches. Only the first and the last pipeline stage read data.
 
-    A subclass that reads other data overrides ``has``, ``_open`` and ``_to_batch``.
+    A subclass for other kinds of data overrides ``has``, ``_open`` and ``_to_batch``.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()):
@@ -90,7 +92,7 @@ class DataIterators:
         self._reads = layout.is_first_stage or layout.is_last_stage
         self.skipped_samples = skipped_samples
         self._splits: set[str] = set()
-        """Those that the data sets have, also on ranks that do not read them."""
+        """Splits that have data, known also on ranks that read none."""
         self._datasets = self._build()
 
     def has(self, split: str) -> bool:
@@ -98,7 +100,7 @@ class DataIterators:
         return split in self._splits
 
     def describe(self) -> list[str]:
-        """How the documents of each data set of instruction tuning are packed, and how often they are repeated."""
+        """Lines for the log about SFT and image data sets: packing, epochs and empty image slots."""
         run, lines, images = self._run, list[str](), 0.0
         train, blend = self._datasets and self._datasets.train, run.data.blends["train"]
         parts = train.parts if isinstance(train, BlendedDataset) else [train]
@@ -120,12 +122,12 @@ class DataIterators:
         return self._batches("train", self._run.train.batches, finished, self.skipped_samples)
 
     def evaluation(self, split: str, earlier: int) -> Iterator[Batch] | None:
-        """Micro-batches after those of ``earlier`` evaluations on ``valid`` or ``test``; None if none are read here."""
+        """Micro-batches of ``valid`` or ``test`` after ``earlier`` evaluations; None if this rank reads no data."""
         train = self._run.train
         return self._batches(split, train.evaluation_batches, earlier * train.eval_iters)
 
     def skip(self, iterations: range) -> range:
-        """Skip the samples of ``iterations`` from now on. Returns their numbers in the shuffled stream."""
+        """Skip the samples of ``iterations`` from now on. Returns the skipped range of the shuffled sample stream."""
         consumed = self._run.train.consumed_samples
         ends = consumed(iterations.start - 1), consumed(iterations.stop - 1) - 1
         first, last = (sample_at(position, self.skipped_samples) for position in ends)
@@ -134,7 +136,7 @@ class DataIterators:
         return range(first, last + 1)
 
     def _build(self) -> Datasets | None:
-        """Open the data sets, after one rank (of all, or of each host) has built the index maps for the others.
+        """Open the data sets, after rank 0 (or one rank of each host) has built the index maps for the others.
 
         Raises UserError on all ranks if they cannot be built.
         """
@@ -183,7 +185,7 @@ class DataIterators:
     def _micro_batches(
         self, dataset: Samples, sizes: BatchSchedule, finished: int = 0, skipped: Sequence[range] = ()
     ) -> Iterator[Batch]:
-        """This rank's micro-batches of ``dataset`` after ``finished`` batches, with masks that are not scaled yet."""
+        """This rank's micro-batches of ``dataset`` after ``finished`` global batches, with unscaled loss masks."""
         train, group = self._run.train, self._layout.data_group
         numbered = MicroBatches(
             dataset,
@@ -211,7 +213,7 @@ class DataIterators:
 
 
 class ProvidedDataIterators(DataIterators):
-    """The same for data sets that a user's function returns: every rank opens them, rank 0 first."""
+    """Data iterators over data sets from a user's function, which every rank calls, rank 0 first."""
 
     def has(self, split: str) -> bool:
         """Whether ``valid`` or ``test`` has any data."""
@@ -250,14 +252,17 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         return micro_batches
     device = get_accelerator().current_device_name()
 
-    def copied(tensor: Tensor) -> Tensor:
+    def to_device(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    def kept(tensor: Tensor) -> Tensor:
-        is_image = tensor.dtype == torch.uint8  # large, and of use on the device only
-        return copied(tensor) if is_image else keep_on_host(copied(tensor), tensor)
+    def input_to_device(tensor: Tensor) -> Tensor:
+        is_image = tensor.dtype == torch.uint8  # large, and used only on the device
+        return to_device(tensor) if is_image else keep_on_host(to_device(tensor), tensor)
 
     return (
-        Batch(kept(tokens) if isinstance(tokens, Tensor) else tuple(map(kept, tokens)), tuple(map(copied, targets)))
+        Batch(
+            input_to_device(tokens) if isinstance(tokens, Tensor) else tuple(map(input_to_device, tokens)),
+            tuple(map(to_device, targets)),
+        )
         for tokens, targets in micro_batches
     )

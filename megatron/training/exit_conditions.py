@@ -1,4 +1,4 @@
-"""When training ends before its last iteration: signals, the time limit, ``--exit-interval``. No torch here."""
+"""Conditions that end training early: signals, the time limit, ``--exit-interval``. No torch here."""
 
 import signal
 import time
@@ -9,23 +9,24 @@ from megatron.config import RunConfig
 from megatron.launch.rank import exit_now
 
 PREEMPTED = 75
-"""Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
+"""Exit code (EX_TEMPFAIL) of a run that a signal ended after it saved a checkpoint: start it again."""
 
 
 class ExitConditions:
-    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts.
+    """Checks signals, the time limit and ``--exit-interval``. Its constructor installs handlers and starts the clock.
 
-    Until ``defer_signals()`` a signal ends the process at once: there is nothing to save.
+    Before ``defer_signals()`` a signal ends the process at once, since there is nothing to save.
     """
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._start = time.monotonic()
-        self.exit_code = 0  # for the reason that is due
+        self.exit_code = 0
+        """Exit code of the process, set by ``due``."""
         self._signal = ExitSignal(self._exit_at_start)
 
     def defer_signals(self) -> None:
-        """From here on, a signal ends the run after the iteration it arrives in."""
+        """From now on, a signal ends the run only after the current iteration."""
         self._signal.defer()
 
     def _exit_at_start(self, number: int) -> NoReturn:
@@ -36,12 +37,12 @@ class ExitConditions:
         return PREEMPTED if self._run.checkpoint.save else 128 + number
 
     def local_request(self) -> tuple[int, bool]:
-        """The number of the signal that this rank has received (0 for none), and whether its time is over."""
+        """The signal that this rank has received (0 for none), and whether its time limit has passed."""
         minutes = self._run.train.exit_duration_in_mins
         return self._signal.number, minutes is not None and time.monotonic() - self._start >= 60 * minutes
 
     def due(self, iteration: int, signal_number: float, is_late: float) -> str | None:
-        """Why to exit after ``iteration``, if at all. The same on every rank if given the maximum of all requests."""
+        """The reason to exit after ``iteration``, or None. Give it the maximum of all ranks' requests."""
         train, number = self._run.train, int(signal_number)
         if number:
             self.exit_code = self._exit_code(number)
@@ -54,5 +55,5 @@ class ExitConditions:
 
 
 def due(iteration: int, interval: int | None) -> bool:
-    """Whether something that happens every ``interval`` iterations, if ever, happens after ``iteration``."""
+    """Whether an action with the given ``interval`` in iterations is due after ``iteration``; never without one."""
     return bool(interval and iteration % interval == 0)

@@ -1,17 +1,17 @@
-"""Learning rates: linear warm-up, then a curve that ends at the minimum.
+"""Learning-rate schedules: linear warm-up, then a decay to the minimum.
 
-Step n, counted from 0 by the iterations finished before it, is taken at ``learning_rate(n)``:
+Step n, counted from 0, has the rate ``learning_rate(n)``; w is the number of warm-up iterations:
 
-- warm-up, n < w: ``start_lr * (n + 1) / w``. The first step is taken at a w-th of the peak, not at
-  0, and the last of the warm-up at the peak.
-- decay from iteration w (with WSD: from the last ``wsd_decay_iters``) to the end iteration: by one
-  of ``DECAYS``, from ``start_lr`` to exactly ``min_lr``.
-- from the end on: ``min_lr``, or ``start_lr`` with the constant style.
+- warm-up, n < w: ``start_lr * (n + 1) / w``. The first step has 1/w of the peak, not 0; the last step of the warm-up
+  has the peak.
+- decay from iteration w (WSD: for the last ``wsd_decay_iters``) to the end iteration: a curve of ``DECAYS`` from
+  ``start_lr`` to exactly ``min_lr``.
+- after the end: ``min_lr``, or ``start_lr`` with the constant style.
 
-If the batch size varies, all of this is counted in samples: the step from ``n`` to ``m`` consumed samples is taken at
+If the batch size varies, the schedule counts samples: the step from ``n`` to ``m`` consumed samples has the rate
 ``learning_rate(n, m)``, which in the warm-up is ``start_lr * m / w``, and at most ``start_lr``.
 
-A classic schedule has the numbers of Megatron-LM v1.1.5 instead, to the bit: see ``Schedule.classic_rate``.
+A classic schedule reproduces Megatron-LM v1.1.5 bit for bit instead: see ``Schedule.classic_rate``.
 """
 
 import math
@@ -29,32 +29,32 @@ from megatron.config import RunConfig
 from megatron.config.training import LR_MULTIPLIER
 
 EXPONENTIAL_FLOOR = 1e-3
-"""Least fraction of the peak that the exponential curve aims at, for a geometric curve never reaches 0."""
+"""Smallest fraction of the peak at which the exponential curve ends, since a geometric curve never reaches 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate as a function of the iteration. The fields are named as in a checkpoint.
+    """The learning rate as a function of the iteration. The fields have the same names as in a checkpoint.
 
-    Raises ConfigError, with a line for each broken rule, if no schedule has these values.
+    Raises ConfigError, with a line for each problem, if the values are inconsistent.
     """
 
     start_lr: float
     """Peak, at the end of the warm-up."""
     warmup_iter: float
-    """Iterations of linear warm-up; in v1.1.5 any share of the decay, such as 12.5."""
+    """Iterations of linear warm-up; may be fractional in v1.1.5, which computes it as a share of the decay."""
     decay_style: str
     """A key of ``DECAYS``, or WSD: warm-up, stable, decay (arXiv 2404.06395)."""
     end_iter: int
-    """Iteration of the end of the decay, the warm-up counted in."""
+    """Iteration at which the decay ends, warm-up included."""
     min_lr: float
-    """Learning rate at the end; no floor under the warm-up."""
+    """Learning rate at the end; the warm-up may be below it."""
     wsd_decay_iters: int | None = None
-    """Iterations of the last part of WSD; the other styles ignore it."""
+    """Iterations of the decay of WSD; other styles ignore it."""
     wsd_decay_style: str = "exponential"
-    """Curve of the last part of WSD: a key of ``WSD_DECAYS``."""
+    """Curve of the decay of WSD: a key of ``WSD_DECAYS``."""
     classic: bool = False
-    """Whether the rates are those of Megatron-LM v1.1.5's class ``AnnealingLR``."""
+    """Whether to compute the same rates as the class ``AnnealingLR`` of Megatron-LM v1.1.5."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -62,11 +62,11 @@ class Schedule:
 
     @property
     def is_wsd(self) -> bool:
-        """Whether the style is WSD; its two fields matter to no other style."""
+        """Whether the style is WSD; other styles ignore the two ``wsd_`` fields."""
         return self.decay_style == "WSD"
 
     def learning_rate(self, iteration: int, following: int | None = None) -> float:
-        """The rate of the step from ``iteration`` to ``following``, the next one unless samples are counted."""
+        """The rate of the step from ``iteration`` to ``following``, by default ``iteration + 1``."""
         if self.classic:
             return self.classic_rate(iteration)
         if iteration < self.warmup_iter:
@@ -74,14 +74,14 @@ class Schedule:
             return self.start_lr * min(following, self.warmup_iter) / self.warmup_iter
         curve = WSD_DECAYS[self.wsd_decay_style] if self.is_wsd else DECAYS[self.decay_style]
         fraction = curve(self._progress(iteration), self)
-        # In this form both ends of the curve are exact.
+        # This form is exact at both ends of the curve.
         return self.start_lr * (1 - fraction) + self.min_lr * fraction
 
     def classic_rate(self, iteration: int) -> float:
-        """The rate of Megatron-LM v1.1.5, in its order of operations.
+        """The rate of Megatron-LM v1.1.5, with the same order of operations.
 
-        The first step is taken at 0. The curve begins at the end of the warm-up, is as long as the decay with its
-        warm-up, and stops two warm-ups before its end; ``min_lr`` is a floor under it, but not under the warm-up.
+        The first step has rate 0. The curve starts after the warm-up, is ``end_iter`` long, and stops two warm-ups
+        before its end; ``min_lr`` is a lower bound of the curve, but not of the warm-up.
         """
         counted = min(iteration, self.end_iter - self.warmup_iter)
         if self.warmup_iter > 0 and iteration <= self.warmup_iter:
@@ -90,18 +90,18 @@ class Schedule:
         return max(curve(self.start_lr, counted - self.warmup_iter, self.end_iter), self.min_lr)
 
     def settings(self) -> dict[str, Any]:
-        """The fields that matter to the style, as in a checkpoint."""
+        """The fields that the style uses, as saved in a checkpoint."""
         return {name: value for name, value in asdict(self).items() if self.is_wsd or not name.startswith("wsd_")}
 
     def _progress(self, iteration: int) -> float:
-        """The part of the decay that is done, 0 to 1."""
+        """The finished fraction of the decay, 0 to 1."""
         if iteration >= self.end_iter:
             return 1.0
         length = self.wsd_decay_iters if self.is_wsd else self.end_iter - self.warmup_iter
         return max(0.0, 1 - (self.end_iter - iteration) / length) if length else 0.0
 
     def _problems(self) -> Iterator[str]:
-        """One line for each rule that the values break."""
+        """One message for each invalid value."""
         if not 0 <= self.start_lr < math.inf:
             yield f"--lr {self.start_lr} must be a number of 0 or more"
         elif not 0 <= self.min_lr <= self.start_lr:
@@ -136,24 +136,24 @@ def _unknown(flag: str, style: str, styles: Iterable[str]) -> Iterator[str]:
 
 
 Decay = Callable[[float, Schedule], float]
-"""(progress in [0, 1], schedule) -> the fraction of the way from ``start_lr`` to ``min_lr``, 1 at progress 1."""
+"""(progress in [0, 1], schedule) -> fraction of the way from ``start_lr`` to ``min_lr``, 1 at progress 1."""
 
 
 def linear(progress: float, schedule: Schedule) -> float:
-    """A straight line."""
+    """Linear decay."""
     return progress
 
 
 def cosine(progress: float, schedule: Schedule) -> float:
-    """Half a period of the cosine (arXiv 1608.03983, without restarts)."""
+    """Cosine decay over half a period (arXiv 1608.03983, without restarts)."""
     return (1 - math.cos(math.pi * progress)) / 2
 
 
 def exponential(progress: float, schedule: Schedule) -> float:
-    """The rate falls by one factor each iteration: ``start_lr * (min_lr / start_lr) ** progress``.
+    """Exponential decay by a constant factor per iteration: ``start_lr * (min_lr / start_lr) ** progress``.
 
-    Below ``EXPONENTIAL_FLOOR`` of the peak, and so for 0, there is no such curve, or none of use:
-    it is then the one that ends at the floor, stretched downwards until it ends at ``min_lr``.
+    If ``min_lr`` is below ``EXPONENTIAL_FLOOR`` of the peak, which includes 0, the curve that ends at the floor is
+    scaled to end at ``min_lr``.
     """
     if schedule.min_lr == schedule.start_lr:
         return progress  # nothing to decay
@@ -162,8 +162,8 @@ def exponential(progress: float, schedule: Schedule) -> float:
 
 
 def inverse_square_root(progress: float, schedule: Schedule) -> float:
-    """``start_lr * sqrt(w / n)`` at iteration n after a warm-up of w (arXiv 1706.03762, 5.3), stretched
-    downwards until it ends at ``min_lr``. Without a warm-up w is 1, counted from iteration 1.
+    """Inverse square root decay: ``start_lr * sqrt(w / n)`` at iteration n after a warm-up of w iterations
+    (arXiv 1706.03762, 5.3), scaled to end at ``min_lr``. Without a warm-up w is 1, and n is counted from 1.
     """
     periods = (schedule.end_iter - schedule.warmup_iter) / max(schedule.warmup_iter, 1)
     if periods == 0:
@@ -195,26 +195,26 @@ CLASSIC_DECAYS: dict[str, Callable[[float, float, int], float]] = {
     "cosine": lambda start, n, end: start / 2.0 * (math.cos(math.pi * n / end) + 1),
     "exponential": lambda start, n, end: start * math.exp(-0.693 * n / end),  # to half of the peak
 }
-"""Curves of a classic schedule: (peak, iterations after the warm-up, length of the curve) -> rate."""
+"""Decay curves of a classic schedule: (peak, iterations after the warm-up, length of the curve) -> rate."""
 
 
 class AnnealingLR(_LRScheduler):
-    """Sets every group of an optimizer to the learning rate of a ``Schedule``.
+    """Learning-rate scheduler that sets every parameter group of an optimizer to the rate of a ``Schedule``.
 
     Args:
-        optimizer: the optimizer, whose groups may still come and go.
+        optimizer: the optimizer; its parameter groups may change later.
         start_lr, warmup_iter, total_iters, decay_style, min_lr, wsd_decay_iters, wsd_decay_style:
             the fields of ``Schedule``, where ``total_iters`` is ``end_iter``.
-        last_iter: iterations finished before this run; 0, or torch's -1, in a new one.
-        position: from finished iterations to the samples that the schedule counts instead of them.
+        last_iter: iterations finished before this run; 0, or torch's -1, in a new run.
+        position: maps finished iterations to consumed samples, if the schedule counts samples.
         use_checkpoint_lr_scheduler: ``load_state_dict`` takes the checkpoint's schedule.
-        override_lr_scheduler: ``load_state_dict`` keeps the schedule given here. With neither, the
-            two must be equal.
-        classic: the rates of Megatron-LM v1.1.5, whose states do not say so: they load, and continue with the rates
-            that this argument chooses.
+        override_lr_scheduler: ``load_state_dict`` keeps the schedule given here. With neither flag, both schedules
+            must be equal.
+        classic: use the rates of Megatron-LM v1.1.5. Its states do not record this: they load, and continue with the
+            rates that this argument chooses.
 
-    Raises ConfigError for values that make no schedule, for both ways to resume at once, for a classic schedule that
-    counts samples, and without an optimizer.
+    Raises ConfigError for an invalid schedule, for both flags of resuming, for a classic schedule that counts samples,
+    and without an optimizer.
     """
 
     def __init__(
@@ -263,33 +263,33 @@ class AnnealingLR(_LRScheduler):
 
     @property
     def num_iters(self) -> int:
-        """Iterations finished."""
+        """Number of finished iterations."""
         return self.last_epoch
 
     def step(self, step_num: int | None = None, increment: int = 1) -> None:
-        """Go on by ``increment`` of what the schedule counts (Megatron-LM 2), or to ``step_num`` (v1.1.5)."""
+        """Advance by ``increment`` iterations or samples (Megatron-LM 2), or move to ``step_num`` (v1.1.5)."""
         if step_num is None and increment == 1:
-            super().step()  # which notices an optimizer that has not stepped
+            super().step()  # warns if the optimizer has not stepped
         else:
             self._move_to(self.num_iters + increment if step_num is None else step_num)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rate of the next step, once for each group the optimizer has now.
+        """The rate of the next step, for each current parameter group of the optimizer.
 
-        Not for each that it had at first: DeepSpeed removes the groups without parameters on a rank.
+        The groups may have changed: DeepSpeed removes groups without parameters on a rank.
         """
         rate = self.schedule.learning_rate(self.position(self.num_iters), self.position(self.num_iters + 1))
         return [rate * group.get(LR_MULTIPLIER, 1) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """``num_iters`` and the schedule, under the names of Megatron-LM v1.1.5, WSD's and ``classic``."""
+        """``num_iters`` and the schedule, with the keys of Megatron-LM v1.1.5, the ``wsd_`` fields and ``classic``."""
         return {"num_iters": self.num_iters, **self.schedule.settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the checkpoint's iteration, with the schedule that the constructor's two flags choose.
 
-        Raises CheckpointError if the state lacks a key or holds no schedule, and, with neither flag,
-        if its schedule is another one, with a line for each difference.
+        Raises CheckpointError if the state lacks a key or its schedule is invalid, and, with neither flag, if its
+        schedule differs, with a line for each difference.
         """
         absent = [key for key in self.state_dict() if key not in state_dict and not key.startswith(("wsd_", "classic"))]
         if absent:
@@ -299,7 +299,7 @@ class AnnealingLR(_LRScheduler):
         self._move_to(state_dict["num_iters"])
 
     def apply(self) -> None:
-        """Give every group the rate of the next step."""
+        """Set every parameter group to the rate of the next step."""
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
         self._last_lr = self.get_lr()
@@ -309,7 +309,7 @@ class AnnealingLR(_LRScheduler):
         self.apply()
 
     def _checkpoint_schedule(self, state: Mapping[str, Any]) -> Schedule:
-        """The schedule of ``state``. Raises CheckpointError if its values make none, or another one than allowed."""
+        """The schedule in ``state``. Raises CheckpointError if it is invalid, or differs and must not."""
         state = {"classic": self.schedule.classic, **state}
         try:
             loaded = Schedule(**{field.name: state[field.name] for field in fields(Schedule) if field.name in state})
@@ -329,9 +329,10 @@ class AnnealingLR(_LRScheduler):
 
 
 def annealing_lr(run: RunConfig) -> Callable[[Optimizer], AnnealingLR]:
-    """Makes the schedule of the flags of ``run``; with ``--override`` it replaces the schedule of a loaded checkpoint.
+    """A function from an optimizer to the learning-rate scheduler that the flags of ``run`` select.
 
-    It is a function of the iteration, or of the consumed samples if the batch size varies.
+    It counts iterations, or consumed samples if the batch size varies. ``--override`` also overrides the schedule of a
+    loaded checkpoint.
     """
     optim, train = run.optim, run.train
     overrides = run.checkpoint.override and not optim.use_checkpoint_lr_scheduler

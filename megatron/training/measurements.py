@@ -1,6 +1,4 @@
-"""What a run measures on request: norm of the parameters, zeros in the gradient, the use of experts, times of phases
-and slow hosts.
-"""
+"""Optional measurements, as callbacks: parameter norm, zeros in the gradient, expert load, timers and stragglers."""
 
 import json
 import socket
@@ -33,7 +31,7 @@ from megatron.training.metrics import TIMER, expert_load
 
 
 def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Module) -> list[Callback]:
-    """The measurements that ``run`` asks for. Phases are timed last, so that they do not include the others."""
+    """The measurements that ``run`` requests. Timers come last, so that they do not time the other measurements."""
     logging = run.logging
     requested: list[Callback] = [ExpertBalance(run, layout, module)] if run.model.has_experts else []
     if logging.log_num_zeros_in_grad:
@@ -48,7 +46,7 @@ def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Mo
 
 
 def params_norm(module: nn.Module, layout: ParallelLayout) -> Tensor:
-    """2-norm [] of all parameters of the model, each counted once. Every rank must call it, also at ZeRO 3."""
+    """2-norm [] of all parameters of the model, each counted once, at any ZeRO stage. Every rank must call it."""
     squares = torch.zeros(2, device=get_accelerator().current_device_name())
     for parameter in counted_once(module.parameters(), layout):
         is_partitioned = hasattr(parameter, "ds_id")
@@ -59,10 +57,9 @@ def params_norm(module: nn.Module, layout: ParallelLayout) -> Tensor:
 
 
 def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> Tensor:
-    """How many elements of the whole model's gradient are 0, int64 [], between backward and step. Every rank must call
-    it.
+    """Number of zeros in the gradient of the full model, int64 []. Every rank must call it between backward and step.
 
-    As in Megatron-LM each weight is counted once, and rows that pad the vocabulary, whose gradient is 0, are counted.
+    As in Megatron-LM each weight is counted once, and so are padding rows of the vocabulary, whose gradient is 0.
     """
     zeros = torch.zeros(2, dtype=torch.int64, device=get_accelerator().current_device_name())
     for parameter in counted_once(module.parameters(), layout):
@@ -84,14 +81,14 @@ class ParamsNorm(Callback):
 
 
 class ExpertBalance(Callback):
-    """How a mixture of experts uses its experts: means over micro-batches and ranks since the last logged iteration."""
+    """Load balance of a mixture of experts: means over micro-batches and ranks since the last logged iteration."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
         self._layout, self._routers, self._model = layout, routers(module), run.model
 
     def metrics(self) -> Mapping[str, Tensor]:
-        """The auxiliary losses, without their weights, and the router's entropy, as means over layers; the largest and
-        the smallest share of an expert in the tokens of its layer, 1 being an equal share; dropped tokens."""
+        """Means over layers of the unweighted auxiliary losses, of the router's entropy and of dropped tokens; largest
+        and smallest load of an expert, as a multiple of an equal share of the tokens of its layer."""
         device = get_accelerator().current_device_name()
         model, replicas = self._model, self._layout.get_sequence_data_parallel_group()
         loads = torch.full((model.num_layers, model.num_experts), -torch.inf, dtype=torch.float64, device=device)
@@ -115,12 +112,12 @@ class ExpertBalance(Callback):
 
 
 def _named(loads: Tensor) -> dict[str, Tensor]:
-    """``loads`` [layers, E] by name, without those of layers that have no experts."""
+    """``loads`` [layers, E] by metric name; layers without experts are left out."""
     return {
         expert_load(layer, expert): load
-        for layer, of_layer in enumerate(loads, 1)
-        if of_layer.isfinite().all()
-        for expert, load in enumerate(of_layer)
+        for layer, layer_loads in enumerate(loads, 1)
+        if layer_loads.isfinite().all()
+        for expert, load in enumerate(layer_loads)
     }
 
 
@@ -134,7 +131,7 @@ class ZerosInGradient(Callback):
 
     @contextmanager
     def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
-        """Count before the optimizer step if the iteration is logged."""
+        """Count the zeros before the optimizer step of a logged iteration."""
         self._last_micro_batch = self._run.train.micro_batches(iteration)
         yield [self._count] if self._run.is_logged(iteration) else ()
 
@@ -144,14 +141,14 @@ class ZerosInGradient(Callback):
 
     @contextmanager
     def _count(self, instruction: Instruction) -> Iterator[None]:
-        # DeepSpeedEngine is asked for a step after each micro-batch, and makes it after the last one.
+        # step() of DeepSpeedEngine is called after each micro-batch; only the last call updates the weights.
         if instruction.name == "OptimizerStep" and instruction.micro_batch in (None, self._last_micro_batch):
             self._zeros = zeros_in_gradient(self._module, self._layout)
         yield
 
 
 _REST = "forward-backward"
-"""The timer of an iteration without its other phases of level 1."""
+"""The timer of the rest of an iteration, without the other timers of level 1."""
 _PHASES = {
     1: {
         "ReduceTiedGrads": "embedding-grads-all-reduce",
@@ -168,31 +165,31 @@ _PHASES = {
         "SendGrad": "backward-send",
     },
 }
-"""For each level Megatron-LM's names of the timers that it adds, by DeepSpeed's names of the instructions."""
+"""The timers that each level adds: DeepSpeed's name of the pipeline instruction to Megatron-LM's name of the timer."""
 
 
 class PhaseTimers(Callback):
-    """``--timing-log-level``: seconds per iteration in each phase; a phase inside another one counts only itself."""
+    """``--timing-log-level``: seconds per iteration in each phase, without the nested phases inside it."""
 
     def __init__(self, level: int) -> None:
-        self._phases = {name: timer for least in range(1, level + 1) for name, timer in _PHASES[least].items()}
+        self._phases = {name: timer for number in range(1, level + 1) for name, timer in _PHASES[number].items()}
         self._seconds: dict[str, float] = defaultdict(float)
         self._iterations = 0
         self._inside = 0.0
-        """Seconds of the phases inside the present one."""
+        """Seconds of the phases nested in the current one."""
 
     @contextmanager
     def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
         """Time the iteration."""
-        begin, others = now(), self._sum_of_level_1()
+        begin, before = now(), self._sum_of_level_1()
         yield [self._time]
-        self._seconds[_REST] += now() - begin - (self._sum_of_level_1() - others)
+        self._seconds[_REST] += now() - begin - (self._sum_of_level_1() - before)
         self._iterations += 1
 
     def metrics(self) -> Mapping[str, float]:
-        """``NAME-time`` of each timer: the mean seconds per iteration since the last call, of the slowest rank.
+        """``NAME-time`` of each timer: mean seconds per iteration since the last call, on the slowest rank.
 
-        Prints the least and the most of all ranks, as Megatron-LM does. Every rank must call it.
+        Prints the minimum and maximum over ranks, as Megatron-LM does. Every rank must call it.
         """
         timers = [_REST, *self._phases.values()]
         seconds = {name: self._seconds[name] / max(self._iterations, 1) for name in timers if name in self._seconds}
@@ -200,14 +197,14 @@ class PhaseTimers(Callback):
         extremes = own.to(get_accelerator().current_device_name())
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         pairs = zip(timers, extremes.tolist(), strict=True)
-        across = {name: (-least, most) for name, (most, least) in pairs if most > -torch.inf}
+        ranges = {name: (-negated, longest) for name, (longest, negated) in pairs if longest > -torch.inf}
         self._seconds.clear()
         self._iterations = 0
         if dist.get_rank() == 0:
             print("(min, max) time across ranks (ms):")
-            for name, (least, most) in across.items():
-                print(f"    {name + ' ':.<48}: ({least * 1000:.2f}, {most * 1000:.2f})", flush=True)
-        return {f"{name}{TIMER}": most for name, (_, most) in across.items()}
+            for name, (shortest, longest) in ranges.items():
+                print(f"    {name + ' ':.<48}: ({shortest * 1000:.2f}, {longest * 1000:.2f})", flush=True)
+        return {f"{name}{TIMER}": longest for name, (_, longest) in ranges.items()}
 
     @contextmanager
     def _time(self, instruction: Instruction) -> Iterator[None]:
@@ -226,41 +223,41 @@ class PhaseTimers(Callback):
 
 
 STRAGGLERS = "stragglers.json"
-"""In --save: the slow hosts of the last window, for ``tools/launch.py --exclude-stragglers``."""
+"""File in --save with the slow hosts of the last window, for ``tools/launch.py --exclude-stragglers``."""
 _COMPUTING = ("ForwardPass", "BackwardPass", "BackwardInputPass", "BackwardWeightPass")
 
 
 class RankTime(NamedTuple):
-    """What a rank reports."""
+    """Compute time of a rank."""
 
     host: str
     stage: int
     seconds: float
-    """In forward and backward passes, per iteration."""
+    """Seconds in forward and backward passes per iteration."""
     cost: float
     """FLOPs of its stage, in any unit."""
 
 
 def slow_hosts(times: Sequence[RankTime], share: float) -> dict[str, float]:
-    """The hosts that take more than ``share`` longer than the others for the same work, each with its share.
+    """The hosts that are slower than the others by more than ``share`` for the same work, with their slowdown.
 
-    A rank is compared with the ranks of other hosts that hold the same pipeline stage, and if there are none with all
-    ranks, by their FLOPs. A host is as slow as the median of its ranks: those of one tensor-parallel group wait for
-    each other.
+    A rank is compared with ranks of the same pipeline stage on other hosts; if there are none, with all ranks of other
+    hosts, scaled by FLOPs. A host is as slow as the median of its ranks, since the ranks of a tensor-parallel group
+    wait for each other.
     """
-    found = defaultdict(list)
-    for one in times:
-        others = [other for other in times if other.host != one.host]
-        same = [other.seconds for other in others if other.stage == one.stage]
-        usual = [other.seconds * one.cost / other.cost for other in others if other.cost and one.cost]
-        if expected := statistics.median(same or usual or [0.0]):
-            found[one.host].append(one.seconds / expected - 1)
-    longer = {host: statistics.median(shares) for host, shares in found.items()}
-    return {host: value for host, value in longer.items() if value > share}
+    slowdowns = defaultdict(list)
+    for rank in times:
+        others = [other for other in times if other.host != rank.host]
+        same_stage = [other.seconds for other in others if other.stage == rank.stage]
+        scaled = [other.seconds * rank.cost / other.cost for other in others if other.cost and rank.cost]
+        if expected := statistics.median(same_stage or scaled or [0.0]):
+            slowdowns[rank.host].append(rank.seconds / expected - 1)
+    medians = {host: statistics.median(values) for host, values in slowdowns.items()}
+    return {host: slowdown for host, slowdown in medians.items() if slowdown > share}
 
 
 class StragglerReport(Callback):
-    """``--straggler-report``: names slow hosts at the first logged iteration after each window."""
+    """``--straggler-report``: reports slow hosts at the first logged iteration after each window."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
         self._share, self._window = run.logging.straggler_report or 0.0, run.logging.straggler_window
@@ -284,7 +281,7 @@ class StragglerReport(Callback):
             self._seconds += now() - begin
 
     def metrics(self) -> Mapping[str, float]:
-        """``slow_hosts``, their number, once per window. Every rank must call it."""
+        """``slow_hosts``, the number of slow hosts, once per window. Every rank must call it."""
         if self._iterations < self._window:
             return {}
         own = RankTime(socket.gethostname(), self._stage, self._seconds / self._iterations, self._cost)
@@ -292,18 +289,18 @@ class StragglerReport(Callback):
         return {"slow_hosts": gathered_on_rank_0(lambda: own, self._report)}
 
     def _report(self, times: Sequence[RankTime]) -> int:
-        """The number of slow hosts, which are printed, and written for an elastic agent."""
+        """Print the slow hosts and write them to a file for an elastic agent. Returns their number."""
         slow = slow_hosts(times, self._share)
         for host, share in slow.items():
             print(f"  warning: host {host} is slow: its ranks compute {share:.0%} longer than others", flush=True)
         if self._folder is not None:
-            ranks = [rank for rank, one in enumerate(times) if one.host in slow]
+            ranks = [rank for rank, time in enumerate(times) if time.host in slow]
             with warn_if_unwritable(STRAGGLERS):
                 replace_text(self._folder / STRAGGLERS, json.dumps({"hosts": slow, "ranks": ranks}))
         return len(slow)
 
 
 def now() -> float:
-    """Seconds, after the device has finished its work."""
+    """The time in seconds, after waiting for the device."""
     get_accelerator().synchronize()
     return time.perf_counter()

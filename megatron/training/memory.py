@@ -1,4 +1,4 @@
-"""Out of memory: one line with what was requested, free and planned, and what would fit."""
+"""Reports an out-of-memory error in one line: bytes requested, free and planned, and settings that would fit."""
 
 import gc
 import mmap
@@ -21,8 +21,9 @@ from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
 
 _GB = 1e9
 _SHOWN = 30
+"""Number of kinds of tensors in the report."""
 _RESERVE = 2**26
-"""Bytes kept free for the report: address space only, since none is written."""
+"""Bytes reserved for writing the report: address space only, since no page is touched."""
 _REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -34,34 +35,35 @@ def out_of_memory_reported(
     """Turn an out-of-memory error inside into a ResourceError, and list the live tensors in memory-rankN.txt."""
     if run.observe.traces_or_profiles and get_accelerator().device_name() == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)  # so that the snapshot shows stack traces
-    before = _held()
+    before = _allocated()
     reserve = mmap.mmap(-1, _RESERVE)
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(error):
             raise
-        free, held = _free(), _held() - before
+        free, allocated = _free(), _allocated() - before
         reserve.close()
         stage = layout.topology.get_coord(layout.rank).pipe
-        plans = (callback.on_out_of_memory(run, stage, free + held) for callback in callbacks)
+        plans = (callback.on_out_of_memory(run, stage, free + allocated) for callback in callbacks)
         plan = next(filter(None, plans), None)
-        message = _message(progress, str(error), free, held, plan)
+        message = _message(progress, str(error), free, allocated, plan)
         raise ResourceError(_write_report(run, layout.rank, message, plan)) from error
 
 
-def _message(progress: ProgressState, error: str, free: int, held: int, plan: MemoryPlan | None) -> str:
+def _message(progress: ProgressState, error: str, free: int, allocated: int, plan: MemoryPlan | None) -> str:
     where = f"{progress.phase}, iteration {progress.iteration}" if progress.phase else "the start of the run"
     match = _REQUESTED.search(error)
     requested = f"{float(match[1]) * _UNITS[match[2].lower()] / _GB:.3g} GB were requested, " if match else ""
-    text = f"out of memory in {where}: {requested}{free / _GB:.3g} GB are free; this rank holds {held / _GB:.3g} GB"
+    bytes_known = f"{requested}{free / _GB:.3g} GB are free; this rank holds {allocated / _GB:.3g} GB"
+    text = f"out of memory in {where}: {bytes_known}"
     if plan is None:
         return f"{text}; tools/plan.py shows what would fit"
     return f"{text}, and was planned to hold {plan.total / _GB:.3g} GB at its peak; {plan.advice}"
 
 
 def _write_report(run: RunConfig, rank: int, message: str, plan: MemoryPlan | None) -> str:
-    """Write memory-rankN.txt; the message, with the path of the file if it could be written."""
+    """Write memory-rankN.txt. Returns ``message``, with the path of the file if it could be written."""
     file = Path(run.observe.profile_dir or run.observe.run_dir or run.checkpoint.save or ".") / f"memory-rank{rank}.txt"
     with warn_if_unwritable(str(file)):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,8 +82,8 @@ def _rows(sizes: Iterable[tuple[object, float]]) -> Iterator[str]:
     return (f"{size / _GB:10.4f}  {key}" for key, size in sizes)
 
 
-def _held() -> int:
-    """Bytes that this rank has allocated: on the device, or on CPU the resident memory of the process."""
+def _allocated() -> int:
+    """Bytes that this rank has allocated on the device, or on CPU the resident memory of the process."""
     accelerator = get_accelerator()
     return psutil.Process().memory_info().rss if accelerator.device_name() == "cpu" else accelerator.memory_allocated()
 
@@ -90,7 +92,7 @@ def _free() -> int:
     """Bytes that this rank could still allocate."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda":
-        return torch.cuda.mem_get_info()[0]  # DeepSpeed's reads CUDA_VISIBLE_DEVICES, and knows numbers only
+        return torch.cuda.mem_get_info()[0]  # DeepSpeed needs integers in CUDA_VISIBLE_DEVICES
     if accelerator.device_name() != "cpu":
         return accelerator.available_memory()
     limits = [psutil.virtual_memory().available, *_free_in_container()]
@@ -110,7 +112,7 @@ def _free_in_container() -> list[int]:
 
 
 def _live_tensors() -> Counter[tuple]:
-    """Bytes of the live tensors by shape and type; each storage once."""
+    """Bytes of the live tensors by shape, dtype and device; each storage is counted once."""
     sizes: Counter[tuple] = Counter()
     seen = set()
     for candidate in gc.get_objects():

@@ -1,4 +1,4 @@
-"""Metrics of a run: a line on the screen, TensorBoard, and a file of JSON lines."""
+"""Logs the metrics of a run: progress lines, TensorBoard, and a JSON Lines file."""
 
 import json
 import math
@@ -23,11 +23,11 @@ from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import Callback, warn_if_unwritable
 
 _QUIET_SECONDS = 5.0
-"""After so long without a line there is one on a terminal."""
+"""Seconds without output after which a terminal gets a progress line."""
 _COLUMNS = 160
-"""A progress line that would be longer continues on the next one."""
+"""Maximum width of a progress line; a longer one is wrapped."""
 _EVALUATED = 25
-"""Batches of an evaluation between two lines elsewhere."""
+"""Batches between two progress lines of an evaluation, if the output is no terminal."""
 
 
 class MetricsLogger:
@@ -37,12 +37,12 @@ class MetricsLogger:
         self._run = run
         self._callbacks = callbacks if is_main_rank else ()
         architecture = architecture_of(run.model)
-        is_of_tokens = architecture.masked_lm is False or architecture.is_encoder_decoder
-        self._loss_is_of_tokens = is_of_tokens and architecture.provider is None
+        is_token_loss = architecture.masked_lm is False or architecture.is_encoder_decoder
+        self._has_perplexity = is_token_loss and architecture.provider is None
         self._flops = hardware_flops(run) if architecture.provider is None else None
         self._is_main_rank = is_main_rank
         self._is_terminal = is_main_rank and sys.stdout.isatty()
-        self._printed = time.monotonic()
+        self._last_printed = time.monotonic()
         self._losses: list[Tensor] = []
         self._loss_parts: list[Mapping[str, Tensor]] = []
         self._samples = 0
@@ -62,13 +62,13 @@ class MetricsLogger:
 
     def info(self, text: str) -> None:
         """Print ``text`` on the main rank."""
-        self._printed = time.monotonic()
+        self._last_printed = time.monotonic()
         if self._is_main_rank:
             print(text, flush=True)
 
     def text(self, name: str, text: str) -> None:
         """Add ``text`` to TensorBoard."""
-        self._board = _kept(self._board, _BOARD, lambda board: board.add_text(name, f"```\n{text}\n```"))
+        self._board = _write_or_close(self._board, _BOARD, lambda board: board.add_text(name, f"```\n{text}\n```"))
 
     def add(self, iteration: int, loss: Tensor, status: StepStatus) -> None:
         """Add an iteration to the log interval."""
@@ -77,37 +77,40 @@ class MetricsLogger:
         self._samples += self._run.train.batches.size(iteration)
 
     def has_line(self, iteration: int) -> bool:
-        """Whether to call ``report`` for ``iteration``: it is logged, first after a resume, or a terminal was quiet."""
+        """Whether to call ``report`` for ``iteration``.
+
+        It is logged, one of the first iterations, or a terminal has had no output for ``_QUIET_SECONDS``.
+        """
         if self._run.is_logged(iteration):
             return True
         is_first = 0 < iteration - self._run.train.resumed_after <= 5
         is_due = (is_first or self._is_quiet()) and self._run.logging.log_interval is None
         if is_due:
-            self._printed = time.monotonic()  # on a GPU the line follows after the next iteration
+            self._last_printed = time.monotonic()  # on a GPU the line is printed only after the next iteration
         return is_due
 
     def means(self) -> dict[str, Tensor | float]:
-        """The loss and its terms, [] each: means over the log interval so far; and the number of its iterations."""
+        """Means over the log interval so far of the loss and its terms, [] each, and its number of iterations."""
         parts = self._loss_parts[-1]
         means = {name: _mean_of_finite([parts[name] for parts in self._loss_parts]) for name in parts}
         return {"lm_loss": _mean_of_finite(self._losses), **means, _AVERAGED: float(len(self._losses))}
 
     def counting(self, batches: int, what: str) -> Iterator[int]:
-        """The numbers below ``batches``; between them, print now and then how many of ``what`` are done."""
+        """``range(batches)`` with progress lines: ``what`` is the name of the work."""
         for number in range(batches):
             if number and (self._is_quiet() if self._is_terminal else number % _EVALUATED == 0):
                 self.info(f"  {what}: {number} of {batches} batches")
             yield number
 
     def _is_quiet(self) -> bool:
-        """Whether it is time for another line on a terminal; never elsewhere, where output is deterministic."""
-        return self._is_terminal and time.monotonic() - self._printed >= _QUIET_SECONDS
+        """Whether a terminal has had no output for ``_QUIET_SECONDS``; False in a log file, which is deterministic."""
+        return self._is_terminal and time.monotonic() - self._last_printed >= _QUIET_SECONDS
 
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
-        """Log the loss of an evaluation on the split ``valid`` or ``test``."""
+        """Log the loss, and for language models the perplexity, of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
         text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
-        if self._loss_is_of_tokens:
+        if self._has_perplexity:
             values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
             text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
         self.info(text)
@@ -126,13 +129,13 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flush and close the files."""
-        _kept(self._file, _FILE, lambda file: file.close())
-        _kept(self._board, _BOARD, lambda board: board.close())
+        _write_or_close(self._file, _FILE, lambda file: file.close())
+        _write_or_close(self._board, _BOARD, lambda board: board.close())
 
     def report(self, iteration: int, status: StepStatus, measured: Mapping[str, Any]) -> None:
-        """Log the iteration that ends an interval, and begin the next interval; of others only print the line.
+        """Log the iteration that ends a log interval, and start the next one; for other iterations only print the line.
 
-        ``measured`` has the numbers of ``means()``, ``grad_norm``, and others by name.
+        ``measured`` has the values of ``means()``, ``grad_norm``, and those of callbacks by name.
         """
         further = dict(measured)
         loss, grad_norm, averaged = further.pop("lm_loss"), further.pop("grad_norm"), int(further.pop(_AVERAGED))
@@ -167,27 +170,27 @@ class MetricsLogger:
             self.record(iteration, values)
 
     def record(self, iteration: int, values: dict[str, Any]) -> None:
-        """Write ``values`` by name to the metrics file and TensorBoard."""
-        # JSON has neither nan nor infinity.
+        """Write ``values`` by name to the metrics file and TensorBoard, and pass them to the callbacks."""
+        # JSON has neither NaN nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
         for callback in self._callbacks:
             callback.on_metrics(iteration, values)
         line = json.dumps({"iteration": iteration, **values}) + "\n"
-        self._file = _kept(self._file, _FILE, lambda file: file.write(line))
+        self._file = _write_or_close(self._file, _FILE, lambda file: file.write(line))
 
         def add_scalars(board: Any) -> None:
             for name, value in values.items():
                 if value is not None:
                     board.add_scalar(name, value, iteration)
 
-        self._board = _kept(self._board, _BOARD, add_scalars)
+        self._board = _write_or_close(self._board, _BOARD, add_scalars)
 
 
 _FILE, _BOARD = "metrics", "TensorBoard's file"
 
 
-def _kept(output: Any, what: str, write: Callable[[Any], Any]) -> Any:
-    """``output`` after ``write``; None, from the first time on that it cannot be written: one warning is enough."""
+def _write_or_close(output: Any, what: str, write: Callable[[Any], Any]) -> Any:
+    """Call ``write(output)``. Returns ``output``, or None after a failure, so that there is only one warning."""
     if output is not None:
         with warn_if_unwritable(what):
             write(output)
@@ -197,11 +200,11 @@ def _kept(output: Any, what: str, write: Callable[[Any], Any]) -> Any:
 
 _AVERAGED = "averaged_iterations"
 TIMER = "-time"
-"""The end of the names of timers, as in Megatron-LM's TensorBoard files."""
+"""Suffix of the names of timers, as in Megatron-LM's TensorBoard files."""
 
 
 def _end_last_line(path: Path) -> None:
-    """End the last line of a metrics file, or remove what a process that was killed has written of it."""
+    """Terminate the last line of a metrics file, or remove a partial line of a process that was killed."""
     if not path.is_file():
         return
     with open(path, "rb+") as file:
@@ -217,23 +220,23 @@ _LONGEST = 1 << 20
 
 
 def expert_load(layer: int, expert: int) -> str:
-    """The name of the load of an expert, numbered from 0, in a transformer layer, numbered from 1."""
+    """The metric name of the load of an expert, numbered from 0, in a transformer layer, numbered from 1."""
     return f"layer_{layer}/expert_{expert}_load"
 
 
 def _norms_and_counts(values: Mapping[str, float]) -> list[str]:
-    """The names of further values that belong into the progress line: all but timers and single experts."""
+    """The names of additional metrics for the progress line: all but timers and single experts."""
     return [name for name in values if not name.endswith(TIMER) and "/" not in name]
 
 
 def _mean_of_finite(losses: list[Tensor]) -> Tensor:
-    """The mean [] of those that are finite; nan if there is none."""
+    """The mean [] of the finite losses; NaN if there are none."""
     values = torch.stack(losses).float()
     return values.where(values.isfinite(), torch.nan).nanmean()
 
 
 def _progress_line(iteration: int, last: int, averaged: int, values: Mapping[str, Any], further: Sequence[str]) -> str:
-    """The line of an iteration; losses, time and speed are means over the ``averaged`` iterations up to it."""
+    """The progress line of an iteration; losses, time and speed are means over the last ``averaged`` iterations."""
     parts = [
         f"iteration {iteration:{len(str(last))}}/{last}",
         f"loss {values['lm_loss']:.4f}" + (f" (mean of {averaged})" if averaged > 1 else ""),
@@ -261,7 +264,7 @@ def _progress_line(iteration: int, last: int, averaged: int, values: Mapping[str
 
 
 def _memory_gb() -> float:
-    """Peak of this rank's device memory, or on CPU the present resident memory of the process, in 1e9 bytes."""
+    """Peak of this rank's device memory, or on CPU the current resident memory of the process, in 1e9 bytes."""
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return accelerator.max_memory_allocated() / 1e9

@@ -1,6 +1,6 @@
-"""A model, its data and its loss given as functions, in the shape of Megatron-LM's ``pretrain``. Torch only in use.
+"""User-provided model, data sets and forward step, as for Megatron-LM's ``pretrain``. Imports torch lazily.
 
-The functions take the frozen configuration and the layout as arguments, where Megatron-LM has ``get_args()``.
+The functions take the frozen configuration and the layout as arguments, instead of calling ``get_args()``.
 """
 
 import sys
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def user_function(name: str) -> Iterator[None]:
-    """Turn what a user's function raises into a ConfigError with its file and line.
+    """Turn an exception of a user's function into a ConfigError with file and line.
 
-    Errors that have another cause stay: lost ranks, timeouts, memory.
+    Lost connections, timeouts, NCCL failures and out-of-memory errors are raised unchanged.
     """
     try:
         yield
@@ -48,19 +48,19 @@ def user_function(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ModelProvider:
-    """The functions that a user of ``pretrain`` has written; see there what each of them takes and returns."""
+    """The functions that a user passes to ``pretrain``, which documents their arguments and results."""
 
     model: Callable[[RunConfig, Any], Any]
     datasets: Callable[[RunConfig, Sequence[int]], Sequence[Any]]
     forward_step: Callable[[Any, Any], Any]
     add_flags: Callable[[ArgumentParser], Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of flags that the command line may change."""
+    """Default values of flags by name."""
     layers_are_stages: ClassVar[bool] = False
-    """Whether each of ``layers`` is a pipeline stage."""
+    """Whether each element of ``layers`` is a full pipeline stage."""
 
     def module(self, run: RunConfig, layout: "ParallelLayout") -> "nn.Module":
-        """The full model for ``DeepSpeedEngine``. Raises ConfigError for settings that need layers."""
+        """The full model for ``DeepSpeedEngine``. Raises ConfigError for settings that need a list of layers."""
         from megatron.engines.containers import ProvidedModel, SequentialModel
 
         with user_function("model_provider"):
@@ -75,7 +75,7 @@ class ModelProvider:
         return ProvidedModel(model, self.loss)
 
     def layers(self, run: RunConfig, layout: "ParallelLayout") -> tuple["Layers", "LossFn"]:
-        """The layers for the pipeline engine, and the loss. Raises ConfigError if the model is no list of them."""
+        """The layers for the pipeline engine, and the loss. Raises ConfigError if the model is not a list of layers."""
         with user_function("model_provider"):
             layers = self.model(run, layout)
         if not isinstance(layers, list | tuple):
@@ -91,19 +91,19 @@ class ModelProvider:
         return layers, self.loss_of_outputs
 
     def loss(self, model: "nn.Module", inputs: Any, targets: Sequence[Any]) -> "Tensor":
-        """The loss of a micro-batch: what ``forward_step`` returns, or the first part of it."""
+        """The loss of a micro-batch: the result of ``forward_step``, or its first element."""
         with user_function("forward_step"):
             result = self.forward_step(iter([(inputs, *targets)]), model)
         return result[0] if isinstance(result, tuple) else result
 
     def loss_of_outputs(self, outputs: Any, targets: Sequence[Any]) -> "Tensor":
-        """The same where the layers have run already: ``forward_step`` gets a model that returns their outputs."""
-        return self.loss(lambda *_: outputs, None, targets)  # type: ignore[arg-type]  # called as a module is
+        """The loss of layers that have already run: ``forward_step`` gets a model that returns their ``outputs``."""
+        return self.loss(lambda *_: outputs, None, targets)  # type: ignore[arg-type]  # called like a module
 
     def open(self, run: RunConfig, samples: Sequence[int]) -> list["ProvidedDataset | None"]:
-        """Data sets of so many samples for training, validation and test; None for a split without data.
+        """Data sets for training, validation and test with the given numbers of samples; None for a split without data.
 
-        Raises DataError if there are no three of them, none for training, or one without a sample.
+        Raises DataError if there are not three data sets, if there is none for training, or if one is empty.
         """
         with user_function("train_valid_test_datasets_provider"):
             datasets = self.datasets(run, samples)
@@ -120,7 +120,7 @@ class ModelProvider:
         ]
 
     def batch(self, parts: Sequence["Tensor"]) -> "Batch":
-        """The parts of a collated sample as a micro-batch: the first is the input of the model, the others targets."""
+        """A micro-batch from the parts of a collated sample: the first is the model's input, the others targets."""
         from megatron.data.loader import Batch
 
         inputs, *targets = parts
@@ -128,13 +128,13 @@ class ModelProvider:
 
 
 class ProvidedDataset:
-    """``samples`` samples of a user's data set, in its order; from its beginning again if it has fewer."""
+    """The first ``samples`` samples of a user's data set, which is repeated if it has fewer."""
 
     def __init__(self, dataset: Any, samples: int) -> None:
         self._dataset, self._samples = dataset, samples
 
     def __len__(self) -> int:
-        """Samples, as many as were requested."""
+        """The number of samples that was requested."""
         return self._samples
 
     def first(self) -> Any:
@@ -142,7 +142,7 @@ class ProvidedDataset:
         return self._dataset[0]
 
     def take(self, indices: Sequence[int]) -> Any:
-        """Some samples, collated: a list of one tensor [n, ...] for each part of a sample."""
+        """The samples at ``indices``, collated: a list with one tensor [n, ...] for each part of a sample."""
         from torch.utils.data import default_collate
 
         with user_function("the data set"):
@@ -153,13 +153,13 @@ class ProvidedDataset:
 
 
 def provided_architecture(provider: ModelProvider) -> ArchitectureSpec:
-    """The architecture of this program, by whose name its checkpoints are known."""
+    """Register the model of this program as an architecture; checkpoints record the program's name."""
     program = Path(sys.argv[0]).name
     return register(ArchitectureSpec(program, program, GPT2.tokenizers, _layers, loss="", provider=provider))
 
 
 def _layers(config: ModelConfig) -> list[LayerSpec]:
-    """Layers that the pipeline divides evenly; nothing else is known of them. By their name the default method of
-    ``--pipeline-partition`` counts them.
+    """Specs of layers that the pipeline partitions evenly; only their number is known. The name is the one that the
+    default method of ``--pipeline-partition`` counts.
     """
     return [LayerSpec(name="ParallelTransformerLayer", is_block=True)] * config.num_layers

@@ -1,4 +1,4 @@
-"""Checks on this host before torch is imported: input files exist, outputs can be written, the checkpoint fits."""
+"""Checks before torch is imported: input files exist, outputs can be written, the checkpoint is compatible."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
-    """``run`` with its vocabulary sizes and hashes, and the checkpoint it resumes from, if any.
+    """Check ``run``. Returns it with vocabulary sizes and hashes, and the checkpoint that it resumes from, if any.
 
     Raises:
         UserError: with one line for each problem. Its class is the one with the smallest exit code among
@@ -49,17 +49,21 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     errors: list[UserError] = []
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
     _attempt(errors, DataError, lambda: data_warnings(run))
-    whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, is_sound=not errors))
+    completed = _attempt(errors, DataError, lambda: _with_vocabulary(run, is_sound=not errors))
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
-    saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
-    if whole is not None and saved is None and whole.checkpoint.load_hf:
-        _attempt(errors, CheckpointError, lambda: _check_huggingface(whole))
+    saved = _attempt(errors, CheckpointError, lambda: resolve(completed)) if completed is not None else None
+    if completed is not None and saved is None and completed.checkpoint.load_hf:
+        _attempt(errors, CheckpointError, lambda: _check_huggingface(completed))
     if run.checkpoint.save and not (run.logging.dry_run or run.logging.explain):
         folder = Path(run.checkpoint.save)
         _attempt(errors, CheckpointError, lambda: check_unlocked(folder))
-    if whole is not None and not errors:
-        _attempt(errors, ResourceError, lambda: _check_sizes(whole))
-    sized = _attempt(errors, DataError, lambda: with_image_slots(whole)) if whole is not None and not errors else None
+    if completed is not None and not errors:
+        _attempt(errors, ResourceError, lambda: _check_sizes(completed))
+    sized = (
+        _attempt(errors, DataError, lambda: with_image_slots(completed))
+        if completed is not None and not errors
+        else None
+    )
     if errors or sized is None:
         first = min(errors, key=lambda error: error.exit_code)
         raise type(first)([message for error in errors for message in error.messages])
@@ -81,9 +85,9 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
 
 
 def data_warnings(run: RunConfig) -> list[str]:
-    """What is odd about the data of ``run`` and no error. Raises as ``check_data``."""
+    """Warnings about the data of ``run``. Raises DataError as ``check_data`` does."""
     masked_lm = architecture_of(run.model).masked_lm
-    if architecture_of(run.model).provider is not None or masked_lm is None:  # None: the rows of a task, already read
+    if architecture_of(run.model).provider is not None or masked_lm is None:  # None: rows of a task, already checked
         return []
     lines = check_data(run.data, split_samples(run.train), masked_lm=masked_lm)
     unknown = without_tokenizer(run.data.prefixes)
@@ -94,7 +98,7 @@ def data_warnings(run: RunConfig) -> list[str]:
 
 
 def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
-    """``run`` with its vocabulary sizes, and the hashes of its data and tokenizer if a checkpoint needs them."""
+    """``run`` with its vocabulary sizes, and with hashes of data and tokenizer if it saves or loads checkpoints."""
     data = replace(run.data, merge_file=used_merges(run.data.tokenizer_type, run.data.merge_file))
     is_provided = architecture_of(run.model).provider is not None
     if is_provided and data.vocab_file is None and (data.vocab_size is None or data.tokenizer_type != NULL_TOKENIZER):
@@ -133,7 +137,7 @@ def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
 
 
 def _check_huggingface(run: RunConfig) -> None:
-    """Compare the headers of the files of ``--load-hf`` with the run. Raises CheckpointError."""
+    """Compare vocabulary size and dtypes of ``--load-hf`` with the run. Raises CheckpointError."""
     folder = Path(str(run.checkpoint.load_hf))
     config = read_config(folder)
     if run.model.vocab_size > config.vocab_size:
@@ -154,12 +158,12 @@ _GB = 1e9
 
 
 def _check_sizes(run: RunConfig) -> None:
-    """Refuse what this host cannot hold, by lower bounds. Raises ResourceError with a line for each."""
+    """Compare lower bounds of memory with this host's memory. Raises ResourceError with a line for each excess."""
     architecture, train, model = architecture_of(run.model), run.train, run.model
     if run.logging.dry_run or run.logging.explain or architecture.provider is not None:
-        return  # another host may run it, or the size is unknown
+        return  # the run may be meant for another host, or its size is unknown
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needs: list[tuple[str, float, str]] = []
+    needs: list[tuple[str, float, str]] = []  # what, bytes, flags that lower them
     if run.parallel.device == "cpu" and not run.zero.uses_nvme:
         size = 4 if run.precision.dtype == "fp32" else 2
         tokens = max(run.data.seq_length, run.data.decoder_seq_length)
@@ -232,17 +236,17 @@ def _check_outputs(run: RunConfig) -> None:
 
 
 _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-"""Sections of DeepSpeed's monitors in a JSON, and the package that each imports."""
+"""Sections of monitors in the DeepSpeed JSON, and the Python package that each imports."""
 
 
-_OF_SAVE = (LATEST, TRACKER, LOCK, "ds_config.json", "run.yaml")
+_FILES_IN_SAVE = (LATEST, TRACKER, LOCK, "ds_config.json", "run.yaml")
 
 
 def _metrics_problem(file: Path, folders: Mapping[str, str | None]) -> str | None:
-    """Why metrics cannot be appended to ``file``: also because it is of another output, or has other content."""
+    """Why metrics cannot be appended to ``file``, such as another output's path or other content; None if they can."""
     flag, place = "--metrics-file", os.path.realpath(file)
     for other, folder in folders.items():
-        names = _OF_SAVE if other == "--save" else ()
+        names = _FILES_IN_SAVE if other == "--save" else ()
         if folder is not None and place in (os.path.realpath(os.path.join(folder, name)) for name in ("", *names)):
             return f"{flag} {file} is what {other} {folder} writes; name another file"
     if (problem := file_problem(flag, file)) or not file.is_file():

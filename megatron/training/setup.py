@@ -1,4 +1,4 @@
-"""From a checked configuration to ranks that can train, and what a run logs about itself before it starts."""
+"""Starts ranks and engine from a checked configuration, and logs the configuration and the start of a run."""
 
 import dataclasses
 import json
@@ -48,9 +48,10 @@ from megatron.training.summary import describe_config, describe_stages
 
 @contextmanager
 def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator[tuple[ParallelLayout, ProgressState]]:
-    """Join the process group and seed this rank. While inside, lost and hung ranks and full memory end the run.
+    """Join the process group and seed this rank. Inside, lost ranks, hangs and out-of-memory errors end the run.
 
-    Yields this rank's place in the layout, and the progress state, which the training loop has to keep up to date.
+    Yields the layout with this rank's coordinates, and the progress state, which the training loop must keep up to
+    date.
     """
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     if run.model.fp8_format != "none":
@@ -69,9 +70,10 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
 
 
 def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation_flag: str) -> bool:
-    """Whether ``run`` would resume from the checkpoint ``saved`` after its last iteration; printed on rank 0.
+    """Whether ``saved`` is from the last iteration of ``run``, so that nothing is left to train; printed on rank 0.
 
-    The flags are those that lengthen the run, by default --train-iters or --train-samples, and that evaluate only.
+    ``length_flag`` is the flag that lengthens the run, by default --train-iters or --train-samples, and
+    ``evaluation_flag`` the flag for an evaluation without training.
     """
     last = run.train.train_iters
     if run.checkpoint.finetune or saved.iteration < last:
@@ -87,7 +89,7 @@ def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation
 
 
 def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback], more: str = "") -> None:
-    """Log layout, model, batch, schedule, device and ``more``; pass the run to the callbacks."""
+    """Log layout, model, batch, schedule, device and the text ``more``; call ``on_run_start`` of the callbacks."""
     rows = {
         **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
         "device": f"{_device_name()}, {counted(torch.get_num_threads(), 'thread')} per rank, torch {torch.__version__}",
@@ -115,9 +117,9 @@ def start_engine(
     settings: str,
     load_weights: Callable[[Engine], Loaded],
 ) -> tuple[Engine, Checkpointer, Loaded]:
-    """Build the engine, load the checkpoint ``saved`` or, without one, what ``load_weights`` loads; and log all of it.
+    """Build the engine, load the checkpoint ``saved`` or, without one, call ``load_weights``; and log the start.
 
-    Every rank must call it. ``settings`` is saved beside each checkpoint.
+    Every rank must call it. ``settings`` is saved with each checkpoint.
     """
     with deepspeed_silenced(run.logging.verbose):
         engine = build_engine(run, layout, annealing_lr(run))
@@ -141,8 +143,8 @@ def _log_start(
     norm = "apex" if uses_apex(run.model.fused_kernels) else "torch"
     log.info(f"> optimizer {optimizer_name(engine.basic_optimizer)}; layer norm of {norm}")
     if run.parallel.tp_comm_overlap:
-        way = "through symmetric memory" if layout.forward_chunks == BY_RANK else f"in {CHUNKS} chunks"
-        log.info(f"> forward matmuls of tensor-parallel layers communicate {way}")
+        method = "through symmetric memory" if layout.forward_chunks == BY_RANK else f"in {CHUNKS} chunks"
+        log.info(f"> forward matmuls of tensor-parallel layers communicate {method}")
     for remark in loaded.remarks:
         log.info(f"> {remark}")
     if replaces_others(run, saved):
@@ -172,17 +174,17 @@ def _device_name() -> str:
 
 
 def _describe_model(module: nn.Module, layout: ParallelLayout) -> str:
-    """Number of parameters, in total and on each rank of the first data-parallel replica; and how many are trained."""
+    """Number of parameters: in total, trained, and on each rank of the first data-parallel replica."""
     device = get_accelerator().current_device_name()
-    counts = torch.zeros(2, 2, dtype=torch.int64)  # frozen and trained, of all ranks and of experts
+    counts = torch.zeros(2, 2, dtype=torch.int64)  # [frozen or trained, dense or expert]
     for parameter in counted_once(module.parameters(), layout):
         counts[int(parameter.requires_grad), int(is_moe_param(parameter))] += _numel(parameter)
     frozen, trained = (int(sum_over_model(row, layout)) for row in counts.to(device))
-    held = torch.tensor(sum(map(_numel, module.parameters())), device=device)
-    of_ranks = [torch.empty_like(held) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, held)
+    local = torch.tensor(sum(map(_numel, module.parameters())), device=device)
+    per_rank = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(per_rank, local)
     replica = layout.topology.filter_match(data=0)
-    ranks = ", ".join(f"rank {rank} {int(of_ranks[rank]):,}" for rank in replica[:8])
+    ranks = ", ".join(f"rank {rank} {int(per_rank[rank]):,}" for rank in replica[:8])
     more = f", and {len(replica) - 8} more" if len(replica) > 8 else ""
     some = f", {trained:,} of them trained" if frozen else ""
     return f"> parameters {frozen + trained:,} in total, padding included{some}; {ranks}{more}"

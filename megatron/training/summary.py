@@ -1,4 +1,4 @@
-"""Describes a run in lines of text, without torch."""
+"""Describes a run configuration in lines of text. No torch here."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from megatron.ops.choices import DeviceFacts, attention_kernel
 
 
 def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[str, str]:
-    """Layout, model, data, batch, schedule, precision and attention's kernel: name to one line of text.
+    """Layout, model, data, batch, schedule, precision and attention kernel: name to one line of text.
 
-    The kernel is that of ``device``; by default of a new one of the run's kind.
+    The attention kernel is the one chosen on ``device``, by default on a recent device of the run's kind.
     """
     parallel, train, model = run.parallel, run.train, run.model
     engine = "DeepSpeedEngine"
@@ -48,7 +48,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
 
 
 def _sizes(model: ModelConfig) -> str:
-    """Name, layers and sizes; of a model of one's own only the sizes that are given."""
+    """Name, layers and sizes of a model; for a user-provided model only the sizes that are given."""
     if architecture_of(model).provider is not None:
         sizes = {"layers": model.num_layers, "hidden": model.hidden_size, "heads": model.num_attention_heads}
         return ", ".join([model.architecture, *(f"{name} {size}" for name, size in sizes.items() if size)])
@@ -86,7 +86,7 @@ def layer_kinds(model: ModelConfig) -> list[str]:
         biases: not model.linear_bias,
         "an output layer of its own": model.untie_embeddings_and_output_weights,
     }
-    return [words for words, is_so in kinds.items() if is_so]
+    return [kind for kind, is_present in kinds.items() if is_present]
 
 
 def _layers(model: ModelConfig) -> str:
@@ -98,21 +98,21 @@ def _layers(model: ModelConfig) -> str:
 
 
 def _heads(model: ModelConfig) -> str:
-    """The number of heads; their size and that of groups where they do not follow from it."""
+    """The number of heads; also their size if it is not hidden size / heads, and the query groups of GQA."""
     heads, groups = model.num_attention_heads, model.query_groups
     size = f" of {model.head_size}" if model.head_size * heads != model.hidden_size else ""
     return f"{counted(heads, 'head')}{size}" + (f" in {counted(groups, 'query group')}" if groups != heads else "")
 
 
 def _experts(model: ModelConfig) -> dict[str, str]:
-    """The line of experts; none without them. Sizes are known only with the vocabulary."""
+    """The line about experts, if the model has any. Parameters are counted only if the vocabulary size is known."""
     if not model.has_experts:
         return {}
     shared = f", and one of {model.moe_shared_expert_intermediate_size} for all tokens"
     text = (
         f"{model.moe_router_topk} of {model.num_experts} for each token, of {model.expert_size}"
         f"{shared if model.moe_shared_expert_intermediate_size else ''}"
-        f"{_places(model.moe_layer_freq)}"
+        f"{_expert_layers(model.moe_layer_freq)}"
     )
     if not model.padded_vocab_size:
         return {"experts": text}
@@ -121,7 +121,7 @@ def _experts(model: ModelConfig) -> dict[str, str]:
 
 
 def _images(model: ModelConfig) -> dict[str, str]:
-    """The line of images; none without an encoder of them."""
+    """The line about images, if the model has a vision encoder."""
     if not model.vision_num_layers:
         return {}
     side, parts = model.vision_image_size // model.vision_patch_size, counted(model.image_tokens, "token")
@@ -132,14 +132,14 @@ def _images(model: ModelConfig) -> dict[str, str]:
     }
 
 
-def _places(layer_freq: int | str) -> str:
+def _expert_layers(layer_freq: int | str) -> str:
     if isinstance(layer_freq, str):
         return f", in layers {layer_freq}"
     return f", in every {layer_freq} layers" if layer_freq > 1 else ""
 
 
 def _adapters(model: ModelConfig) -> dict[str, str]:
-    """The line of adapters; none without them. Sizes are known only with the vocabulary."""
+    """The line about LoRA adapters, if the model has any. Parameters are counted only if the vocabulary is known."""
     if not model.lora_rank:
         return {}
     text = f"rank {model.lora_rank}, alpha {model.lora_alpha:g}, on {', '.join(model.adapted)}"
@@ -152,21 +152,21 @@ def _adapters(model: ModelConfig) -> dict[str, str]:
 def describe_stages(run: RunConfig) -> str:
     """A table of the pipeline stages: layers, parameters and share of the forward FLOPs."""
     stages = plan(run)
-    of_stages = [stage.flops(run.data.seq_length) for stage in stages]
+    stage_flops = [stage.flops(run.data.seq_length) for stage in stages]
     rows = [("stage", "holds", "parameters", "forward FLOPs")]
-    for index, (stage, flops) in enumerate(zip(stages, of_stages, strict=True)):
+    for index, (stage, flops) in enumerate(zip(stages, stage_flops, strict=True)):
         layers = " and ".join(_chunk(chunk, run.model.num_layers) for chunk in stage.chunks)
-        rows.append((str(index), layers, f"{stage.parameters:,}", f"{flops / sum(of_stages):.1%}"))
+        rows.append((str(index), layers, f"{stage.parameters:,}", f"{flops / sum(stage_flops):.1%}"))
     number, holds, parameters, share = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"> {a:>{number}}  {b:{holds}}  {c:>{parameters}}  {d:>{share}}" for a, b, c, d in rows]
     imbalance = [
-        f"{max(costs) * len(costs) / sum(costs):.2f}" for costs in ([stage.parameters for stage in stages], of_stages)
+        f"{max(costs) * len(costs) / sum(costs):.2f}" for costs in ([stage.parameters for stage in stages], stage_flops)
     ]
     return "\n".join([*lines, f"> largest stage over the mean: parameters {imbalance[0]}, FLOPs {imbalance[1]}"])
 
 
 def _batch_steps(train: TrainConfig) -> str:
-    """The sizes before the last, and where each begins; of many the first and the last."""
+    """The phases of a varying batch size, each with its first iteration; if there are many, the first and the last."""
     if not train.batches.varies:
         return ""
     phases = list(train.batches.phases(0, train.train_iters))
@@ -192,16 +192,16 @@ def _blend(parts: Sequence[Part]) -> str:
 
 
 def _chunk(chunk: range, layers: int) -> str:
-    """A chunk of a stage as text, such as ``embeddings, layers 1-3``."""
+    """The layers of a model chunk as text, such as ``embeddings, layers 1-3``."""
     numbers = [number for number in chunk if 1 <= number <= layers]
-    words = ["embeddings"] if 0 in chunk else []
+    parts = ["embeddings"] if 0 in chunk else []
     if numbers:
-        words.append(f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}")
-    return ", ".join([*words, "head"] if layers + 1 in chunk else words)
+        parts.append(f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}")
+    return ", ".join([*parts, "head"] if layers + 1 in chunk else parts)
 
 
 def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
-    """The line of attention; none for a model without a spec, which may have any other."""
+    """The line about the attention kernel; none for a user-provided model."""
     if architecture_of(run.model).provider:
         return {}
     causal = architecture_of(run.model).is_causal
@@ -214,13 +214,14 @@ def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
 
 
 def _fp8(run: RunConfig) -> dict[str, str]:
-    """The line of FP8: which linear layers, and what stays in bf16; none without it."""
+    """The line about FP8, if it is enabled: which linear layers use it, and what stays in bf16."""
     model, t = run.model, run.parallel.model_parallel_size
     if model.fp8_format == "none" or architecture_of(model).provider:
         return {}
     blocks = [layer for layer in architecture_of(model).layers(model) if layer.is_block]
-    quantized = dict.fromkeys(one.name for layer in blocks for one in fp8_weights(model, layer, t))
-    others = {one.name: one.shape for layer in blocks for one in linear_weights(layer) if one.name not in quantized}
+    quantized = dict.fromkeys(weight.name for layer in blocks for weight in fp8_weights(model, layer, t))
+    weights = [weight for layer in blocks for weight in linear_weights(layer)]
+    others = {weight.name: weight.shape for weight in weights if weight.name not in quantized}
     names = ", ".join(name.removesuffix(".weight") for name in quantized) or "no layer"
     sizes = [f"{name.removesuffix('.weight')} {list(shape)}" for name, shape in others.items()]
     rest = ", ".join([*sizes, "embeddings, head, gradients of weights", *(["experts, router"] * model.has_experts)])
@@ -228,8 +229,8 @@ def _fp8(run: RunConfig) -> dict[str, str]:
 
 
 def _recomputation(run: RunConfig) -> str:
-    of_mlp = {run.model.tiled_mlp: ", the MLP in tiles", run.model.recompute_mlp_activation: ", the MLP's recomputed"}
-    return _recomputed(run) + of_mlp.get(True, "")
+    mlp = {run.model.tiled_mlp: ", the MLP in tiles", run.model.recompute_mlp_activation: ", the MLP's recomputed"}
+    return _recomputed(run) + mlp.get(True, "")
 
 
 def _recomputed(run: RunConfig) -> str:

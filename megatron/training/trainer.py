@@ -1,4 +1,4 @@
-"""The training loop: train, evaluate, save, react to bad steps, and exit early."""
+"""The training loop: train, evaluate, save checkpoints, handle bad steps, and exit early."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -30,16 +30,16 @@ from megatron.training.metrics import MetricsLogger
 
 
 class Step(NamedTuple):
-    """An iteration that has run on the host, and perhaps still runs on a GPU."""
+    """An iteration that the host has launched, and a GPU may still be running."""
 
     iteration: int
     status: StepStatus
     numbers: HostCopy
-    """By name: what all ranks agree on, and what is logged."""
+    """By name: the maxima over all ranks (``AGREED``), and the values to log."""
 
 
 AGREED = ("largest loss", "checkpoint", "signal", "is late")
-"""Names of the maxima over all ranks; "checkpoint" is ``Checkpointer.state``."""
+"""Names of values reduced to their maximum over all ranks; "checkpoint" is ``Checkpointer.state``."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,17 +63,17 @@ class Trainer:
             [] if self.run.logging.watchdog_minutes is None else [self.progress.instruct]
         )
         self.rewinds: Counter[str] = Counter()
-        """How often training has rewound to each checkpoint."""
+        """Number of rewinds to each checkpoint."""
         self.steps: deque[Step] = deque()
-        """Iterations that are not logged and checked yet: on a GPU the last one, so that the host does not wait."""
+        """Iterations that are not yet logged and checked: on a GPU the last one, so that the host need not wait."""
 
     def train(self, finished: int) -> int:
         """Train from the iteration after ``finished`` to the last, then evaluate on the test split.
 
         With ``--skip-train`` only evaluate, on the validation and the test split.
 
-        Returns the exit code of the process: 0, or that of an exit condition. Raises NumericsError if too many
-        consecutive iterations are bad.
+        Returns the exit code of the process: 0, or the exit code of an exit condition. Raises NumericsError if too
+        many consecutive iterations are bad.
         """
         for line in self.data.describe():
             self.log.info(line)
@@ -89,15 +89,15 @@ class Trainer:
         return self.exit_conditions.exit_code
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether training is interrupted for an evaluation after ``iteration``."""
+        """Whether the model is evaluated after ``iteration``."""
         return due(iteration, self.run.train.eval_interval)
 
     def saves_after(self, iteration: int) -> bool:
-        """Whether training is interrupted for a checkpoint after ``iteration``."""
+        """Whether a checkpoint is saved after ``iteration``."""
         return due(iteration, self.run.checkpoint.save_interval)
 
     def takes_snapshot_after(self, iteration: int) -> bool:
-        """Whether training is interrupted for a snapshot after ``iteration``: not if it is on disk by then."""
+        """Whether a snapshot is taken after ``iteration``: not if a checkpoint is on disk by then."""
         config = self.run.checkpoint
         is_saved = iteration == self.run.train.train_iters or (self.saves_after(iteration) and not config.async_save)
         return due(iteration, config.snapshot_interval) and not is_saved
@@ -117,24 +117,29 @@ class Trainer:
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
     def save(self, iteration: int) -> int:
-        """Save a checkpoint if there is a folder for it and the weights are good. Returns ``iteration``."""
+        """Save a checkpoint if ``--save`` is given and the weights are good. Returns ``iteration``."""
         self.progress.enter("saving", iteration)
         if self.anomalies.weights_are_good:
             with self.log.paused():
                 self.checkpointer.save(iteration, self.data.skipped_samples)
         elif self.run.checkpoint.save:
-            self.log.info(f"  no checkpoint saved after iteration {iteration}: it was bad, perhaps by a wrong weight")
+            self.log.info(
+                f"  no checkpoint saved after iteration {iteration}: its step was bad, so weights may be wrong"
+            )
         return iteration
 
     def take_snapshot(self, iteration: int) -> None:
-        """Keep the state in memory if the weights are good."""
+        """Take a snapshot, a checkpoint in memory, if the weights are good."""
         if self.snapshots is not None and self.anomalies.weights_are_good:
             self.progress.enter("saving", iteration)
             with self.log.paused():
                 self.snapshots.take(iteration, self.data.skipped_samples)
 
     def _train_until_exit(self, finished: int) -> tuple[int, str | None]:
-        """Iterate to the last iteration or to an exit condition, and save. Returns where and why it ended."""
+        """Train to the last iteration or to an exit condition, and save.
+
+        Returns the last iteration, and the reason of an early exit or None.
+        """
         config = self.run.train
         iteration = last_saved = finished
         early_exit = None
@@ -170,13 +175,13 @@ class Trainer:
         return iteration, early_exit
 
     def _waits_after(self, iteration: int) -> bool:
-        """Whether the host waits for the GPU after ``iteration``: because of an interruption, a log line or an exit."""
-        is_interrupted = self.evaluates_after(iteration) or self.saves_after(iteration)
-        is_reported = self.run.is_logged(iteration) or due(iteration, self.run.train.exit_interval)
-        return is_interrupted or self.takes_snapshot_after(iteration) or is_reported
+        """Whether the host waits for the GPU after ``iteration``, to evaluate, save, take a snapshot, log or exit."""
+        evaluates_or_saves = self.evaluates_after(iteration) or self.saves_after(iteration)
+        logs_or_exits = self.run.is_logged(iteration) or due(iteration, self.run.train.exit_interval)
+        return evaluates_or_saves or self.takes_snapshot_after(iteration) or logs_or_exits
 
     def _step(self, iteration: int, batches: Iterator[Batch] | None) -> Tensor:
-        """Run one iteration, which joins ``self.steps``. Returns its loss []."""
+        """Run one iteration and append it to ``self.steps``. Returns its loss []."""
         self.progress.enter("training", iteration)
         samples = self.run.train.batches.size(iteration)
         self.engine.set_train_batch_size(samples * self.run.parallel.samples_counted)
@@ -195,17 +200,17 @@ class Trainer:
             with self.log.paused():
                 for callback in self.callbacks:
                     values |= callback.metrics()
-        # The only collective of most steps outside of the engine: all ranks agree on anomalies, saves and exiting.
+        # In most steps the only collective outside the engine: all ranks agree on anomalies, saves and exits.
         agreed = max_across_ranks(loss, self.checkpointer.state, *self.exit_conditions.local_request())
         numbers = HostCopy(dict(zip(AGREED, agreed, strict=True)) | values)
         self.steps.append(Step(iteration, status, numbers))
         return loss
 
     def _finish_steps(self, waits: bool) -> tuple[Sequence[float], int | None]:
-        """Log and check the iterations that have ended: all if this ``waits`` for the GPU, else all but the last.
+        """Log and check finished iterations: all of them if this ``waits`` for the GPU, else all but the last.
 
-        Returns the largest request of all ranks to exit, and the iteration of the checkpoint that training has rewound
-        to, or None.
+        Returns the exit request, as a maximum over all ranks, and the iteration of the checkpoint that training has
+        rewound to, or None.
         """
         request: Sequence[float] = (0, 0)
         while self.steps and (waits or any(request) or len(self.steps) > 1 or self.steps[0].numbers.has_arrived):
