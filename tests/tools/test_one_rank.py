@@ -33,14 +33,14 @@ def run_rank(world_size: int, number: int, program: str, words: list[str], resul
         def grouped(self, ranks: Any, group: Any) -> None: ...
 
     answered: list[list[int]] = []
-    value_at = run.value_at
+    transferred_value = run.transferred_value
 
     def noted(*arguments: Any) -> Any:
-        value = value_at(*arguments)
+        value = transferred_value(*arguments)
         answered.append(transfers._shape_row(value))
         return value
 
-    run.value_at = noted
+    run.transferred_value = noted
     OneRankGroup.observer = Rows()
     with run.one_rank(world_size, number):
         code = run.run_program(ROOT / program, words)

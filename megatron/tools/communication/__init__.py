@@ -1,1 +1,1 @@
-"""The communication of every rank of a run, extracted rank by rank, and the proof that no rank can wait forever."""
+"""Deadlock check of a run: records the communication of every rank, run one by one, and simulates it."""

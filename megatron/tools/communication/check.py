@@ -1,13 +1,13 @@
-"""Check that ranks that communicate as their traces say cannot wait for each other forever, by NCCL's rules.
+"""Deadlock check: simulates the communication in the traces of all ranks by the rules of NCCL.
 
-Each communicator is a queue: a rank's operations on it run one after the other, in the order of the calls. A collective
-runs once it is the first in the queue of every rank of its group, and is the same there; a transfer once it is the
-first at both ends, since no send is buffered; a batch is one entry, whose transfers run together. A rank begins a call
-when it has passed all earlier waits.
+Each communicator has a queue per rank, whose operations run one after the other, in the order of the calls. A
+collective runs when it is the first entry in the queue of every rank of its group, and is the same operation there. A
+transfer runs when it is the first entry on both ranks, since no send is buffered. A batch of transfers is one entry,
+whose transfers run together. A rank issues a call when all earlier waits are over.
 
-A collective blocks the rank that calls it, even if the rank itself does not wait for it: two communicators that are
-used in opposite orders by two ranks can deadlock on a GPU whose streams have to take turns. Transfers of their own
-direction between two stages are received ahead of time; these block where they are waited for.
+A collective blocks the rank that calls it, even if the program does not wait for it: if two ranks use two communicators
+in opposite orders, they can deadlock on GPUs whose streams are serialized. A transfer blocks only where the program
+waits for it, since receives between two stages may be posted early.
 """
 
 from collections import deque
@@ -16,51 +16,51 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 TRANSFERS = ("send", "recv")
-"""Kinds of operations of two ranks; all others are of all ranks of a group."""
+"""Point-to-point operations; all other operations are collectives."""
 
 
 class Call(NamedTuple):
-    """A call of an operation. Equal calls of a rank are one object."""
+    """A call of a collective or transfer. Equal calls of a rank are one object."""
 
     kind: str
     group: int
-    """Number of the group among those that the rank is in, in the order in which they are made; 0 has all ranks."""
+    """Number of the group among the groups of the rank, in the order of their creation; 0 is the default group."""
     elements: int
     dtype: str
     size: int
-    """Bytes that the rank contributes, or receives of a transfer."""
+    """Bytes that the rank contributes, or receives in a transfer."""
     peer: int
-    """Of a transfer: the other rank's place in the group minus the own one. Else the root's place, or -1."""
+    """Transfer: rank in the group of the peer minus the own one. Collective: rank in the group of the root, or -1."""
     detail: str
     phase: str
-    place: str
-    """``FILE:LINE FUNCTION`` that called."""
+    location: str
+    """``FILE:LINE FUNCTION`` of the call."""
 
     @property
     def signature(self) -> tuple:
-        """What must be the same on all ranks of the group."""
+        """The properties that must be equal on all ranks of the group."""
         return self.kind, self.elements, self.dtype, self.peer, self.detail
 
     def __str__(self) -> str:
         size = f" of {self.elements:,} {self.dtype}" if self.dtype else ""
         detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.kind}{size}{detail} at {self.place}"
+        return f"{self.kind}{size}{detail} at {self.location}"
 
 
 class Issue(NamedTuple):
-    """Calls that begin together: one, or a batch of transfers."""
+    """A call, or a batch of transfers that are issued together."""
 
     calls: tuple[Call, ...]
     blocks: bool
-    """Whether the rank goes on only when they are done."""
+    """Whether the rank continues only when all calls are done."""
 
 
 class Wait(NamedTuple):
     """A wait for the calls of an ``Issue``."""
 
     issue: int
-    """Its number among the events of the thread."""
-    place: str
+    """Index of the ``Issue`` in the events of the thread."""
+    location: str
 
 
 Event = Issue | Wait
@@ -68,43 +68,43 @@ Event = Issue | Wait
 
 @dataclass
 class Trace:
-    """What one rank communicates in a run."""
+    """The recorded communication of one rank."""
 
     rank: int
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    """The ranks of every group that is made, in this order, whether this rank is in it or not."""
+    """The ranks of every group in the order of creation, including groups without this rank."""
     threads: dict[str, list[Event]] = field(default_factory=dict)
-    """By the name of the thread."""
+    """Events by the name of the thread."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong on this rank alone: buffers that are used while they are sent or received."""
+    """Errors on this rank: buffers that are used while they are sent or received."""
     exit_code: int = 0
 
 
 def groups_of_ranks(groups: Sequence[tuple[int, ...]], world_size: int) -> list[list[int]]:
-    """For each rank, the numbers of the groups that it is in; the first has all ranks."""
-    found: list[list[int]] = [[] for _ in range(world_size)]
+    """For each rank, the indices in ``groups`` of the groups that it is in."""
+    memberships: list[list[int]] = [[] for _ in range(world_size)]
     for number, ranks in enumerate(groups):
         for rank in ranks:
-            found[rank].append(number)
-    return found
+            memberships[rank].append(number)
+    return memberships
 
 
 class Program(NamedTuple):
-    """What a rank does: the threads of the trace of its class, and the groups that it is in itself."""
+    """The communication of a rank: events of its representative, on the rank's own groups."""
 
     rank: int
     threads: Sequence[Sequence[Event]]
     groups: Sequence[tuple]
-    """Each a name that all ranks of the group know it by, and its ranks."""
+    """For each group a key that is the same on all of its ranks, and its ranks."""
 
 
 class Counterexample(Exception):  # noqa: N818
-    """Why ranks hang, in words."""
+    """A deadlock, with a description."""
 
 
 def programs(traces: Sequence[Trace]) -> list[Program]:
-    """The program of every rank, of which ``traces`` has that of a rank of its class."""
-    found: list[Program] = []
+    """The program of every rank; ``traces`` has the trace of the representative of each rank."""
+    every_program: list[Program] = []
     world_size = len(traces)
     named: dict[int, list[tuple]] = {}
     own: dict[int, list[list[int]]] = {}
@@ -115,12 +115,12 @@ def programs(traces: Sequence[Trace]) -> list[Program]:
         names = named[id(trace)]
         groups = [((), tuple(range(world_size))), *(names[number] for number in own[id(trace)][rank])]
         threads = [events for _, events in sorted(trace.threads.items())]
-        found.append(Program(rank, threads, groups))
-    return found
+        every_program.append(Program(rank, threads, groups))
+    return every_program
 
 
 def _named(groups: Sequence[tuple[int, ...]]) -> list[tuple]:
-    """Groups of the same ranks are told apart by their order."""
+    """(key, ranks) of each group; keys of groups with the same ranks differ in a number."""
     seen: dict[tuple[int, ...], int] = {}
     names = []
     for ranks in groups:
@@ -130,11 +130,11 @@ def _named(groups: Sequence[tuple[int, ...]]) -> list[tuple]:
 
 
 class _Communicator:
-    """A group of ranks, the queue of each of them, and the collective that they have reached."""
+    """A group of ranks, with the queue of each rank and the ranks that have reached the next collective."""
 
     def __init__(self, ranks: tuple[int, ...]):
         self.ranks = ranks
-        self.places = {rank: place for place, rank in enumerate(ranks)}
+        self.group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self.queues: dict[int, deque[_Entry]] = {rank: deque() for rank in ranks}
         self.arrived: list[_Entry] = []
         self.number = 0
@@ -152,7 +152,7 @@ class _Entry:
 
 
 class _Thread:
-    """How far a thread of a rank is."""
+    """The state of a thread of a rank in the simulation."""
 
     __slots__ = ("awaited", "entries", "events", "groups", "position", "rank", "waits_at")
 
@@ -165,7 +165,7 @@ class _Thread:
 
 
 def check(ranks: Sequence[Program]) -> None:
-    """Run all ranks. Raises Counterexample if they cannot all reach their ends."""
+    """Simulate all ranks. Raises Counterexample if not all of them can reach their ends."""
     communicators: dict[tuple, _Communicator] = {}
     threads = []
     for program in ranks:
@@ -180,7 +180,7 @@ def check(ranks: Sequence[Program]) -> None:
         _advance(runnable.popleft(), runnable)
     stuck = [thread for thread in threads if thread.awaited is not None]
     if stuck:
-        raise Counterexample(_explained(stuck, threads))
+        raise Counterexample(_explain(stuck))
     for communicator in communicators.values():
         for rank, queue in communicator.queues.items():
             if queue:
@@ -188,7 +188,7 @@ def check(ranks: Sequence[Program]) -> None:
 
 
 def _advance(thread: _Thread, runnable: deque[_Thread]) -> None:
-    """Go on until the thread waits or ends."""
+    """Run a thread until it waits or ends."""
     thread.awaited = None
     events, entries = thread.events, thread.entries
     while thread.position < len(events):
@@ -196,7 +196,7 @@ def _advance(thread: _Thread, runnable: deque[_Thread]) -> None:
         if isinstance(event, Wait):
             entry = entries.get(event.issue)
             if entry is not None and not entry.is_done:
-                thread.awaited, thread.waits_at = entry, event.place
+                thread.awaited, thread.waits_at = entry, event.location
                 return
             entries.pop(event.issue, None)
             thread.position += 1
@@ -211,7 +211,7 @@ def _advance(thread: _Thread, runnable: deque[_Thread]) -> None:
             if queue[0] is entry:
                 _reach(entry, runnable)
         if (event.blocks or entry.calls[0].kind not in TRANSFERS) and not entry.is_done:
-            thread.awaited, thread.waits_at = entry, entry.calls[0].place
+            thread.awaited, thread.waits_at = entry, entry.calls[0].location
             return
         if event.blocks:
             del entries[thread.position]
@@ -219,31 +219,31 @@ def _advance(thread: _Thread, runnable: deque[_Thread]) -> None:
 
 
 def _reach(entry: _Entry, runnable: deque[_Thread]) -> None:
-    """``entry`` is the first in its queue."""
+    """Handle that ``entry`` has become the first of its queue: finish all entries that can run now."""
     heads = deque([entry])
     while heads:
         head = heads.popleft()
         done = _match_transfers(head) if head.calls[0].kind in TRANSFERS else _arrive(head)
-        for one in done:
-            one.is_done = True
-            queue = one.communicator.queues[one.thread.rank]
+        for finished in done:
+            finished.is_done = True
+            queue = finished.communicator.queues[finished.thread.rank]
             queue.popleft()
             if queue:
                 heads.append(queue[0])
-            if one.thread.awaited is one:
-                one.thread.awaited = None
-                runnable.append(one.thread)
+            if finished.thread.awaited is finished:
+                finished.thread.awaited = None
+                runnable.append(finished.thread)
 
 
 def _arrive(entry: _Entry) -> Sequence[_Entry]:
-    """The entries of a collective that all ranks have reached with ``entry``."""
+    """Let a rank reach a collective. Returns the entries of all ranks if this was the last one, else none."""
     communicator, call = entry.communicator, entry.calls[0]
     if communicator.arrived:
         first = communicator.arrived[0]
         if first.calls[0] is not call and first.calls[0].signature != call.signature:
             raise Counterexample(
                 f"ranks {first.thread.rank} and {entry.thread.rank} call different operations as number "
-                f"{communicator.number + 1} of their group of {_of_ranks(communicator.ranks)}, in {call.phase}:\n"
+                f"{communicator.number + 1} of their group of {_shortened(communicator.ranks)}, in {call.phase}:\n"
                 f"  rank {first.thread.rank}: {first.calls[0]}\n  rank {entry.thread.rank}: {call}"
             )
     communicator.arrived.append(entry)
@@ -255,7 +255,7 @@ def _arrive(entry: _Entry) -> Sequence[_Entry]:
 
 
 def _match_transfers(entry: _Entry) -> list[_Entry]:
-    """The entries that are done, ``entry`` and those of other ranks, now that it is the first in its queue."""
+    """Match the transfers of ``entry``, the first of its queue. Returns the entries, of any rank, that are now done."""
     communicator, rank = entry.communicator, entry.thread.rank
     done = []
     for call in list(entry.unmatched):
@@ -265,7 +265,11 @@ def _match_transfers(entry: _Entry) -> list[_Entry]:
         if other is None or other.calls[0].kind not in TRANSFERS:
             continue
         kind = "recv" if call.kind == "send" else "send"
-        matching = [one for one in other.unmatched if one.kind == kind and _peer(communicator, peer, one) == rank]
+        matching = [
+            candidate
+            for candidate in other.unmatched
+            if candidate.kind == kind and _peer(communicator, peer, candidate) == rank
+        ]
         if not matching:
             continue
         if (matching[0].elements, matching[0].dtype) != (call.elements, call.dtype):
@@ -279,11 +283,11 @@ def _match_transfers(entry: _Entry) -> list[_Entry]:
 
 def _peer(communicator: _Communicator, rank: int, call: Call) -> int:
     ranks = communicator.ranks
-    return ranks[(communicator.places[rank] + call.peer) % len(ranks)]
+    return ranks[(communicator.group_ranks[rank] + call.peer) % len(ranks)]
 
 
-def _explained(stuck: Sequence[_Thread], threads: Sequence[_Thread]) -> str:
-    """The circle of ranks that wait for one another, or the chain that ends with a rank that does not come."""
+def _explain(stuck: Sequence[_Thread]) -> str:
+    """Describe the cycle of ranks that wait for each other, or the chain that ends with a rank that has ended."""
     waiting = {thread.rank: thread for thread in stuck}
     thread, seen, lines = stuck[0], [], []
     while thread.rank not in seen:
@@ -302,16 +306,16 @@ def _explained(stuck: Sequence[_Thread], threads: Sequence[_Thread]) -> str:
 
 
 def _waited_for(thread: _Thread) -> list[int]:
-    """The ranks that have not come to where a thread waits."""
+    """The ranks that have not reached the operation that a thread waits for."""
     entry = thread.awaited
     assert entry is not None
     communicator, rank = entry.communicator, thread.rank
     head = communicator.queues[rank][0]
     if head.calls[0].kind in TRANSFERS:
         return [_peer(communicator, rank, call) for call in head.unmatched]
-    arrived = {one.thread.rank for one in communicator.arrived}
+    arrived = {entry.thread.rank for entry in communicator.arrived}
     return [other for other in communicator.ranks if other not in arrived] or [rank]
 
 
-def _of_ranks(ranks: Sequence[int]) -> str:
+def _shortened(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks from {ranks[0]}"

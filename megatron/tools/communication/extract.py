@@ -1,4 +1,4 @@
-"""Run the ranks of a start, and collect what they communicate, and the checkpoint that the next start loads."""
+"""Runs ranks of a run one by one, records their communication, and merges their checkpoints for the next start."""
 
 import gc
 import importlib
@@ -28,17 +28,17 @@ from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
 from megatron.tools.communication.check import Trace
 from megatron.tools.communication.record import Recorder, recording
-from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank import patched
 from megatron.tools.one_rank.accelerator import DEVICE
 from megatron.tools.one_rank.memoryless import memoryless
-from megatron.tools.one_rank.processes import each_alone
+from megatron.tools.one_rank.processes import run_in_forks
 from megatron.tools.one_rank.run import one_rank, run_program
 
 Prepare = Callable[[int], None]
-"""Called with the number of a rank in its process, before its program."""
+"""Called with the rank in its process, before its program runs."""
 
 
-_IMPORTED_LATE = (
+_LAZY_IMPORTS = (
     "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.utils.pin_memory", "encodings.idna", "megatron.checkpoint.huggingface", "megatron.checkpoint.resharding",
     "megatron.checkpoint.snapshot_recovery", "megatron.cli.settings_file", "megatron.data.fingerprint",
@@ -50,14 +50,14 @@ _IMPORTED_LATE = (
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a program by ranks that are alone."""
+    """A run of a program whose ranks run one by one."""
 
     program: Path
-    words: Sequence[str]
-    """Of the command line; ``{folder}`` in them is the rank's own folder."""
+    arguments: Sequence[str]
+    """Arguments of the program; ``{folder}`` stands for the rank's own folder."""
     world_size: int
     folder: Path
-    """For the files of all ranks, each in a folder of its own."""
+    """Parent of the folders of the ranks."""
     prepare: Prepare | None = None
     nothing_counts: bool = False
     """See ``memoryless``."""
@@ -65,53 +65,53 @@ class Job:
     """The iteration in which the rank receives SIGTERM."""
 
     def folder_of(self, rank: int) -> Path:
-        """Where ``rank`` works."""
+        """The folder of ``rank``, for its output and checkpoints."""
         return self.folder / f"rank{rank}"
 
 
 def extract(job: Job, ranks: Sequence[int], processes: int) -> Iterator[Trace]:
-    """The traces of ``ranks``, each as soon as it is there. Raises LaunchError if the program of one fails."""
-    import_late()
-    for rank, trace, _, output in each_alone(ranks, partial(_trace, job), job.folder_of, processes):
+    """Run ``ranks`` and yield each trace when it is complete. Raises LaunchError if the program of a rank fails."""
+    import_lazy_modules()
+    for rank, trace, _, output in run_in_forks(ranks, partial(_trace, job), job.folder_of, processes):
         if trace is None or trace.exit_code not in (0, 75):
-            raise LaunchError([f"rank {rank} does not run ({' '.join(job.words)}):", *output[-_SHOWN:]])
+            raise LaunchError([f"rank {rank} does not run ({' '.join(job.arguments)}):", *output[-_SHOWN:]])
         yield trace
 
 
 _SHOWN = 12
-"""Lines of the output of a rank that fails."""
+"""Number of last lines that are shown of the output of a failed rank."""
 
 
-def import_late() -> None:
-    """Import what every rank would import for itself."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # whose import would start others
-    for module in _IMPORTED_LATE:
+def import_lazy_modules() -> None:
+    """Import modules that programs import lazily, so that not every forked rank imports them again."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its import starts processes
+    for module in _LAZY_IMPORTS:
         importlib.import_module(module)
 
 
 def _trace(job: Job, rank: int) -> Trace:
-    """Be ``rank``, in a process of its own."""
-    gc.disable()  # it ends soon
-    os.environ["DS_ACCELERATOR"] = "cuda"  # whatever this machine has
+    """Run the program as ``rank`` in this process, and record its communication."""
+    gc.disable()  # the process is short-lived
+    os.environ["DS_ACCELERATOR"] = "cuda"  # also on a machine without GPUs
     recorder = Recorder(rank, job.signal_in)
     with (
         one_rank(job.world_size, rank),
-        memoryless(nothing_counts=job.nothing_counts, computed=recorder.buffers.computed),
+        memoryless(nothing_counts=job.nothing_counts, on_operation=recorder.buffers.on_operation),
         recording(recorder),
-        replaced((SavedStates, "shard", state_without_files), (SavedStates, "copies", lambda *_, **__: ())),
+        patched((SavedStates, "shard", state_without_files), (SavedStates, "copies", lambda *_, **__: ())),
     ):
         if job.prepare is not None:
             job.prepare(rank)
-        words = [word.replace("{folder}", str(job.folder_of(rank))) for word in job.words]
-        recorder.trace.exit_code = run_program(job.program, words)
+        arguments = [argument.replace("{folder}", str(job.folder_of(rank))) for argument in job.arguments]
+        recorder.trace.exit_code = run_program(job.program, arguments)
     return recorder.trace
 
 
 def gather(checkpoints: Sequence[Path], folder: Path, tensor_ranks: int) -> None:
-    """The ``checkpoints`` of the ranks that were run as one in ``folder``.
+    """Merge the ``checkpoints`` of single ranks into one checkpoint in ``folder``.
 
-    Files of weights of tensor-parallel ranks that were not run are links to those of the first: DeepSpeed counts the
-    files of a layer, and ranks that stand for others read theirs.
+    Weight files of tensor-parallel ranks that were not run are links to the file of the first tensor-parallel rank,
+    since DeepSpeed counts the files of a layer, and representatives may read any of them.
     """
     for checkpoint in checkpoints:
         shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
@@ -128,18 +128,18 @@ def gather(checkpoints: Sequence[Path], folder: Path, tensor_ranks: int) -> None
 
 
 def state_without_files(states: SavedStates, name: str, shape: Sequence[int], *_: int) -> State:
-    """In place of ``SavedStates.shard``: a checkpoint may lack the files of ranks that were not run.
+    """Replacement of ``SavedStates.shard`` that reads no files of ranks that were not run.
 
-    The state has what rank 0 keeps of its first parameter.
+    The state has the keys of the first parameter of rank 0.
     """
     saved = states.saved
-    kept = _kept(saved.path, saved.layout) if saved.has_optimizer else {}
+    first = _first_state(saved.path, saved.layout) if saved.has_optimizer else {}
     full = torch.zeros(tuple(shape), device=DEVICE)
-    return {WEIGHT: full, **{key: full if is_flat(value) else value for key, value in kept.items()}}
+    return {WEIGHT: full, **{key: full if is_flat(value) else value for key, value in first.items()}}
 
 
 @cache
-def _kept(path: Path, layout: SavedLayout) -> dict[str, Any]:
+def _first_state(path: Path, layout: SavedLayout) -> dict[str, Any]:
     if layout.has_optimizer_partitions:
         state = read_file(optimizer_file(path, layout, 0, 0), mapped=True)["optimizer_state_dict"]
     else:

@@ -1,4 +1,4 @@
-"""Record what a rank communicates while its program runs, and what uses tensors that are being sent or received."""
+"""Records the communication of a rank while its program runs, and races on tensors that are sent or received."""
 
 import os
 import signal
@@ -23,13 +23,13 @@ from megatron.checkpoint import load, tracker
 from megatron.checkpoint.save import Checkpointer
 from megatron.launch.progress import ProgressState
 from megatron.tools.communication.check import TRANSFERS, Call, Issue, Trace, Wait
-from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank import patched
 from megatron.tools.one_rank.group import OneRankGroup, Operation
 from megatron.training.trainer import Trainer
 
 
 class _Buffer(NamedTuple):
-    """A part of memory that belongs to an operation until something waits for it."""
+    """A range of memory that an operation uses until the program waits for it."""
 
     storage: StorageWeakRef
     begin: int
@@ -39,30 +39,34 @@ class _Buffer(NamedTuple):
 
 
 class BufferWatch:
-    """Calls ``found`` with a line for each use of a buffer that is not waited for.
+    """Reports races: uses of a buffer before the program has waited for the operation.
 
-    Nothing may read or write what an operation writes, and nothing may write what it reads. Freed it may be: torch's
-    process groups keep it until then.
+    Until then the buffer that an operation writes must not be read or written, and the buffer that it reads must not be
+    written. It may be freed, since torch's process groups keep a reference.
+
+    Args:
+        report: called with a line for each race.
+        caller: returns the current location in the program.
     """
 
-    def __init__(self, found: Callable[[str], None], place: Callable[[], str]):
-        self._found, self._place = found, place
-        self._under_way: dict[Any, list[_Buffer]] = {}
+    def __init__(self, report: Callable[[str], None], caller: Callable[[], str]):
+        self._report, self._caller = report, caller
+        self._pending: dict[Any, list[_Buffer]] = {}
         self._by_storage: dict[int, list[_Buffer]] = {}
 
     def begin(self, number: Any, what: str, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-        """Operation ``number`` writes and reads these tensors from now on."""
-        if self._under_way:
+        """Register the tensors that operation ``number`` writes and reads from now on."""
+        if self._pending:
             self._check([(x, True) for x in written] + [(x, False) for x in read])
         buffers = [_Buffer(StorageWeakRef(x.untyped_storage()), *_extent(x), True, what) for x in written]
         buffers += [_Buffer(StorageWeakRef(x.untyped_storage()), *_extent(x), False, what) for x in read]
-        self._under_way[number] = buffers
+        self._pending[number] = buffers
         for buffer in buffers:
             self._by_storage.setdefault(buffer.storage.cdata, []).append(buffer)
 
     def end(self, number: Any) -> None:
-        """Something waits for operation ``number``."""
-        buffers = self._under_way.pop(number, [])
+        """Unregister operation ``number``: the program waits for it."""
+        buffers = self._pending.pop(number, [])
         for buffer in buffers:
             if not (same := self._by_storage[buffer.storage.cdata])[1:]:
                 del self._by_storage[buffer.storage.cdata]
@@ -70,18 +74,18 @@ class BufferWatch:
                 same.remove(buffer)
 
     def finish(self) -> None:
-        """The run has ended."""
-        for buffers in self._under_way.values():
+        """Report operations that the program has not waited for, at the end of the run."""
+        for buffers in self._pending.values():
             if buffers:
-                self._found(f"nothing waits for {buffers[0].what}")
+                self._report(f"nothing waits for {buffers[0].what}")
 
-    def computed(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Torch's operation ``func``, which makes no view, begins."""
-        if self._under_way:
+    def on_operation(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Check the arguments of a torch operation that does not return a view, before it runs."""
+        if self._pending:
             self._check(_uses(func, args, kwargs))
 
     def _check(self, uses: Iterable[tuple[Tensor, bool]]) -> None:
-        """``uses`` are tensors, and whether each is written."""
+        """Check ``uses``: tensors, and whether each is written."""
         for x, writes in uses:
             for buffer in self._by_storage.get(x.untyped_storage()._cdata, ()):
                 begin, end = _extent(x)
@@ -89,11 +93,11 @@ class BufferWatch:
                 if overlaps and (writes or buffer.is_written) and not buffer.storage.expired():
                     use = "writes to" if writes else "reads"
                     direction = "receives" if buffer.is_written else "sends"
-                    self._found(f"{self._place()} {use} what {buffer.what} {direction}, before a wait")
+                    self._report(f"{self._caller()} {use} what {buffer.what} {direction}, before a wait")
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after the last."""
+    """Begin and end of a tensor in its storage, in bytes."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
     begin = int(x.storage_offset())
     return begin * x.element_size(), (begin + int(last) + 1) * x.element_size()
@@ -111,52 +115,52 @@ def _uses(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Tensor, bool]]
 def _arguments(func: Any) -> list[tuple[str, bool]]:
     """Names of the arguments, and whether they are written."""
     arguments = func._schema.arguments
-    return [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in arguments]
+    return [(argument.name, bool(argument.alias_info and argument.alias_info.is_write)) for argument in arguments]
 
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = Path(torch.__file__).parents[1]
 _DEEPSPEED = Path(deepspeed.__file__).parent
-_UNNAMED = (
+_SKIPPED = (
     Path(torch.__file__).parent, _DEEPSPEED / "comm", _DEEPSPEED / "utils", _ROOT / "megatron/tools/one_rank",
     Path(__file__).parent, Path(typing_extensions.__file__),
 )  # fmt: skip
-"""Where lines do not say what communicates: torch, wrappers, this tool. Nor do those of Python's library."""
+"""Files whose frames are skipped in ``caller``: torch, wrappers of collectives, this tool. So is Python's library."""
 _LIBRARY = Path(threading.__file__).parent
 _SIZED_BY_OUTPUT = ("reduce_scatter", "recv", "scatter")
 START, END = "start", "end"
 
 
 class Recorder:
-    """Writes a ``Trace``; an ``Observer`` of ``one_rank``. ``signal_in`` is the iteration in which SIGTERM arrives."""
+    """Records a ``Trace``, as an ``Observer`` of ``one_rank``. SIGTERM arrives in iteration ``signal_in``."""
 
     def __init__(self, rank: int, signal_in: int | None = None):
         self.signal_in = signal_in
         self.trace = Trace(rank, threads={"main": []})
         self.phase = START
-        self._known: dict[Any, Any] = {}
+        self._interned: dict[Any, Any] = {}
         self._batch: list[Call] | None = None
-        self._own: dict[str, int] = {}
+        self._group_numbers: dict[str, int] = {}
         self._main = threading.get_ident()
-        self.buffers = BufferWatch(self._fault, place)
+        self.buffers = BufferWatch(self._fault, caller)
 
     def _fault(self, text: str) -> None:
         if text not in self.trace.faults:
             self.trace.faults.append(text)
 
     def grouped(self, parts: Sequence[tuple[int, ...]], group: OneRankGroup | None) -> None:
-        """Groups are made in one step, for which all ranks wait where a communicator is split."""
+        """Record the creation of groups as one collective, since splitting a communicator waits for all its ranks."""
         number = len(self.trace.groups)
         self.trace.groups += parts
         if group is not None:
-            self._own[group.registered_name] = len(self._own) + 1
+            self._group_numbers[group.registered_name] = len(self._group_numbers) + 1
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        made = f"number {number + 1}, ranks {_shortened(parts[0])}{more}"
-        call = Call("new_group", 0, 0, "", 0, -1, made, self.phase, place())
-        self._events().append(Issue((self._once(call),), True))
+        detail = f"number {number + 1}, ranks {_shortened(parts[0])}{more}"
+        call = Call("new_group", 0, 0, "", 0, -1, detail, self.phase, caller())
+        self._events().append(Issue((self._intern(call),), True))
 
     def issued(self, operation: Operation) -> tuple[list, Any]:
-        """A call; the result is the event that it became."""
+        """Record a call. Returns the list of events and the index of the event in it."""
         group, kind, events = operation.group, operation.kind, self._events()
         sized = operation.written if kind in _SIZED_BY_OUTPUT else operation.read or operation.written
         elements = sum(x.numel() for x in sized)
@@ -164,24 +168,24 @@ class Recorder:
         if kind in TRANSFERS:
             peer = (peer - group.rank()) % group.size()
         has_splits = kind == "all_to_all" and operation.detail
-        call = self._once(
+        call = self._intern(
             Call(
                 kind,
-                self._own.get(group.registered_name, 0),
+                self._group_numbers.get(group.registered_name, 0),
                 0 if has_splits else elements,
                 str(sized[0].dtype).removeprefix("torch.") if sized else "",
                 elements * sized[0].element_size() if sized else 0,
                 peer,
                 "" if has_splits else operation.detail,
                 self.phase,
-                place(),
+                caller(),
             )
         )
-        number = len(events)  # of the call, or of the batch, which follows
+        number = len(events)  # index of this event, or of the batch, which is appended later
         if self._batch is not None:
             self._batch.append(call)
         else:
-            events.append(self._once(Issue((call,), False)))
+            events.append(self._intern(Issue((call,), False)))
         if threading.get_ident() == self._main:
             key = number if self._batch is None else (number, len(self._batch))
             self.buffers.begin(key, str(call), operation.written, operation.read)
@@ -189,38 +193,38 @@ class Recorder:
         return events, number
 
     def waited(self, issued: tuple[list, Any]) -> None:
-        """The work of a call is waited for."""
+        """Record a wait for a call."""
         events, key = issued
         number = key[0] if isinstance(key, tuple) else key
         if threading.get_ident() == self._main:
             self.buffers.end(key)
         if number == len(events) - 1 and _waits_within(sys._getframe(3)) and len(events[number].calls) == 1:
-            events[number] = self._once(events[number]._replace(blocks=True))
+            events[number] = self._intern(events[number]._replace(blocks=True))
         elif not events[number].blocks:
-            events.append(Wait(number, place()))
+            events.append(Wait(number, caller()))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """While inside, transfers begin together."""
+        """Context in which transfers are recorded as one batch."""
         self._batch = []
         try:
             yield
         finally:
             calls, self._batch = tuple(self._batch), None
             if calls:
-                self._events().append(self._once(Issue(calls, False)))
+                self._events().append(self._intern(Issue(calls, False)))
 
     def _events(self) -> list:
         name = "main" if threading.get_ident() == self._main else threading.current_thread().name
         return self.trace.threads.setdefault(name, [])
 
-    def _once(self, value: Any) -> Any:
-        return self._known.setdefault(value, value)
+    def _intern(self, value: Any) -> Any:
+        return self._interned.setdefault(value, value)
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """While inside, the operations of ``one_rank`` are recorded, with the phase of the run that each is in."""
+    """Context in which ``recorder`` records all collectives and transfers, each with the phase of the run."""
     enter, train, batch = ProgressState.enter, Trainer.train, dist.batch_isend_irecv
 
     def entered(progress: ProgressState, phase: str, iteration: int) -> None:
@@ -238,7 +242,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         with recorder.batch():
             return batch(*arguments)
 
-    with replaced(
+    with patched(
         (ProgressState, "enter", entered),
         (Trainer, "train", trained),
         (Checkpointer, "state", property(_state_when_written)),
@@ -246,14 +250,14 @@ def recording(recorder: Recorder) -> Iterator[None]:
         (dist.distributed_c10d, "batch_isend_irecv", batched),
         (OneRankGroup, "observer", recorder),
         (tracker, "check_layout", lambda *_: None),
-        (load, "check_identity", lambda *_: None),  # of files that stand for those of ranks that are not run
+        (load, "check_identity", lambda *_: None),  # files of representatives stand in for those of other ranks
     ):
         yield
         recorder.buffers.finish()
 
 
 def _state_when_written(checkpointer: Any) -> int:
-    """``Checkpointer.state`` after the writer has ended: when it does would differ from rank to rank."""
+    """``Checkpointer.state`` that waits for the writer, so that it does not depend on the writer's speed."""
     if checkpointer._in_flight is not None:
         wait([checkpointer._in_flight.written])
     return _STATE.fget(checkpointer)
@@ -263,7 +267,7 @@ _STATE: Any = Checkpointer.state
 
 
 def _waits_within(frame: FrameType | None) -> bool:
-    """Whether it is the function of torch.distributed that has called the operation that waits for it."""
+    """Whether the wait at ``frame`` is inside the torch.distributed function that issued the operation."""
     return frame is not None and frame.f_code.co_filename.endswith(("distributed_c10d.py", "one_rank/run.py"))
 
 
@@ -273,26 +277,26 @@ def _shortened(ranks: Sequence[int]) -> str:
     return f"[{ranks[0]}, {ranks[1]}, .., {ranks[-1]}] ({len(ranks)}, {hash(tuple(ranks)) & 0xFFFF:04x})"
 
 
-_places: dict[tuple[CodeType, int], str] = {}
+_locations: dict[tuple[CodeType, int], str] = {}
 
 
-def place() -> str:
-    """``FILE:LINE FUNCTION`` of the innermost frame that says what communicates."""
+def caller() -> str:
+    """``FILE:LINE FUNCTION`` of the innermost frame that is not skipped: the code that communicates."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_named(code.co_filename):
+        if not _is_skipped(code.co_filename):
             key = code, frame.f_lineno
-            if key not in _places:
+            if key not in _locations:
                 file = code.co_filename.removeprefix(f"{_PACKAGES}/").removeprefix(f"{_ROOT}/")
-                _places[key] = f"{file}:{frame.f_lineno} {code.co_name}"
-            return _places[key]
+                _locations[key] = f"{file}:{frame.f_lineno} {code.co_name}"
+            return _locations[key]
         frame = frame.f_back
     return "?"
 
 
 @cache
-def _is_named(name: str) -> bool:
+def _is_skipped(name: str) -> bool:
     file = Path(name)
     is_library = file.is_relative_to(_LIBRARY) and not file.is_relative_to(_PACKAGES)
-    return not (name.startswith("<") or is_library or any(map(file.is_relative_to, _UNNAMED)))
+    return name.startswith("<") or is_library or any(map(file.is_relative_to, _SKIPPED))

@@ -1,4 +1,4 @@
-"""DeepSpeed's accelerator for the device without memory, and torch's classes that go with it. See ``memoryless``."""
+"""DeepSpeed accelerator, and torch stream, event and generator, of the device without memory: see ``memoryless``."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ class _Stream(_Event):
 
 
 class MemorylessAccelerator(CPU_Accelerator):
-    """A device that works while the host goes on, as a GPU does."""
+    """An asynchronous device, like a GPU."""
 
     Stream, Event = _Stream, _Event
 
@@ -76,7 +76,7 @@ class MemorylessAccelerator(CPU_Accelerator):
 _GENERATOR = torch.Generator
 
 
-class _OfAnyDevice(type):
+class _GeneratorType(type):
     def __call__(cls, device: Any = "cpu") -> Any:
         return _GENERATOR("cpu" if torch.device(device).type == DEVICE else device)
 
@@ -84,5 +84,5 @@ class _OfAnyDevice(type):
         return isinstance(value, _GENERATOR)
 
 
-class AnyGenerator(metaclass=_OfAnyDevice):
-    """``torch.Generator``, also of this device, which draws nothing."""
+class AnyGenerator(metaclass=_GeneratorType):
+    """Replacement of ``torch.Generator`` that also accepts this device, where no random numbers are drawn."""

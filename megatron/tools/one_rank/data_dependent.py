@@ -1,4 +1,4 @@
-"""Operations of torch whose results depend on numbers in their shapes, and what they are where there are no numbers."""
+"""Torch operations with data-dependent shapes, and their results for tensors without data."""
 
 from typing import Any
 
@@ -9,20 +9,23 @@ aten = torch.ops.aten
 SELECTING = frozenset(
     (aten.nonzero.default, aten.masked_select.default, aten.bincount.default, aten.index.Tensor)
 )  # fmt: skip
-"""Operations whose result is empty if no element counts."""
+"""Operations whose result is empty if no element is selected."""
 _UNIQUE = (aten._unique2.default, aten.unique_consecutive.default)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 
 def has_data_dependent_shape(func: Any, args: tuple) -> bool:
-    """Whether a shape depends on numbers, such as on how many elements of a mask are true."""
+    """Whether the shape of the result depends on data, such as the number of true elements of a mask."""
     if func in _INDEXING:
         return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
     return func in SELECTING or func in _UNIQUE
 
 
-def of_every_element(func: Any, x: Tensor, *others: Any, **options: Any) -> Any:
-    """The result of an operation that ``has_data_dependent_shape`` if every element counts; ``x`` has no numbers."""
+def result_for_all_elements(func: Any, x: Tensor, *others: Any, **options: Any) -> Any:
+    """The result of an operation with ``has_data_dependent_shape`` if all elements of ``x`` are selected.
+
+    ``x`` has no data.
+    """
     if func in _UNIQUE:
         return x.flatten().clone(), torch.empty_like(x, dtype=torch.long), x.flatten().long()
     if func is aten.nonzero.default:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="override, assignment, method-assign"
-"""A process group of many ranks of which only one exists, and a store in which the others have always arrived.
+"""A process group and a store of many ranks of which only one exists.
 
-Every operation returns at once. What it delivers is finite and of the right shape: gathered is the rank's own tensor
-from every rank, summed is a tensor with itself if it is small (counts and losses) and else with nothing, as large sums,
-through many layers, would grow; received is noise.
+Every operation returns at once, with finite results of the right shape. Gathers return copies of the rank's own tensor.
+Sums multiply small tensors (counts and losses) by the number of ranks, and leave large ones unchanged, since they
+would grow through many layers. Received tensors are noise.
 """
 
 import threading
@@ -17,42 +17,42 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 NAME = "one_rank"
-"""Of the backend."""
+"""Name of the torch.distributed backend."""
 _SMALL = 1024
-"""Elements of a tensor whose sum over equal ranks is delivered."""
+"""Maximum number of elements of a tensor that a sum multiplies by the number of ranks."""
 _LARGE = 2**40
-"""No number of elements, but what memory may hold that was never written."""
+"""Integers above this are taken for uninitialized memory, not for counts."""
 
 
 class Operation(NamedTuple):
-    """A call of an operation of a process group."""
+    """A call of a collective or transfer."""
 
     kind: str
-    """Such as ``"all_reduce"``."""
+    """Name, such as ``"all_reduce"``."""
     group: "OneRankGroup"
     written: Sequence[Tensor] = ()
     read: Sequence[Tensor] = ()
     peer: int | None = None
     """Rank in the group that is the root, the source or the destination."""
     detail: str = ""
-    """What all ranks must agree on besides sizes and types, such as the reduction."""
+    """Other arguments that must be equal on all ranks, such as the reduction."""
 
 
 class Observer(Protocol):
-    """Is told of every operation."""
+    """Interface of an object that observes all operations."""
 
     def issued(self, operation: Operation) -> Any:
-        """Called when its data is delivered. The result names the operation when it is waited for."""
+        """Called after the operation has run. The result is passed to ``waited``."""
 
     def waited(self, issued: Any) -> None:
-        """Called when the work of an operation is waited for."""
+        """Called when the program waits for an operation; ``issued`` is the result of ``issued()``."""
 
     def grouped(self, parts: Sequence[tuple[int, ...]], group: "OneRankGroup | None") -> None:
-        """Called when groups are made, of which ``group`` is this rank's; None if it is in none."""
+        """Called when groups of the ranks ``parts`` are created; ``group`` is this rank's group, or None."""
 
 
 class FinishedWork(dist.Work):
-    """Of an operation of one rank, which has ended."""
+    """Work handle of a finished operation."""
 
     def __init__(self, waited: Callable[[], None]):
         super().__init__()
@@ -69,27 +69,28 @@ class FinishedWork(dist.Work):
 
 
 class OneRankGroup(dist.ProcessGroup):
-    """A process group of ``ranks`` as one of them sees it. ``observer`` is told what is done in any of them."""
+    """Process group of ``ranks`` of which only this rank exists."""
 
     observer: Observer | None = None
+    """Observer of the operations of all groups."""
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str):
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # with a store, Python's methods are not called
         self.ranks, self.registered_name = tuple(ranks), name
 
     group_name = pg_name = property(lambda self: self.registered_name)
-    """Its name in torch's registry."""
+    """Name of the group in torch's registry."""
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]  # where torch puts objects that it sends
+        return [torch.device("cpu")]  # torch creates the tensors of pickled objects there
 
     def getBackendName(self) -> str:  # noqa: N802, torch's name
-        """Of this backend."""
+        """Name of this backend."""
         return NAME
 
     def do(self, deliver: Callable[[], Any], kind: str, *arguments: Any) -> FinishedWork:
-        """Deliver, and tell the observer of the ``Operation`` with these ``arguments``."""
+        """Call ``deliver``, which writes results; notify the observer of ``Operation(kind, self, *arguments)``."""
         with torch.no_grad():
             deliver()
         observer = OneRankGroup.observer
@@ -97,11 +98,11 @@ class OneRankGroup(dist.ProcessGroup):
         return FinishedWork(lambda: None if observer is None else observer.waited(issued))
 
     def barrier(self, opts: Any = None) -> FinishedWork:
-        """Nothing to wait for."""
+        """Return at once."""
         return self.do(_nothing, "barrier")
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> FinishedWork:
-        """A sum of a few elements with themselves; other tensors stay as they are."""
+        """Multiply small tensors by the number of ranks in a sum; leave other tensors unchanged."""
         reduction = opts.reduceOp if opts is not None else ReduceOp.SUM
 
         def deliver() -> None:
@@ -112,16 +113,16 @@ class OneRankGroup(dist.ProcessGroup):
         return self.do(deliver, "all_reduce", tensors, tensors, None, _name(reduction))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> FinishedWork:
-        """As ``allreduce``."""
+        """Same as ``allreduce``."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> FinishedWork:
-        """The tensors stay as they are."""
+        """Leave the tensors unchanged."""
         root, reduction = (opts.rootRank, opts.reduceOp) if opts is not None else (0, ReduceOp.SUM)
         return self.do(_nothing, "reduce", tensors, tensors, root, _name(reduction))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> FinishedWork:
-        """What is there, if it is plausible: weights, which all ranks have drawn alike, stay."""
+        """Leave plausible values unchanged, such as weights, which are equal on all ranks; clamp others."""
         root = opts.rootRank if opts is not None else 0
         received = [] if root == self.rank() else tensors
 
@@ -135,12 +136,12 @@ class OneRankGroup(dist.ProcessGroup):
         return self.do(deliver, "broadcast", received, [] if received else tensors, root)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
-        """The rank's own tensor from every rank."""
+        """Return a copy of the rank's own tensor for every rank."""
         copies = ((part, own) for parts, own in zip(outputs, inputs, strict=True) for part in parts)
-        return self.do(_copied(copies), "all_gather", [part for parts in outputs for part in parts], inputs)
+        return self.do(_copy(copies), "all_gather", [part for parts in outputs for part in parts], inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> FinishedWork:
-        """The same into one tensor; one that has this rank's part already has earlier ones of the others, too."""
+        """Gather into one tensor; if ``input`` is a part of ``output``, the other parts keep earlier values."""
 
         def deliver() -> None:
             if output.untyped_storage()._cdata != input.untyped_storage()._cdata:
@@ -149,28 +150,28 @@ class OneRankGroup(dist.ProcessGroup):
         return self.do(deliver, "all_gather", [output], [input])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> FinishedWork:
-        """The rank's own part."""
+        """Return the rank's own part, without a sum."""
         copies = ((output, parts[self.rank()]) for output, parts in zip(outputs, inputs, strict=True))
-        every = [part for parts in inputs for part in parts]
-        return self.do(_copied(copies), "reduce_scatter", outputs, every, None, _of(opts))
+        all_parts = [part for parts in inputs for part in parts]
+        return self.do(_copy(copies), "reduce_scatter", outputs, all_parts, None, _reduction(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> FinishedWork:
-        """The same of one tensor."""
+        """Return the rank's own part of one tensor, without a sum."""
 
         def deliver() -> None:
             output.view(-1).copy_(input.reshape(self.size(), -1)[self.rank()])
 
-        return self.do(deliver, "reduce_scatter", [output], [input], None, _of(opts))
+        return self.do(deliver, "reduce_scatter", [output], [input], None, _reduction(opts))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
     ) -> FinishedWork:
-        """From each rank what this one sends to it, as far as it is that much, and then again."""
+        """Return the sent elements, truncated or repeated to the size of ``output``."""
         detail = f"receiving {list(output_sizes)}, sending {list(input_sizes or [])}" if output_sizes else ""
         return self.do(lambda: _fill(output, input), "all_to_all", [output], [input], None, detail)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
-        """The same with a tensor for each rank."""
+        """Return the tensor sent to each rank, truncated or repeated to the size of the output."""
 
         def deliver() -> None:
             for output, own in zip(outputs, inputs, strict=True):
@@ -179,12 +180,12 @@ class OneRankGroup(dist.ProcessGroup):
         return self.do(deliver, "all_to_all", outputs, inputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> FinishedWork:
-        """At the root, the rank's own tensor from every rank."""
+        """Return a copy of the rank's own tensor for every rank at the root."""
         parts = [part for parts in outputs for part in parts]
-        return self.do(_copied((part, inputs[0]) for part in parts), "gather", parts, inputs, opts.rootRank)
+        return self.do(_copy((part, inputs[0]) for part in parts), "gather", parts, inputs, opts.rootRank)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> FinishedWork:
-        """At the root its own part; else noise."""
+        """Return the root's own part at the root, and noise on other ranks."""
 
         def deliver() -> None:
             outputs[0].copy_(inputs[0][self.rank()]) if inputs else _noise(outputs[0])
@@ -192,11 +193,11 @@ class OneRankGroup(dist.ProcessGroup):
         return self.do(deliver, "scatter", outputs, [part for parts in inputs for part in parts], opts.rootRank)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> FinishedWork:
-        """Nobody receives."""
+        """Return at once; no rank receives the tensor."""
         return self.do(_nothing, "send", [], tensors, destination)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> FinishedWork:
-        """Noise, or zeros of a whole number's type."""
+        """Return noise, or zeros for an integer type."""
         return self.do(lambda: _noise(tensors[0]), "recv", tensors, [], source)
 
     alltoall_base, _allgather_base, _reduce_scatter_base = all_to_all_single, all_gather_single, reduce_scatter_single
@@ -205,8 +206,8 @@ class OneRankGroup(dist.ProcessGroup):
 def _nothing() -> None: ...
 
 
-def _copied(copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    """Copies the second of each pair of tensors into the first, once it is called."""
+def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """A function that copies each (target, source)."""
 
     def deliver() -> None:
         for target, source in copies:
@@ -219,12 +220,12 @@ def _name(reduction: Any) -> str:
     return str(getattr(reduction, "op", reduction)).rpartition(".")[2]
 
 
-def _of(options: Any) -> str:
+def _reduction(options: Any) -> str:
     return _name(ReduceOp.SUM if options is None else options.reduceOp)
 
 
 def _fill(output: Tensor, source: Tensor) -> None:
-    """Copy the elements of ``source`` into ``output``, from the first again where they end."""
+    """Copy the elements of ``source`` into ``output``, truncated or repeated."""
     if output.numel() == source.numel():
         output.copy_(source.view(output.shape))
     elif source.numel() == 0:
@@ -235,7 +236,7 @@ def _fill(output: Tensor, source: Tensor) -> None:
 
 
 _generators: dict[torch.device, torch.Generator] = {}
-"""Of the noise; those of the run go on as if there were none."""
+"""Generators of the noise, so that the generators of the run are not advanced."""
 
 
 def _noise(x: Tensor) -> None:
@@ -248,7 +249,7 @@ def _noise(x: Tensor) -> None:
 
 
 class OneRankStore(dist.Store):
-    """A store on which every other rank has set what is waited for; ``get`` waits for this one."""
+    """Store in which all other ranks have set their keys, so that ``wait`` returns; ``get`` waits for this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,15 +276,15 @@ class OneRankStore(dist.Store):
             return number
 
     def check(self, keys: list[str]) -> bool:
-        """Whether this rank has set all of them."""
+        """Whether this rank has set all ``keys``."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return: others have set them."""
+        """Return at once: the other ranks have set the keys."""
 
     def delete_key(self, key: str) -> bool:
-        """Whether ``key`` was set."""
+        """Delete ``key``. Returns whether it was set."""
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing is waited for."""
+        """Ignore the timeout."""

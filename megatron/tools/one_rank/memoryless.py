@@ -1,9 +1,9 @@
-"""A device without memory: its tensors have shapes and types, and nothing is computed.
+"""A device without memory: tensors have shapes and types, and nothing is computed.
 
-It takes torch's meta device for CUDA's, under an accelerator of DeepSpeed's. Where a program reads numbers from it, a
-floating-point number is 1, a condition False, a whole number 0; where a shape depends on numbers, every element counts.
-With ``nothing_counts`` the former are 0 and True, and no element counts, as of a batch that has nothing to learn from;
-but not what ranks have agreed on, which is computed from a few numbers that were reduced.
+It is torch's meta device in place of CUDA, with an own DeepSpeed accelerator. Values that the program reads on the host
+are 1 for floating-point numbers, False for booleans and 0 for integers; operations with data-dependent shapes select
+all elements. With ``nothing_counts`` they are 0 and True, and no element is selected, as for a batch whose loss mask is
+zero; except for values that ranks have agreed on, which are computed from few reduced numbers.
 """
 
 import os
@@ -21,30 +21,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank import patched
 from megatron.tools.one_rank.accelerator import DEVICE, AnyGenerator, MemorylessAccelerator
-from megatron.tools.one_rank.data_dependent import SELECTING, has_data_dependent_shape, of_every_element
+from megatron.tools.one_rank.data_dependent import SELECTING, has_data_dependent_shape, result_for_all_elements
 from megatron.tools.one_rank.group import OneRankGroup
 
 aten = torch.ops.aten
-Computed = Callable[[Any, tuple, dict], None]
+OperationHook = Callable[[Any, tuple, dict], None]
 _LARGEST = 1024
-"""Elements of a tensor that a program reads on the host; larger ones it saves, and they stay on the device."""
+"""Maximum number of elements of a tensor that is copied to the host to be read; larger ones stay on the device."""
 _FEW = 8
-"""Elements of a tensor that ranks reduce to take a decision."""
+"""Maximum number of elements of a tensor that ranks reduce to agree on something."""
 _COPIES = (aten._to_copy.default, aten.empty_like.default)
 
 
 class _Memoryless(TorchDispatchMode):
-    """Operations on the device. The shapes of their results are remembered: torch finds them in Python."""
+    """Runs operations on the device. Result shapes are cached, since torch computes them slowly, in Python."""
 
-    def __init__(self, nothing_counts: bool, computed: Computed | None) -> None:
+    def __init__(self, nothing_counts: bool, on_operation: OperationHook | None) -> None:
         super().__init__()
-        self._computed = computed
-        self._known: dict[Any, Any] = {}
-        self._empty = nothing_counts
+        self._on_operation = on_operation
+        self._results: dict[Any, Any] = {}
+        self._nothing_counts = nothing_counts
         self._agreed: dict[int, StorageWeakRef] = {}
-        self._answers: dict[Any, Callable[..., Any]] = {
+        self._host_values: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._number,
             aten.is_nonzero.default: self._is_extreme,
             aten.equal.default: lambda x, y: True,
@@ -52,7 +52,7 @@ class _Memoryless(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard against it takes as long as an operation
+        return False  # nothing is compiled here, and the check would take as long as an operation
 
     def _number(self, x: Tensor) -> Any:
         if x.dtype.is_floating_point:
@@ -60,39 +60,39 @@ class _Memoryless(TorchDispatchMode):
         return self._is_extreme(x) if x.dtype == torch.bool else 0
 
     def _is_extreme(self, x: Tensor) -> bool:
-        return self._empty and x.untyped_storage()._cdata not in self._agreed
+        return self._nothing_counts and x.untyped_storage()._cdata not in self._agreed
 
     def agree_on(self, tensors: Iterable[Any]) -> None:
-        """All ranks have the same numbers in ``tensors``."""
+        """Mark ``tensors`` as having the same values on all ranks."""
         for x in tensors:
             if isinstance(x, Tensor) and x.is_meta and x.numel() <= _FEW:
                 storage = StorageWeakRef(x.untyped_storage())
                 self._agreed[storage.cdata] = storage
 
-    def _follows(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a result is computed from numbers that ranks have agreed on."""
+    def _uses_agreed(self, args: tuple, kwargs: dict) -> bool:
+        """Whether an argument has values that ranks have agreed on."""
         few = (x for x in _leaves(args, kwargs) if isinstance(x, Tensor) and x.numel() <= _FEW)
         return any(x.untyped_storage()._cdata in self._agreed for x in few)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.is_view:
             return func(*args, **(kwargs or {}))
-        if self._computed is not None:
-            self._computed(func, args, kwargs or {})
-        result = self._dispatched(func, args, kwargs or {})
-        if self._agreed and self._follows(args, kwargs or {}):
+        if self._on_operation is not None:
+            self._on_operation(func, args, kwargs or {})
+        result = self._run(func, args, kwargs or {})
+        if self._agreed and self._uses_agreed(args, kwargs or {}):
             self.agree_on(result if isinstance(result, tuple) else (result,))
         return result
 
-    def _dispatched(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
         if not any(x.is_meta for x in tensors):
             return func(*args, **kwargs)
-        if func in self._answers:
-            return self._answers[func](*args)
+        if func in self._host_values:
+            return self._host_values[func](*args)
         if has_data_dependent_shape(func, args):
-            found = of_every_element(func, *args, **kwargs)
-            return found[:0] if self._empty and func in SELECTING else found
+            selected = result_for_all_elements(func, *args, **kwargs)
+            return selected[:0] if self._nothing_counts and func in SELECTING else selected
         if func is aten.copy_.default:
             return args[0] if args[0].is_meta else args[0].zero_()
         if func in _COPIES and torch.device(kwargs.get("device") or DEVICE).type != DEVICE:
@@ -107,19 +107,19 @@ class _Memoryless(TorchDispatchMode):
             return _output(func, kwargs)
         if kind == "fused":
             return None
-        return self._remembered(func, args, kwargs) if kind == "new" else func(*args, **kwargs)
+        return self._cached(func, args, kwargs) if kind == "new" else func(*args, **kwargs)
 
-    def _remembered(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        key = func, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
+    def _cached(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        key = func, _description(args), tuple((name, _description(value)) for name, value in kwargs.items())
         try:
-            known = self._known.get(key)
-        except TypeError:  # not to be hashed
+            known = self._results.get(key)
+        except TypeError:  # an argument is not hashable
             return func(*args, **kwargs)
         if known is not None:
-            return _made(known)
+            return _from_description(known)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) or (isinstance(result, tuple) and all(isinstance(x, Tensor) for x in result)):
-            self._known[key] = _described(result)
+            self._results[key] = _description(result)
         return result
 
 
@@ -133,13 +133,13 @@ def _leaves(args: tuple, kwargs: dict) -> Iterator[Any]:
 
 @cache
 def _kind(func: Any) -> str:
-    """What becomes of an operation's result: "new" tensors, its first argument "in place", the one that it is written
-    into ("out"), or something else."""
+    """What an operation returns: "new" tensors, its first argument ("in place"), its ``out`` argument ("out"), nothing
+    ("fused"), or something else ("other")."""
     if str(func).startswith("aten._fused_"):
         return "fused"
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-    if not any(one.alias_info for one in (*arguments, *returns)):
+    if not any(value.alias_info for value in (*arguments, *returns)):
         return "new"
     if sum(written) == len(returns) == 1 and arguments[written.index(True)].kwarg_only:
         return "out"
@@ -148,28 +148,28 @@ def _kind(func: Any) -> str:
 
 
 def _output(func: Any, kwargs: dict) -> Any:
-    """The tensor that an operation is to write into, which has the right shape: nothing here relies on a resize."""
+    """The ``out`` argument of an operation, which already has the right shape."""
     return next(kwargs[argument.name] for argument in func._schema.arguments if argument.is_out)
 
 
-def _described(value: Any) -> Any:
+def _description(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor, value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple, *map(_described, value)
+        return tuple, *map(_description, value)
     return value
 
 
-def _made(description: Any) -> Any:
+def _from_description(description: Any) -> Any:
     kind, *rest = description
     if kind is tuple:
-        return tuple(map(_made, rest))
+        return tuple(map(_from_description, rest))
     shape, stride, dtype, device = rest
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _on_device(build_module: Callable[..., Any]) -> Callable[..., Any]:
-    """``build_module``, whose parameters could not move to the device later and stay the same objects."""
+    """``build_module`` that creates parameters on the device: moving them there later would replace the objects."""
 
     def built(*arguments: Any) -> Any:
         with torch.device(DEVICE):
@@ -178,8 +178,8 @@ def _on_device(build_module: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
-def _answered(compare: Callable[[list], Any]) -> Callable[[list], Any]:
-    """A comparison of numbers with those of rank 0, which the device forgets: they are equal."""
+def _always_equal(compare: Callable[[list], Any]) -> Callable[[list], Any]:
+    """A comparison with the numbers of rank 0 that always succeeds, since the device has no data."""
 
     def call(numbers: list) -> list:
         with suppress(RuntimeError):
@@ -189,8 +189,8 @@ def _answered(compare: Callable[[list], Any]) -> Callable[[list], Any]:
     return call
 
 
-def _agreeing(reduce: Callable[..., Any], mode: _Memoryless) -> Callable[..., Any]:
-    """A collective after which all ranks have the same numbers."""
+def _with_agreement(reduce: Callable[..., Any], mode: _Memoryless) -> Callable[..., Any]:
+    """A collective that marks its results as equal on all ranks."""
 
     def call(group: OneRankGroup, tensors: list[Tensor], opts: Any = None) -> Any:
         work = reduce(group, tensors, opts)
@@ -200,8 +200,8 @@ def _agreeing(reduce: Callable[..., Any], mode: _Memoryless) -> Callable[..., An
     return call
 
 
-def _routed(make_route: Callable[..., None], to_first: bool) -> Callable[..., None]:
-    """``AllToAllRoute.__init__``, which sends equally many rows to each rank, or all ``to_first``."""
+def _with_equal_rows(make_route: Callable[..., None], to_first: bool) -> Callable[..., None]:
+    """``AllToAllRoute.__init__`` that sends an equal number of rows to each rank, or all rows ``to_first``."""
     from megatron.parallel import expert
 
     rows_of_ranks = expert.rows_of_ranks
@@ -219,43 +219,44 @@ def _routed(make_route: Callable[..., None], to_first: bool) -> Callable[..., No
     return make
 
 
-class _Agreed(list):
-    """The loss, on the device, and numbers that the host has."""
+class _Maxima(list):
+    """Result of ``max_across_ranks``: the loss on the device, and the other values on the host."""
 
     def tolist(self) -> list[float]:
         loss, *numbers = self
         return [loss.item(), *numbers]
 
 
-def _agreed_by(max_across_ranks: Callable[..., Tensor]) -> Callable[..., _Agreed]:
-    """``max_across_ranks``, of which the device would forget signals and the state of the checkpoint."""
+def _with_host_values(max_across_ranks: Callable[..., Tensor]) -> Callable[..., _Maxima]:
+    """``max_across_ranks`` that keeps signals and the checkpoint's state, which the device would lose, on the host."""
 
-    def agree(loss: Tensor, *values: float) -> _Agreed:
+    def maxima(loss: Tensor, *values: float) -> _Maxima:
         largest, *_ = max_across_ranks(loss, *values)
-        return _Agreed([largest, *values])
+        return _Maxima([largest, *values])
 
-    return agree
+    return maxima
 
 
 @contextmanager
-def memoryless(*, nothing_counts: bool = False, computed: Computed | None = None) -> Iterator[None]:
-    """While inside, programs find this device in place of CUDA's. DS_ACCELERATOR has to be ``cuda``.
+def memoryless(*, nothing_counts: bool = False, on_operation: OperationHook | None = None) -> Iterator[None]:
+    """Context in which programs use this device in place of CUDA. DS_ACCELERATOR must be ``cuda``.
 
-    ``computed`` is called with each operation of torch that makes no view, and its arguments, before it.
+    ``on_operation`` is called before each torch operation that does not return a view, with the operation and its
+    arguments.
     """
-    mode = _Memoryless(nothing_counts, computed)
+    mode = _Memoryless(nothing_counts, on_operation)
     agreeing = ("allreduce", "broadcast") if nothing_counts else ()
     with (
         patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
-        replaced(*_in_place_of_cuda(nothing_counts)),
-        replaced(*((OneRankGroup, name, _agreeing(getattr(OneRankGroup, name), mode)) for name in agreeing)),
+        patched(*_cuda_patches(nothing_counts)),
+        patched(*((OneRankGroup, name, _with_agreement(getattr(OneRankGroup, name), mode)) for name in agreeing)),
         mode,
     ):
         yield
 
 
-def _in_place_of_cuda(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name and value of what programs find for CUDA's device, and of what would read from this one."""
+def _cuda_patches(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Patches (owner, name, value) that replace CUDA by this device, and code that would read values from it."""
     from megatron.checkpoint import save, tensor_files
     from megatron.engines import build
     from megatron.ops import attention
@@ -268,9 +269,9 @@ def _in_place_of_cuda(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
     for module in (attention, setup):
         yield module, "device_facts", lambda device: facts
     yield real_accelerator, "ds_accelerator", MemorylessAccelerator()
-    yield trainer, "max_across_ranks", _agreed_by(trainer.max_across_ranks)
-    yield os, "fsync", lambda _: None  # files that this process alone reads
-    yield tensor_files, "_check_content", lambda *_, **__: None  # of them, whose tensors have no data
+    yield trainer, "max_across_ranks", _with_host_values(trainer.max_across_ranks)
+    yield os, "fsync", lambda _: None  # only this process reads its files
+    yield tensor_files, "_check_content", lambda *_, **__: None  # tensors in its files have no data
     for owner, check in (
         (save, "check_disk_space"),
         (preflight, "check_memory"),
@@ -283,7 +284,7 @@ def _in_place_of_cuda(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
     yield setup, "_device_name", lambda: "none: shapes only"
     yield setup, "describe_cuda", lambda *_: "none"
     for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
-        yield zero_utils, name, _answered(getattr(zero_utils, name))
+        yield zero_utils, name, _always_equal(getattr(zero_utils, name))
     yield torch, "Generator", AnyGenerator
     yield torch, "get_autocast_dtype", lambda device: torch.float32
     yield torch, "is_autocast_enabled", lambda device=DEVICE: False
@@ -291,6 +292,6 @@ def _in_place_of_cuda(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
     yield StackedLinearKernel, "forward", lambda _, x, weight, rows: x.new_empty(len(x), weight.size(1))
     yield StackedLinearKernel, "input_gradient", lambda _, x, weight, rows: x.new_empty(len(x), weight.size(2))
     yield StackedLinearKernel, "weight_gradient", lambda _, grad, x, weight, rows: torch.zeros_like(weight)
-    yield AllToAllRoute, "__init__", _routed(AllToAllRoute.__init__, nothing_counts)
+    yield AllToAllRoute, "__init__", _with_equal_rows(AllToAllRoute.__init__, nothing_counts)
     yield Tensor, "record_stream", lambda *_: None
     yield build, "build_module", _on_device(build.build_module)

@@ -1,4 +1,4 @@
-"""Ranks that run one by one, or a few at a time, each alone in a fork of this process. No torch here."""
+"""Runs ranks in forks of this process, one by one or a few at a time. No torch here."""
 
 import multiprocessing
 import os
@@ -14,29 +14,29 @@ from megatron.common.errors import UserError
 from megatron.common.processes import die_with_parent
 
 
-class Ended(NamedTuple):
-    """What has become of a rank."""
+class RankResult(NamedTuple):
+    """Result of a rank's process."""
 
     rank: int
     result: Any
-    """What its function has returned; None if it has not."""
+    """Return value of its function; None if it failed."""
     exit_code: int
-    """That of its error, or 1; negative after a signal."""
+    """0, the exit code of its error, or 1; negative after a signal."""
     output: list[str]
-    """Lines that are not blank."""
+    """Non-blank lines of stdout and stderr."""
 
 
-def each_alone(
+def run_in_forks(
     ranks: Sequence[int], run: Callable[[int], Any], folder_of: Callable[[int], Path], processes: int = 1
-) -> Iterator[Ended]:
-    """Call ``run`` with each of ``ranks``, each in a process that keeps its output in the folder of the rank."""
+) -> Iterator[RankResult]:
+    """Call ``run`` with each of ``ranks`` in a process of its own, which logs to the folder of the rank."""
     context = multiprocessing.get_context("fork")
-    left = list(ranks)
+    pending = list(ranks)
     running: dict[Any, Any] = {}
     try:
-        while left or running:
-            while left and len(running) < processes:
-                rank = left.pop(0)
+        while pending or running:
+            while pending and len(running) < processes:
+                rank = pending.pop(0)
                 folder_of(rank).mkdir(parents=True, exist_ok=True)
                 process = context.Process(target=_run, args=(run, rank, folder_of(rank)))
                 process.start()
@@ -44,10 +44,10 @@ def each_alone(
             for sentinel in wait(list(running)):
                 rank, process = running.pop(sentinel)
                 process.join()
-                yield _ended(rank, process.exitcode, folder_of(rank))
+                yield _read_result(rank, process.exitcode, folder_of(rank))
     finally:
         for _, process in running.values():
-            process.kill()  # a program would end after its iteration
+            process.kill()  # SIGTERM would end the program only after its iteration
             process.join()
 
 
@@ -72,10 +72,10 @@ def _run(run: Callable[[int], Any], rank: int, folder: Path) -> NoReturn:
     os._exit(code)
 
 
-def _ended(rank: int, exit_code: int, folder: Path) -> Ended:
+def _read_result(rank: int, exit_code: int, folder: Path) -> RankResult:
     file, result = folder / "result", None
     if exit_code == 0:
-        result = pickle.loads(file.read_bytes())  # noqa: S301, this tool's own
+        result = pickle.loads(file.read_bytes())  # noqa: S301, written by this tool
         file.unlink()
     output = (folder / "log.txt").read_text(errors="replace").splitlines()
-    return Ended(rank, result, exit_code, [line for line in output if line.strip()])
+    return RankResult(rank, result, exit_code, [line for line in output if line.strip()])

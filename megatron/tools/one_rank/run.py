@@ -1,11 +1,10 @@
-"""Run a training program as one rank of many.
+"""Runs a training program as one rank of many.
 
     with one_rank(64, 9):
         exit_code = run_program(Path("pretrain_gpt2.py"), ["--num-layers", "24", ...])
 
-What the program would read from other ranks is answered: see ``group``. The shapes of what another pipeline stage
-sends are those that the model would send itself; a step that rank 0 takes for all, such as choosing the checkpoint to
-load, this rank takes, too.
+Results of collectives are faked: see ``group``. Tensors received from other pipeline stages have the shapes that the
+model would send. What rank 0 does for all ranks, such as choosing the checkpoint to load, this rank does itself.
 """
 
 import os
@@ -36,24 +35,23 @@ from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.model.spec import LayerSpec
 from megatron.parallel import process_groups
 from megatron.parallel.pipeline.simulation import Transfer
-from megatron.tools.one_rank import place, replaced
+from megatron.tools.one_rank import patched, rank_environment
 from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
 
 
 @contextmanager
 def one_rank(world_size: int, number: int, per_host: int = 8) -> Iterator[None]:
-    """While inside, this process is rank ``number`` of ``world_size``, and joins no other.
+    """Context in which this process is rank ``number`` of ``world_size``, without connecting to other ranks.
 
-    The cores of this host are not divided among the ranks that it would have: OMP_NUM_THREADS has to be set before
-    torch is imported.
+    The cores of this host are not divided among its ranks: set OMP_NUM_THREADS before torch is imported.
     """
     variables = {
-        **place(world_size, number, per_host),
+        **rank_environment(world_size, number, per_host),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
         "DS_ACCELERATOR": expected_device(os.environ),
     }
     store = OneRankStore()
-    with patch.dict(os.environ, variables), replaced(*_of_other_ranks(store)):
+    with patch.dict(os.environ, variables), patched(*_patches_of_other_ranks(store)):
         dist.init_process_group(NAME, store=store, rank=number, world_size=world_size)
         try:
             yield
@@ -61,8 +59,8 @@ def one_rank(world_size: int, number: int, per_host: int = 8) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def run_program(program: Path, words: Sequence[str]) -> int:
-    """The exit code of ``python PROGRAM WORDS``, which does not end this process."""
+def run_program(program: Path, arguments: Sequence[str]) -> int:
+    """Run ``python PROGRAM ARGUMENTS`` in this process. Returns its exit code."""
 
     def leave(code: int, _: int) -> NoReturn:
         sys.stdout.flush()
@@ -73,7 +71,7 @@ def run_program(program: Path, words: Sequence[str]) -> int:
     with (
         patch.object(rank, "_exit", leave),
         patch.object(rank, "exit_with_launcher", lambda environ: None),
-        patch.object(sys, "argv", [str(program), *words]),
+        patch.object(sys, "argv", [str(program), *arguments]),
         patch.object(sys, "path", [folder, *sys.path]),
     ):
         try:
@@ -91,24 +89,24 @@ def _create(options: Any, _: Any) -> OneRankGroup:
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _of_other_ranks(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name and value of everything that would wait for another rank's answer."""
+def _patches_of_other_ranks(store: OneRankStore) -> Iterator[tuple[Any, str, Any]]:
+    """Patches (owner, name, value) of everything that would wait for another rank."""
     for module in (dist, dist.distributed_c10d):
-        yield module, "new_group", _new_group_of(dist.distributed_c10d.new_group)
+        yield module, "new_group", _with_this_backend(dist.distributed_c10d.new_group)
         yield module, "all_gather_object", _all_gather_object
         yield module, "broadcast_object_list", _broadcast_object_list
-    yield process_groups, "own_group", _own_group_of(process_groups.own_group)
-    yield environment, "listen", lambda _: socket()  # nobody connects
+    yield process_groups, "own_group", _observed_own_group(process_groups.own_group)
+    yield environment, "listen", lambda _: socket()  # no rank connects
     yield distributed, "TCPStore", lambda *_, **__: store
-    yield UserError, "on_every_rank", property(lambda _: False, lambda *_: None)  # no other rank prints it
+    yield UserError, "on_every_rank", property(lambda _: False, lambda *_: None)  # rank 0 does not exist to print it
     for module in (collective_errors, zero_utils):
         yield module, "dist", _AsRank0(module.dist)
     yield collective_errors, "gathered", _gathered
-    yield from _answered_shapes()
+    yield from _patches_of_shapes()
 
 
-def _new_group_of(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.new_group`` of this backend, whichever is asked for."""
+def _with_this_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.new_group`` that always uses this backend, and notifies the observer."""
 
     def make(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> Any:
         made = new_group(ranks, *arguments, **(options | {"backend": NAME}))
@@ -120,16 +118,16 @@ def _new_group_of(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _own_group_of(own_group: Callable[..., Any]) -> Callable[..., Any]:
-    """``own_group`` whose observer learns of the groups of all ranks."""
+def _observed_own_group(own_group: Callable[..., Any]) -> Callable[..., Any]:
+    """``own_group`` that notifies the observer of the groups of all ranks."""
 
     def make(parts: Sequence[Sequence[int]], **options: Any) -> Any:
         observer = OneRankGroup.observer
         with patch.object(OneRankGroup, "observer", None):
             made = own_group(parts, **options)
         if observer is not None:
-            alone = set(range(dist.get_world_size())).difference(*parts)
-            observer.grouped([*map(tuple, parts), *((rank,) for rank in sorted(alone))], made)
+            singles = set(range(dist.get_world_size())).difference(*parts)
+            observer.grouped([*map(tuple, parts), *((rank,) for rank in sorted(singles))], made)
         return made
 
     return make
@@ -150,20 +148,20 @@ def _gathered(own: list) -> list:
 def _broadcast_object_list(
     objects: list, src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
 ) -> None:
-    of = _group(group)
-    root = group_src if group_src is not None else of.ranks.index(src or 0)
-    of.do(lambda: None, "broadcast_object", (), (), root).wait()
+    process_group = _group(group)
+    root = group_src if group_src is not None else process_group.ranks.index(src or 0)
+    process_group.do(lambda: None, "broadcast_object", (), (), root).wait()
 
 
 def _group(group: Any) -> OneRankGroup:
-    found = dist.distributed_c10d._get_default_group() if group is None else group
-    assert isinstance(found, OneRankGroup)
-    return found
+    """``group``, or the default group for None."""
+    process_group = dist.distributed_c10d._get_default_group() if group is None else group
+    assert isinstance(process_group, OneRankGroup)
+    return process_group
 
 
 class _AsRank0:
-    """The module ``torch.distributed`` or DeepSpeed's for functions that have all ranks do or compare what rank 0 has:
-    each does it that is alone."""
+    """``torch.distributed`` or DeepSpeed's ``dist`` with rank 0, for functions in which rank 0 acts for all ranks."""
 
     def __init__(self, module: Any):
         self._module = module
@@ -172,69 +170,69 @@ class _AsRank0:
         return (lambda *_: 0) if name == "get_rank" else getattr(self._module, name)
 
 
-def _answered_shapes() -> Iterator[tuple[Any, str, Any]]:
-    """What answers the first transfer over each boundary between stages, which tells the shapes of later ones."""
+def _patches_of_shapes() -> Iterator[tuple[Any, str, Any]]:
+    """Patches that fake the first transfer between each pair of stages, which has the shapes of later transfers."""
     runs: list[RunConfig] = []
     build_module, receive = build.build_module, Transfers.receive
 
-    def build_noted(run: RunConfig, layout: Any) -> Any:
+    def record_run(run: RunConfig, layout: Any) -> Any:
         runs.append(run)
         return build_module(run, layout)
 
-    def receive_answered(transfers: Any, one: Transfer) -> None:
-        if not transfers.knows_shape(one):
-            transfers._received_row(one.stage)
-            transfers._shapes[_boundary(one)] = _shape_row(value_at(runs[-1], one))
-        receive(transfers, one)
+    def receive_with_shape(transfers: Any, transfer: Transfer) -> None:
+        if not transfers.knows_shape(transfer):
+            transfers._received_row(transfer.stage)
+            transfers._shapes[_boundary(transfer)] = _shape_row(transferred_value(runs[-1], transfer))
+        receive(transfers, transfer)
 
-    yield build, "build_module", build_noted
-    yield Transfers, "receive", receive_answered
+    yield build, "build_module", record_run
+    yield Transfers, "receive", receive_with_shape
 
 
-def value_at(run: RunConfig, one: Transfer) -> Any:
-    """A tensor, or the tuple of tensors, that ``one`` carries, on the meta device."""
-    states = _states(run, one.boundary)
-    if one.is_forward or isinstance(states, Tensor):
+def transferred_value(run: RunConfig, transfer: Transfer) -> Any:
+    """The tensor or tuple of tensors that ``transfer`` sends, on the meta device."""
+    states = _states(run, transfer.boundary)
+    if transfer.is_forward or isinstance(states, Tensor):
         return states
     return tuple(state for state in as_list(states) if state.is_floating_point())
 
 
 def _states(run: RunConfig, chunk: int) -> Any:
-    """What leaves model chunk ``chunk``: see ``megatron.model.transformer`` and ``megatron.model.t5``."""
+    """The output of model chunk ``chunk``: see ``megatron.model.transformer`` and ``megatron.model.t5``."""
     b, s, h = run.train.micro_batch_size, run.data.seq_length // run.parallel.sequence_ranks, run.model.hidden_size
     if architecture_of(run.model).is_encoder_decoder:
         hidden, r = _hidden(run, b, s, h), run.data.decoder_seq_length or 0
         if not _is_after_encoder(run, chunk):
-            return hidden, _whole_numbers(b, s), _whole_numbers(b, r)
-        return _hidden(run, b, r, h), hidden, _whole_numbers(b, s)
+            return hidden, _ids(b, s), _ids(b, r)
+        return _hidden(run, b, r, h), hidden, _ids(b, s)
     is_merged = any(layer.class_name == "ImageEmbedding" for layer in _layers_until(run, chunk))
     if run.model.vision_num_layers and not is_merged:
         images = _hidden(run, run.model.image_slots, run.model.encoder_tokens, run.model.vision_hidden_size)
-        return images, _whole_numbers(b, 2, run.data.seq_length)
+        return images, _ids(b, 2, run.data.seq_length)
     shards = run.parallel.model_parallel_size if run.parallel.sequence_parallel else 1
     sizes = (b, s // shards) if run.model.sequence_dim == 1 else (s // shards, b)
     hidden = _hidden(run, *sizes, h)
     has_ids = run.model.layers_need_segment_ids or architecture_of(run.model).masked_lm
-    return (hidden, _whole_numbers(b, s)) if has_ids else hidden
+    return (hidden, _ids(b, s)) if has_ids else hidden
 
 
 def _hidden(run: RunConfig, *sizes: int) -> Tensor:
-    is_whole = run.precision.dtype == "fp32" or run.model.fp32_residual_connection
-    dtype = torch.float32 if is_whole else torch.bfloat16 if run.precision.dtype == "bf16" else torch.float16
+    is_fp32 = run.precision.dtype == "fp32" or run.model.fp32_residual_connection
+    dtype = torch.float32 if is_fp32 else torch.bfloat16 if run.precision.dtype == "bf16" else torch.float16
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def _whole_numbers(*sizes: int) -> Tensor:
+def _ids(*sizes: int) -> Tensor:
     return torch.empty(sizes, dtype=torch.int32, device="meta")
 
 
 def _layers_until(run: RunConfig, chunk: int) -> Sequence[LayerSpec]:
-    """The layers of the chunk and of those before it."""
+    """The layers of model chunk ``chunk`` and of the chunks before it."""
     end = partition_boundaries(layers_per_chunk(run), run.model)[chunk + 1]
     return architecture_of(run.model).layers(run.model)[:end]
 
 
 def _is_after_encoder(run: RunConfig, chunk: int) -> bool:
-    """Whether the chunk ends after the embedding of the decoder, the second use of the table."""
+    """Whether the chunk ends after the decoder's embedding, the second layer that uses the word embedding."""
     layers = _layers_until(run, chunk)
     return sum(layer.tied == EMBED or layer.module.endswith("Embedding") for layer in layers) > 1

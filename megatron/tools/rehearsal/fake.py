@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.engines import build
-from megatron.tools.one_rank import replaced
-from megatron.tools.one_rank.data_dependent import has_data_dependent_shape, of_every_element
+from megatron.tools.one_rank import patched
+from megatron.tools.one_rank.data_dependent import has_data_dependent_shape, result_for_all_elements
 
 aten = torch.ops.aten
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -53,7 +53,7 @@ class FakeDevice(TorchDispatchMode):
             return ANSWERS[func](*args)
         if is_fake and has_data_dependent_shape(func, args):
             with self._fake:
-                return tree_map(self._noted, of_every_element(func, *args, **kwargs))
+                return tree_map(self._noted, result_for_all_elements(func, *args, **kwargs))
         if (moved := self._moved(func, args, kwargs)) is not None:
             return self._noted(moved)
         with self._fake:
@@ -136,7 +136,7 @@ def fake_device() -> Iterator[FakeDevice]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) by way of the dispatcher
     try:
         with (
-            replaced(
+            patched(
                 (nn.Module, "_apply", apply_in_place),
                 (build, "build_module", build_on_device),
                 (zero_utils, "assert_lst_len_same_as_other_ranks", lambda values: None),  # on the device they are all 0

@@ -14,7 +14,7 @@ from megatron.config import RunConfig
 from megatron.engines.engine import Engine
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.tools import pretraining
-from megatron.tools.one_rank import replaced
+from megatron.tools.one_rank import patched
 from megatron.tools.one_rank.group import OneRankGroup
 from megatron.tools.one_rank.run import one_rank, run_program
 from megatron.tools.rehearsal.counts import Counts, Operations
@@ -238,7 +238,7 @@ def observed(observer: Observer, engines: list[Engine], iterations: int) -> Iter
 
         return do(group, delivered, kind, *arguments)
 
-    with replaced(
+    with patched(
         (preflight, "check", checked),
         (setup, "start_engine", started),
         (pretraining, "default_callbacks", lambda: [observer, MemoryAdvice()]),

@@ -19,8 +19,8 @@ from megatron.config import RunConfig
 from megatron.config.output import CheckpointConfig, ObserveConfig
 from megatron.model.partition import plan
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.one_rank import place
-from megatron.tools.one_rank.processes import Ended, each_alone
+from megatron.tools.one_rank import rank_environment
+from megatron.tools.one_rank.processes import RankResult, run_in_forks
 from megatron.tools.planning.output import aligned, layout_of
 from megatron.tools.planning.search import Candidate
 from megatron.tools.rehearsal.estimate import Expected
@@ -53,7 +53,7 @@ class Rehearsal:
     def environ(self, rank: int) -> dict[str, str]:
         """The environment variables of ``rank`` of the run, on the first device of this host."""
         store = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # so that rank 0 listens for no other host
-        return place(self.world_size, rank, self.per_node) | store
+        return rank_environment(self.world_size, rank, self.per_node) | store
 
     def run(self, environ: Mapping[str, str]) -> RunConfig:
         """The run, as ``environ(..)`` configures it. Raises ConfigError."""
@@ -157,7 +157,7 @@ def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], program: Path) ->
         return found
 
     with tempfile.TemporaryDirectory(prefix="rehearse.", ignore_cleanup_errors=True) as folder:
-        for ended in each_alone(ranks, rehearse_one, lambda rank: Path(folder, str(rank))):
+        for ended in run_in_forks(ranks, rehearse_one, lambda rank: Path(folder, str(rank))):
             yield _figures(ended)
 
 
@@ -165,7 +165,7 @@ _SHOWN = 40
 """Last lines of a program that fails without an error of the user."""
 
 
-def _figures(ended: Ended) -> dict[str, Any]:
+def _figures(ended: RankResult) -> dict[str, Any]:
     number, result, code, output = ended
     if result is not None:
         return result
