@@ -50,15 +50,15 @@ def _rehearsed(words: Sequence[str], steps: int) -> dict[str, Any]:
 def _trained(words: Sequence[str], steps: int) -> dict[str, Any]:
     """The same of this rank, which trains with the other one."""
     from megatron.tools.one_rank.run import run_program
-    from megatron.tools.rehearsal.rank import Observer, described, observed
+    from megatron.tools.rehearsal.rank import Observer, as_dict, observing
     from megatron.tools.verify.request import PROGRAM
 
     rehearsal = _rehearsal(words, steps)
     engines: list[Any] = []
     observer = Observer(lambda: engines[0], rehearsal.timed)
-    with observed(observer, engines, rehearsal.iterations):
+    with observing(observer, engines, rehearsal.iterations):
         assert run_program(PROGRAM, words) == 0
-    return described(observer)
+    return as_dict(observer)
 
 
 def _rehearsal(words: Sequence[str], steps: int) -> Any:

@@ -1,1 +1,1 @@
-"""Rehearse single ranks of a large run on one device."""
+"""Rehearsals: runs single ranks of a large run on one device, and estimates the step time of the run."""

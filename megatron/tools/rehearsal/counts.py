@@ -1,4 +1,4 @@
-"""What an iteration asks of the device: kernels, copies, collectives, and where the host waits."""
+"""Counts the kernels, copies and collectives of an iteration, and the synchronizations of the host with the device."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,33 +22,33 @@ WITHOUT_KERNEL = frozenset(
     " _reshape_alias unfold diagonal record_stream set_ resize_ is_nonzero _local_scalar_dense view_as_real"
     " view_as_complex _conj is_pinned _to_cpu sym_size sym_stride sym_numel".split()
 )
-"""Operations that compute nothing on the device."""
+"""Operations that launch no kernel."""
 READ_BY_HOST = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
-"""Operations whose result the host must read before it goes on; also those with a data-dependent shape."""
+"""Operations whose result the host reads; operations with a data-dependent shape also synchronize."""
 COPIES = frozenset("copy_ _to_copy clone cat _foreach_copy_ contiguous _pin_memory".split())
 
 
 class Communication(NamedTuple):
-    """Collectives or transfers that are alike."""
+    """Properties of a collective or transfer; equal ones are counted together."""
 
     phase: str
-    """DeepSpeed's name of the instruction; empty outside of them."""
+    """DeepSpeed's name of the pipeline instruction; empty outside of instructions."""
     kind: str
     """torch's name of the operation, such as ``allreduce_``."""
     size: int
-    """Bytes of the tensor of one rank, or of all together where it is gathered or scattered."""
+    """Bytes of the tensor of one rank; for gathers and scatters bytes of all ranks."""
     ranks: int
-    """Members of the group."""
+    """Size of the group."""
     span: int
-    """Ranks of the group are numbered less than this far apart."""
+    """Largest minus smallest rank of the group, plus 1."""
     is_overlapped: bool
-    """Whether something is computed before it is waited for."""
+    """Whether kernels are launched before the program waits for it."""
 
 
 class Issued(NamedTuple):
-    """A collective or transfer, and how many kernels were launched before it."""
+    """A collective or transfer, and the number of kernels launched before it."""
 
-    one: Communication
+    communication: Communication
     kernels: int
 
 
@@ -57,22 +57,22 @@ class Operations:
     """Counts of an iteration."""
 
     kernels: Counter[str] = field(default_factory=Counter)
-    """By phase: operations that compute something."""
+    """Operations that launch a kernel, by phase."""
     copies: Counter[str] = field(default_factory=Counter)
-    """By phase, those of them that only copy."""
+    """The ``kernels`` that only copy, by phase."""
     copied_bytes: int = 0
     waits: Counter[str] = field(default_factory=Counter)
-    """By phase: how often the host reads what the device has to compute first."""
+    """Synchronizations of the host with the device, by phase."""
     communication: Counter[Communication] = field(default_factory=Counter)
     phase: str = ""
-    """DeepSpeed's name of the present instruction; empty outside of them."""
+    """DeepSpeed's name of the current pipeline instruction; empty outside of instructions."""
     is_counted: bool = False
-    """Whether the present iteration is counted."""
+    """Whether the current iteration is counted."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of all tensors of collectives and transfers."""
-        return sum(one.size * count for one, count in self.communication.items())
+        return sum(communication.size * count for communication, count in self.communication.items())
 
     def issued(self, operation: Operation) -> Issued | None:
         """Count a collective or transfer."""
@@ -83,22 +83,22 @@ class Operations:
         span = max(ranks) - min(ranks) + 1
         if operation.peer is not None and operation.kind in ("send", "recv"):
             span = abs(ranks[operation.peer] - ranks[group.rank()]) + 1
-        one = Communication(self.phase, operation.kind, size, len(ranks), span, False)
-        self.communication[one] += 1
-        return Issued(one, self.kernels.total())
+        communication = Communication(self.phase, operation.kind, size, len(ranks), span, False)
+        self.communication[communication] += 1
+        return Issued(communication, self.kernels.total())
 
     def waited(self, issued: Issued | None) -> None:
-        """See whether something was computed since it was ``issued``."""
+        """Count communication as overlapped if kernels were launched since it was ``issued``."""
         if issued is not None and (self.kernels.total() > issued.kernels or not self.is_counted):
-            self.communication[issued.one] -= 1
-            self.communication[issued.one._replace(is_overlapped=True)] += 1
+            self.communication[issued.communication] -= 1
+            self.communication[issued.communication._replace(is_overlapped=True)] += 1
 
     def grouped(self, parts: Sequence[tuple[int, ...]], group: Any) -> None:
-        """Groups are not counted."""
+        """Ignore the creation of groups."""
 
 
 class Counts(TorchDispatchMode):
-    """While inside, counts the operations of all threads of autograd."""
+    """Dispatch mode that counts operations, including those of autograd's threads."""
 
     def __init__(self, operations: Operations):
         super().__init__()
@@ -107,7 +107,7 @@ class Counts(TorchDispatchMode):
 
     @contextmanager
     def hook(self, instruction: Instruction) -> Iterator[None]:
-        """Operations inside are of ``instruction``."""
+        """Count operations inside under the name of ``instruction``."""
         enclosing, self._operations.phase = self._operations.phase, instruction.name
         yield
         self._operations.phase = enclosing
@@ -128,15 +128,15 @@ class Counts(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
-        found, tensors = self._operations, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        counts, tensors = self._operations, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if waits(func, args, kwargs, tensors):
-            found.waits[found.phase] += 1
+            counts.waits[counts.phase] += 1
         if name in WITHOUT_KERNEL or not (tensors or name in ("zeros", "full", "arange")):
             return
-        found.kernels[found.phase] += 1
+        counts.kernels[counts.phase] += 1
         if name in COPIES:
-            found.copies[found.phase] += 1
-            found.copied_bytes += sum(map(_bytes, tensors))
+            counts.copies[counts.phase] += 1
+            counts.copied_bytes += sum(map(_bytes, tensors))
 
 
 def waits(func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:

@@ -1,8 +1,8 @@
-"""Tensors of the device without memory and computation: torch's FakeTensor, while the training program runs unmodified.
+"""Runs the unmodified training program with torch's FakeTensor on the device: no memory, no computation.
 
-On a GPU, real or emulated, tensors of the device are fake and those of the host real. On the CPU all tensors that are
-made are fake, but for small ones of whole numbers and bytes, such as samples and states of random number generators.
-What a program reads of a fake tensor is 0.
+On a GPU, real or emulated, device tensors are fake and host tensors real. On the CPU all new tensors are fake except
+for small integer tensors and byte tensors, such as samples and states of random number generators. A program that
+reads a fake tensor on the host gets 0.
 """
 
 import weakref
@@ -23,18 +23,18 @@ from megatron.tools.one_rank import patched
 from megatron.tools.one_rank.data_dependent import has_data_dependent_shape, result_for_all_elements
 
 aten = torch.ops.aten
-ANSWERS: dict[Any, Callable[..., Any]] = {
+HOST_VALUES: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: lambda x: 0.0 if x.dtype.is_floating_point else 0,
     aten.is_nonzero.default: lambda x: False,
     aten.equal.default: lambda x, y: True,
 }
-"""What needs a number on the host, and the number: no signal has arrived, no gradient is infinite."""
+"""Operations that return a number to the host, and the number: no signal has arrived, no gradient is infinite."""
 _SMALL = 4096
-"""Elements of a tensor of whole numbers on the CPU that may be real."""
+"""Maximum number of elements of a real integer tensor on the CPU."""
 
 
 class FakeDevice(TorchDispatchMode):
-    """While inside, tensors on the device are fake; ``level`` and ``highest`` are their bytes."""
+    """Dispatch mode that makes device tensors fake; ``level`` and ``highest`` are their current and peak bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,34 +47,34 @@ class FakeDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if func.namespace == "prim" or not (is_fake or self._is_made_here(func, args, kwargs, tensors)):
+        if func.namespace == "prim" or not (is_fake or self._creates_on_device(func, args, kwargs, tensors)):
             return func(*args, **kwargs)
-        if is_fake and func in ANSWERS:
-            return ANSWERS[func](*args)
+        if is_fake and func in HOST_VALUES:
+            return HOST_VALUES[func](*args)
         if is_fake and has_data_dependent_shape(func, args):
             with self._fake:
-                return tree_map(self._noted, result_for_all_elements(func, *args, **kwargs))
-        if (moved := self._moved(func, args, kwargs)) is not None:
-            return self._noted(moved)
+                return tree_map(self._count, result_for_all_elements(func, *args, **kwargs))
+        if (copied := self._copy(func, args, kwargs)) is not None:
+            return self._count(copied)
         with self._fake:
-            found = func(*args, **kwargs)
-        return tree_map(self._settled, found)
+            result = func(*args, **kwargs)
+        return tree_map(self._real_on_host, result)
 
-    def _is_made_here(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
-        """Whether an operation on real tensors, or on none, makes tensors of the device."""
+    def _creates_on_device(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
+        """Whether an operation without fake arguments creates tensors on the device."""
         device = kwargs.get("device")
         if self._kind != "cpu":
             return device is not None and torch.device(device).type == self._kind
         if tensors or not func._schema.returns:
             return False
         with self._fake:
-            made = func(*args, **{**kwargs, "generator": None} if "generator" in kwargs else kwargs)
-        if not isinstance(made, Tensor) or made.dtype == torch.uint8:
+            created = func(*args, **{**kwargs, "generator": None} if "generator" in kwargs else kwargs)
+        if not isinstance(created, Tensor) or created.dtype == torch.uint8:
             return False
-        return made.dtype.is_floating_point or made.numel() > _SMALL
+        return created.dtype.is_floating_point or created.numel() > _SMALL
 
-    def _moved(self, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
-        """The result of a copy between host and device that exists or can be allocated; None if ``func`` is none."""
+    def _copy(self, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
+        """The result of a copy between host and device; None if ``func`` is another operation."""
         if func is aten.copy_.default and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
             return args[0].zero_() if args[0].is_cpu else None
         if func is aten.copy_.default and isinstance(args[0], FakeTensor) and not isinstance(args[1], FakeTensor):
@@ -85,31 +85,31 @@ class FakeDevice(TorchDispatchMode):
                 return torch.empty_strided(args[0].size(), args[0].stride(), dtype=dtype, device=kwargs["device"])
         return None
 
-    def _settled(self, value: Any) -> Any:
-        """A tensor of the host is real."""
+    def _real_on_host(self, value: Any) -> Any:
+        """``value``; a fake host tensor is replaced by a real one of zeros."""
         if isinstance(value, FakeTensor) and value.is_cpu and self._kind != "cpu":
             return torch.zeros(value.shape, dtype=value.dtype)
-        return self._noted(value)
+        return self._count(value)
 
-    def _noted(self, value: Any) -> Any:
-        """Count the memory of a tensor, until its storage is freed."""
+    def _count(self, value: Any) -> Any:
+        """Count the memory of a device tensor until its storage is freed. Returns ``value``."""
         if isinstance(value, FakeTensor) and value.device.type == self._kind:
             storage = value.untyped_storage()
             address = storage._cdata
             if address not in self._known:
                 size = storage.nbytes()
-                self._known[address] = weakref.finalize(storage, self._freed, address, size)
+                self._known[address] = weakref.finalize(storage, self._free, address, size)
                 self.level += size
                 self.highest = max(self.highest, self.level)
         return value
 
-    def _freed(self, address: int, size: int) -> None:
+    def _free(self, address: int, size: int) -> None:
         del self._known[address]
         self.level -= size
 
 
 def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``; a fake parameter stays the object that it is."""
+    """``nn.Module._apply`` that changes fake parameters in place, so that they remain the same objects."""
     for child in module.children():
         child._apply(function)
     for parameter in [parameter for parameter in module._parameters.values() if parameter is not None]:
@@ -125,21 +125,21 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor], recu
 
 @contextmanager
 def fake_device() -> Iterator[FakeDevice]:
-    """While inside, tensors on the device are fake."""
+    """Context in which tensors on the device are fake."""
     build_module = build.build_module
 
     def build_on_device(*arguments: Any) -> nn.Module:
-        with torch.device(get_accelerator().current_device_name()):  # a real weight could not become fake later
+        with torch.device(get_accelerator().current_device_name()):  # a real parameter cannot become fake later
             return build_module(*arguments)
 
     lifts = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) by way of the dispatcher
+    torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(.., device=..) goes through the dispatcher
     try:
         with (
             patched(
                 (nn.Module, "_apply", apply_in_place),
                 (build, "build_module", build_on_device),
-                (zero_utils, "assert_lst_len_same_as_other_ranks", lambda values: None),  # on the device they are all 0
+                (zero_utils, "assert_lst_len_same_as_other_ranks", lambda values: None),  # it would read zeros
                 (zero_utils, "get_lst_from_rank0", lambda values: values),
             ),
             FakeDevice() as device,

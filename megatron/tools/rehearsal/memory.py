@@ -1,7 +1,7 @@
-"""Memory of a rank: live tensors of each kind, and the peak of a step.
+"""Measures the memory of a rank: weights, gradients, optimizer state, and the peak of a step.
 
-On a GPU its allocator knows the peak. On the CPU torch's profiler sees every allocation, and not the resident memory,
-of which the C library keeps some back.
+On a GPU the caching allocator knows the peak. On the CPU torch's profiler records every allocation; resident memory
+would include memory that the C library has not returned.
 """
 
 import gc
@@ -21,12 +21,12 @@ from megatron.parallel.pipeline.schedule import Instruction
 
 
 def held_by_kind(engine: DeepSpeedEngine) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer, wherever DeepSpeed keeps them."""
+    """Bytes of weights, gradients and optimizer state, at any ZeRO stage."""
     return {kind: sum(storages(tensors).values()) for kind, tensors in tensors_by_kind(engine).items()}
 
 
 def tensors_by_kind(engine: DeepSpeedEngine) -> dict[str, list[Tensor]]:
-    """The tensors that hold weights, gradients and optimizer."""
+    """The tensors of weights, gradients and optimizer state."""
     parameters, wrapper = list(engine.module.parameters()), engine.optimizer
     inner = getattr(wrapper, "optimizer", wrapper)
     weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
@@ -34,19 +34,22 @@ def tensors_by_kind(engine: DeepSpeedEngine) -> dict[str, list[Tensor]]:
     own = [p.data for group in inner.param_groups for p in group["params"]]
     own += getattr(wrapper, "fp32_partitioned_groups_flat", [])
     gradients = [p.grad for p in parameters if p.grad is not None]
-    for name in ("all_grad_tensors", "averaged_gradients"):  # of ZeRO 2
+    for name in ("all_grad_tensors", "averaged_gradients"):  # ZeRO 2
         gradients += [t for kept in getattr(wrapper, name, {}).values() if kept for t in kept]
     if buckets := getattr(wrapper, "gradients", None):
         gradients += [bucket._flat for bucket in buckets._buckets if bucket._flat is not None]
-    if hasattr(wrapper, "grad_partitions_flat_buffer"):  # of ZeRO 3
+    if hasattr(wrapper, "grad_partitions_flat_buffer"):  # ZeRO 3
         gradients.append(wrapper.grad_partitions_flat_buffer)
-    stepped_itself = storages(weights).keys()
-    optimizer = [t for t in moments + own if address(t) not in stepped_itself]
+    weight_storages = storages(weights).keys()  # without master weights the optimizer updates these
+    optimizer = [t for t in moments + own if address(t) not in weight_storages]
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
 def is_between_micro_batches(engine: DeepSpeedEngine, instruction: Instruction) -> bool:
-    """Whether gradients have been summed up and not been reduced; of one micro-batch, whether the step comes next."""
+    """Whether ``instruction`` begins when gradients have been accumulated, but not reduced yet.
+
+    With one micro-batch: whether reduction or the optimizer step begins.
+    """
     if isinstance(engine, PipelineEngine) or engine.gradient_accumulation_steps() == 1:
         return instruction.name in ("ReduceGrads", "OptimizerStep")
     return instruction == Instruction("LoadMicroBatch", 2)
@@ -54,39 +57,43 @@ def is_between_micro_batches(engine: DeepSpeedEngine, instruction: Instruction) 
 
 @contextmanager
 def measured_peak() -> Iterator[list[int]]:
-    """The most bytes that are live while inside, in a list that is filled at the end."""
-    found: list[int] = []
+    """Context that yields a list, which gets the peak of live bytes at its end."""
+    peak: list[int] = []
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.synchronize()
         accelerator.reset_peak_memory_stats()
-        yield found
+        yield peak
         accelerator.synchronize()
-        found.append(accelerator.max_memory_allocated())
+        peak.append(accelerator.max_memory_allocated())
         return
     before = sum(storages(live_tensors()).values())
     with memory_profile() as profiler:
-        yield found
-    found.append(before + highest_level(profiler))
+        yield peak
+    peak.append(before + highest_level(profiler))
 
 
 @contextmanager
 def before_measured_peak() -> Iterator[None]:
-    """What is allocated while inside may be freed during ``measured_peak``: the profiler sees no other tensor go."""
+    """Context around code whose allocations are freed in a later ``measured_peak``.
+
+    The profiler records a free only if it has recorded the allocation.
+    """
     with memory_profile() if get_accelerator().device_name() == "cpu" else nullcontext():
         yield
 
 
 def memory_profile() -> profile:
+    """A torch profiler of CPU allocations."""
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def highest_level(profiler: profile) -> int:
-    """By how many bytes the memory of a profile goes above where it began."""
+    """Peak bytes of a memory profile, above the bytes at its start."""
     level = highest = 0
     sizes: dict[int, int] = {}
     for _, address, change in sorted(_allocations(profiler)):
-        if change > 0:  # the thread of a collective, which no profile sees, has freed what was there
+        if change > 0:  # an earlier tensor at this address was freed by a collective's thread, which is not profiled
             level -= sizes.pop(address, 0)
             sizes[address] = change
         else:
@@ -97,39 +104,39 @@ def highest_level(profiler: profile) -> int:
 
 
 def _allocations(profiler: profile) -> Iterator[tuple[int, int, int]]:
-    """Time, address and bytes of each; what is freed is negative."""
+    """(time, address, bytes) of each allocation; bytes are negative when memory is freed."""
     results: Any = profiler.profiler
     for event in results.kineto_results.experimental_event_tree():
-        yield from _of_event(event)
+        yield from _allocations_in(event)
 
 
-def _of_event(event: Any) -> Iterator[tuple[int, int, int]]:
+def _allocations_in(event: Any) -> Iterator[tuple[int, int, int]]:
     if event.tag.name == "Allocation":
         yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
     for child in event.children:
-        yield from _of_event(child)
+        yield from _allocations_in(child)
 
 
 def live_tensors() -> list[Tensor]:
-    """Every tensor in host memory that Python knows; not the fake ones that torch's compiler keeps."""
+    """All real tensors in host memory, found through Python's garbage collector."""
     gc.collect()
-    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+    tensors = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor))
     return [tensor for tensor in tensors if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)]
 
 
 def real_bytes() -> int:
-    """Bytes of tensors that are real where those of the device are fake; 0 if the device is not the CPU."""
+    """Bytes of tensors that remain real with a fake CPU device; 0 if the device is not the CPU."""
     if get_accelerator().device_name() != "cpu":
         return 0
     return sum(storages(tensor for tensor in live_tensors() if not isinstance(tensor, FakeTensor)).values())
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each storage that tensors are in, by its address."""
+    """Bytes of each storage of ``tensors``, by address."""
     return {address(tensor): size for tensor in tensors if (size := tensor.untyped_storage().nbytes())}
 
 
 def address(tensor: Tensor) -> int:
-    """Of its storage; a fake one has no memory."""
+    """A unique number of the storage of ``tensor``; a fake tensor has no data pointer."""
     storage = tensor.untyped_storage()
     return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()

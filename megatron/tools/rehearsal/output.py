@@ -1,4 +1,4 @@
-"""A rehearsal as text and as JSON."""
+"""Formats the results of a rehearsal as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -14,22 +14,22 @@ from megatron.tools.reporting.callbacks import smallest_change
 _STATES = ("weights", "gradients", "optimizer")
 _PHASES = ("data", "forward", "backward", "reduction", "optimizer", "host")
 _LEAST_SHOWN = 0.001
-"""Of the step, an uncertainty that has a line."""
+"""Minimum share of the step of an uncertainty that is shown."""
 
 
 def planned_memory(run: RunConfig, stage: int) -> Memory | None:
-    """The planner's figures of a rank of ``stage``; None without a spec of the model."""
+    """The planned memory of a rank of ``stage``; None for a user-provided model."""
     return None if architecture_of(run.model).provider is not None else stage_memory(run)[stage]
 
 
 def describe_rank(run: RunConfig, rank: Mapping[str, Any], room: float) -> Iterator[str]:
-    """The lines about one rehearsed rank, on devices with ``room`` bytes."""
+    """Lines about one rehearsed rank, on devices with ``room`` bytes of memory."""
     stage = stage_of(run, rank["rank"])
     yield f"rank {rank['rank']}: stage {stage} of {run.parallel.pipe_stages}"
     if "seconds" in rank:
-        found = rank["phases"]
-        phases = ", ".join(f"{name} {duration(found[name]['wall'])}" for name in _PHASES if name in found)
-        walls = [one["wall"] for one in rank["rounds"]]
+        measured = rank["phases"]
+        phases = ", ".join(f"{name} {duration(measured[name]['wall'])}" for name in _PHASES if name in measured)
+        walls = [iteration["wall"] for iteration in rank["rounds"]]
         spread = f"{duration(min(walls))} to {duration(max(walls))} in {len(walls)} iterations"
         seconds = rank["seconds"]
         yield f"  step      {duration(seconds['wall'])} ({spread}), without communication; {phases}"
@@ -44,27 +44,27 @@ def describe_rank(run: RunConfig, rank: Mapping[str, Any], room: float) -> Itera
 
 
 def _memory(run: RunConfig, rank: Mapping[str, Any], stage: int, room: float) -> Iterator[str]:
-    held, planned = rank["memory_bytes"], planned_memory(run, stage)
-    parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in held.items() if name != "peak")
-    yield f"  memory    {with_prefix(held['peak'], 'B')} at the peak: {parts}"
+    measured, planned = rank["memory_bytes"], planned_memory(run, stage)
+    parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in measured.items() if name != "peak")
+    yield f"  memory    {with_prefix(measured['peak'], 'B')} at the peak: {parts}"
     if planned is not None:
         states = {name: planned.parts()[name] for name in _STATES}
         shown = states | {"activations": planned.total - sum(states.values())}
         text = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in shown.items())
         yield f"  planned   {with_prefix(planned.total, 'B')}: {text}"
-    if held["peak"] > room:
+    if measured["peak"] > room:
         advice = "" if planned is None else f"; {smallest_change(run, stage, room)}"
         yield f"  does not fit into {with_prefix(room, 'B')}{advice}"
 
 
 def describe_expected(expected: Expected) -> Iterator[str]:
-    """The lines about the step of the run."""
+    """Lines about the expected step of the run."""
     low, high = expected.between
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in expected.parts.items())
     yield f"expected step {duration(expected.seconds)}, between {duration(low)} and {duration(high)}: {parts}"
-    shown = [one for one in expected.uncertainties if max(one.low, one.high) > _LEAST_SHOWN * expected.seconds]
-    for one in shown:
-        yield f"  {one.name:13} -{duration(one.low)} to +{duration(one.high)}: {one.why}"
+    for part in expected.uncertainties:
+        if max(part.low, part.high) > _LEAST_SHOWN * expected.seconds:
+            yield f"  {part.name:13} -{duration(part.low)} to +{duration(part.high)}: {part.why}"
     length = f"{expected.days:.3g} days" if expected.days >= 1 else str(timedelta(seconds=round(86400 * expected.days)))
     yield (
         f"{expected.tokens_per_second:,.0f} tokens/s, MFU {expected.mfu:.1%}, {length} for "
@@ -73,20 +73,20 @@ def describe_expected(expected: Expected) -> Iterator[str]:
 
 
 def as_json(run: RunConfig, ranks: Sequence[Mapping[str, Any]], expected: Expected | None) -> dict[str, Any]:
-    """The same figures: bytes, seconds and counts."""
-    found: dict[str, Any] = {"world_size": run.parallel.world_size, "ranks": []}
+    """The results for ``--json``: bytes, seconds and counts."""
+    report: dict[str, Any] = {"world_size": run.parallel.world_size, "ranks": []}
     for rank in ranks:
         planned = planned_memory(run, stage_of(run, rank["rank"]))
         bytes_planned = None if planned is None else {**planned.parts(), "total": planned.total}
-        found["ranks"].append({"stage": stage_of(run, rank["rank"]), **rank, "planned_bytes": bytes_planned})
+        report["ranks"].append({"stage": stage_of(run, rank["rank"]), **rank, "planned_bytes": bytes_planned})
     if expected is not None:
-        found["expected"] = {
+        report["expected"] = {
             "seconds": expected.seconds,
             "between": expected.between,
             "parts": expected.parts,
-            "uncertainties": [one._asdict() for one in expected.uncertainties],
+            "uncertainties": [part._asdict() for part in expected.uncertainties],
             "tokens_per_second": expected.tokens_per_second,
             "mfu": expected.mfu,
             "days": expected.days,
         }
-    return found
+    return report

@@ -1,4 +1,4 @@
-"""Run the first iterations of one rank in this process: times of steps and phases, operations, and memory."""
+"""Runs the first iterations of one rank in this process, and measures steps, phases, operations and memory."""
 
 import statistics
 import time
@@ -41,21 +41,21 @@ PHASES = {
     "ReduceTiedGrads": "reduction",
     "OptimizerStep": "optimizer",
 }
-"""Names of phases, by DeepSpeed's names of instructions; all else is of the host."""
+"""DeepSpeed's names of pipeline instructions to names of phases; all other instructions belong to ``REST``."""
 REST = "host"
-"""What an iteration does outside of these phases."""
+"""Name of the rest of an iteration, outside of these phases."""
 
 
 class Clocks(NamedTuple):
-    """Seconds."""
+    """A time or duration in seconds, by wall clock and CPU clock."""
 
     wall: float
     cpu: float
-    """Of all threads of the process."""
+    """CPU time of all threads of the process."""
 
     @classmethod
     def now(cls) -> "Clocks":
-        """Read both, after the device has finished its work."""
+        """Read both clocks, after waiting for the device."""
         get_accelerator().synchronize()
         return cls(time.perf_counter(), time.process_time())
 
@@ -70,12 +70,12 @@ ZERO = Clocks(0.0, 0.0)
 
 
 class PhaseClocks:
-    """Seconds in each instruction of an iteration; one inside another counts only itself."""
+    """Times the pipeline instructions of an iteration, each without the instructions nested in it."""
 
     def __init__(self, now: Callable[[], Clocks]) -> None:
         self._now = now
         self.passes: dict[tuple[str, int], list[Clocks]] = defaultdict(list)
-        """By the name of the instruction and the model chunk of the stage."""
+        """Durations by (instruction name, model chunk of the stage)."""
         self._inside = ZERO
         self._begin = now()
 
@@ -90,43 +90,44 @@ class PhaseClocks:
         self._inside = enclosing + spent
 
     def end(self) -> dict[str, Clocks]:
-        """Seconds of each phase, once the iteration has ended."""
-        of_phases: dict[str, Clocks] = defaultdict(lambda: ZERO)
+        """Seconds of each phase, at the end of the iteration."""
+        phases: dict[str, Clocks] = defaultdict(lambda: ZERO)
         for (name, _), times in self.passes.items():
             for spent in times:
-                of_phases[PHASES.get(name, REST)] += spent
+                phases[PHASES.get(name, REST)] += spent
         total = self._now() - self._begin
-        of_phases[REST] += total - sum(of_phases.values(), start=ZERO)
-        return dict(of_phases)
+        phases[REST] += total - sum(phases.values(), start=ZERO)
+        return dict(phases)
 
 
 class Observer(Callback):
-    """Times the iterations after the warm-up, then phases, then measures memory, then counts operations.
+    """Callback that, after the warm-up, times iterations, then phases, measures memory, and counts operations.
 
-    Iterations are timed from the beginning of one to the beginning of the next, with all that the training loop does
-    between; on a GPU the host does not wait in these, but before the first and after the last.
+    An iteration is timed from its start to the start of the next one, including the work of the training loop in
+    between; the host waits for a GPU before the first and after the last timed iteration only.
     """
 
     def __init__(self, engine: Callable[[], Engine], steps: int, fake: FakeDevice | None = None):
         self._engine, self._steps, self._fake = engine, steps, fake
         self._marks: list[Clocks] = []
         self.host: list[float] = []
-        """Seconds until the host has launched all of a timed iteration."""
-        self.phases: list[PhaseClocks] = []
-        self.of_phases: list[dict[str, Clocks]] = []
+        """Seconds until the host has launched each timed iteration."""
+        self.phase_clocks: list[PhaseClocks] = []
+        self.phases: list[dict[str, Clocks]] = []
+        """Seconds of each phase, for each iteration whose phases are timed."""
         self.operations = Operations()
-        self.delivered = ZERO
-        """Seconds in which data that other ranks would send was made up."""
+        self.faking = ZERO
+        """Seconds spent on faking data from other ranks, which do not count."""
         self._counts: Counts | None = None
-        self.held: dict[str, int] = {}
+        self.state_bytes: dict[str, int] = {}
         self.peak = 0
 
     @contextmanager
     def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
-        """Whichever of these this iteration is for."""
+        """Observe the iteration: warm up, time it, time its phases, measure memory, or count operations."""
         number = iteration - WARM_UP - 1
         if 0 <= number <= self._steps:
-            self._marks.append(Clocks.now() - self.delivered)
+            self._marks.append(Clocks.now() - self.faking)
         phased = self._steps + (PHASED if self._steps else 0)
         observe = (
             nullcontext(()) if number < 0
@@ -139,18 +140,18 @@ class Observer(Callback):
             yield hooks
 
     @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """While inside, data is made up that another rank would send: this rank would do nothing."""
+    def exclude_faking(self) -> Iterator[None]:
+        """Context in which data from other ranks is faked; a real rank would not spend this time."""
         if self._counts is not None:
             with self._uncounted():
                 yield
             return
-        if get_accelerator().device_name() != "cpu":  # kernels, which a run would use for its communication
+        if get_accelerator().device_name() != "cpu":  # a real run launches kernels for its communication
             yield
             return
         begin = Clocks.now()
         yield
-        self.delivered += Clocks.now() - begin
+        self.faking += Clocks.now() - begin
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -161,7 +162,7 @@ class Observer(Callback):
 
     @property
     def seconds(self) -> list[Clocks]:
-        """Of each timed iteration."""
+        """Duration of each timed iteration."""
         return [end - begin for begin, end in zip(self._marks, self._marks[1:], strict=False)]
 
     @contextmanager
@@ -172,25 +173,25 @@ class Observer(Callback):
 
     @contextmanager
     def _phased(self, *, is_last: bool) -> Iterator[Sequence[InstructionHook]]:
-        clocks = PhaseClocks(lambda: Clocks.now() - self.delivered)
+        clocks = PhaseClocks(lambda: Clocks.now() - self.faking)
         with before_measured_peak() if is_last else nullcontext():
             yield [clocks.hook]
-        self.of_phases.append(clocks.end())
-        self.phases.append(clocks)
+        self.phases.append(clocks.end())
+        self.phase_clocks.append(clocks)
 
     @contextmanager
     def _counted(self) -> Iterator[Sequence[InstructionHook]]:
-        """Count operations, and look at memory when gradients have been summed up."""
+        """Count operations, and measure weights, gradients and optimizer state when gradients are accumulated."""
 
         @contextmanager
-        def look(instruction: Instruction) -> Iterator[None]:
-            if not self.held and is_between_micro_batches(self._engine(), instruction):
+        def measure_state(instruction: Instruction) -> Iterator[None]:
+            if not self.state_bytes and is_between_micro_batches(self._engine(), instruction):
                 with self._uncounted():
-                    self.held = held_by_kind(self._engine())
+                    self.state_bytes = held_by_kind(self._engine())
             yield
 
         with Counts(self.operations) as self._counts:
-            yield [self._counts.hook, look]
+            yield [self._counts.hook, measure_state]
         self._counts = None
 
     @contextmanager
@@ -200,59 +201,59 @@ class Observer(Callback):
             yield ()
             self.peak = self._fake.highest + real_bytes()
             return
-        with measured_peak() as found:
+        with measured_peak() as peak:
             yield ()
-        self.peak = found[0]
+        self.peak = peak[0]
 
 
 def rehearse(rehearsal: Rehearsal, number: int, program: Path) -> dict[str, Any]:
-    """Seconds, counts and bytes of rank ``number``, from the first iterations of ``program``."""
+    """Run the first iterations of ``program`` as rank ``number``. Returns seconds, counts and bytes."""
     engines: list[Engine] = []
     with ExitStack() as stack:
         stack.enter_context(one_rank(rehearsal.world_size, number, rehearsal.per_node))
         fake = stack.enter_context(fake_device()) if rehearsal.fake else None
         observer = Observer(lambda: engines[0], rehearsal.timed, fake)
-        stack.enter_context(observed(observer, engines, rehearsal.iterations))
-        code = run_program(program, rehearsal.words)
-    return described(observer) | {"rank": number, "exit_code": code}
+        stack.enter_context(observing(observer, engines, rehearsal.iterations))
+        code = run_program(program, rehearsal.arguments)
+    return as_dict(observer) | {"rank": number, "exit_code": code}
 
 
 @contextmanager
-def observed(observer: Observer, engines: list[Engine], iterations: int) -> Iterator[None]:
-    """While inside, a program trains for so many iterations with ``observer`` as its callback."""
+def observing(observer: Observer, engines: list[Engine], iterations: int) -> Iterator[None]:
+    """Context in which a program trains for ``iterations`` iterations with ``observer`` as a callback."""
     check, start, do = preflight.check, setup.start_engine, OneRankGroup.do
 
     def checked(run: RunConfig) -> tuple[RunConfig, None]:
         run, _ = check(run)
         return shortened(run, iterations), None
 
-    def started(*arguments: Any, **options: Any) -> Any:
-        found = start(*arguments, **options)
-        engines.append(found[0])
-        return found
+    def record_engine(*arguments: Any, **options: Any) -> Any:
+        started = start(*arguments, **options)
+        engines.append(started[0])
+        return started
 
-    def done(group: OneRankGroup, deliver: Any, kind: str, *arguments: Any) -> Any:
-        def delivered() -> None:
-            with observer.delivering():
+    def do_without_time(group: OneRankGroup, deliver: Any, kind: str, *arguments: Any) -> Any:
+        def deliver_without_time() -> None:
+            with observer.exclude_faking():
                 deliver()
 
-        return do(group, delivered, kind, *arguments)
+        return do(group, deliver_without_time, kind, *arguments)
 
     with patched(
         (preflight, "check", checked),
-        (setup, "start_engine", started),
+        (setup, "start_engine", record_engine),
         (pretraining, "default_callbacks", lambda: [observer, MemoryAdvice()]),
-        (OneRankGroup, "do", done),
+        (OneRankGroup, "do", do_without_time),
         (OneRankGroup, "observer", observer.operations),
     ):
         yield
 
 
-def described(observer: Observer) -> dict[str, Any]:
-    """The figures of an observed rank, for a JSON file."""
-    operations, held = observer.operations, observer.held
-    found: dict[str, Any] = {
-        "memory_bytes": {**held, "activations": observer.peak - sum(held.values()), "peak": observer.peak},
+def as_dict(observer: Observer) -> dict[str, Any]:
+    """The measurements of ``observer`` for a JSON file."""
+    operations, state = observer.operations, observer.state_bytes
+    measurements: dict[str, Any] = {
+        "memory_bytes": {**state, "activations": observer.peak - sum(state.values()), "peak": observer.peak},
         "kernels": operations.kernels.total(),
         "copies": operations.copies.total(),
         "copied_bytes": operations.copied_bytes,
@@ -260,28 +261,29 @@ def described(observer: Observer) -> dict[str, Any]:
         "sent_bytes": operations.sent_bytes,
         "host_waits": operations.waits.total(),
         "by_instruction": {name: dict(getattr(operations, name)) for name in ("kernels", "copies", "waits")},
-        "communication": [{**one._asdict(), "times": count} for one, count in operations.communication.items()],
+        "communication": [
+            {**communication._asdict(), "times": count} for communication, count in operations.communication.items()
+        ],
     }
-    return found | (_times(observer) if observer.seconds else {})
+    return measurements | (_times(observer) if observer.seconds else {})
 
 
 def _times(observer: Observer) -> dict[str, Any]:
-    """The same of seconds: medians of iterations, phases and passes."""
+    """Median seconds of iterations, phases and passes."""
+    phases, clocks = observer.phases, observer.phase_clocks
     return {
         "seconds": _median(observer.seconds),
-        "rounds": [one._asdict() for one in observer.seconds],
+        "rounds": [seconds._asdict() for seconds in observer.seconds],
         "launched_seconds": statistics.median(observer.host),
-        "phases": {
-            name: _median([one.get(name, ZERO) for one in observer.of_phases]) for name in observer.of_phases[0]
-        },
+        "phases": {name: _median([iteration.get(name, ZERO) for iteration in phases]) for name in phases[0]},
         "passes": [
             {"instruction": name, "chunk": chunk}
-            | _median([spent for one in observer.phases for spent in one.passes[name, chunk]])
-            for name, chunk in observer.phases[0].passes
+            | _median([spent for iteration in clocks for spent in iteration.passes[name, chunk]])
+            for name, chunk in clocks[0].passes
         ],
     }
 
 
 def _median(times: Sequence[Clocks]) -> dict[str, float]:
     """Medians of wall and CPU seconds."""
-    return {name: statistics.median(getattr(one, name) for one in times) for name in Clocks._fields}
+    return {name: statistics.median(getattr(seconds, name) for seconds in times) for name in Clocks._fields}
