@@ -1,1 +1,1 @@
-"""How well a model predicts text."""
+"""Evaluation of language models: perplexity, LAMBADA, questions about images, and lm-eval."""

@@ -1,4 +1,4 @@
-"""lm-eval's interface to a model (EleutherAI's evaluation harness); needs lm-eval, which is optional."""
+"""Adapter of a model to lm-eval, EleutherAI's evaluation harness, which is an optional dependency."""
 
 import json
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from megatron.tools.inference.prompts import StoppingCriteria
 
 
 class HarnessModel(TemplateLM):
-    """lm-eval's interface. All ranks get the same requests and return the same results; internally they share the work.
+    """A model for lm-eval. All ranks get the same requests, share the work, and return the same results.
 
-    Texts begin after an end of document. Those longer than the context lose their beginning.
+    Texts are preceded by an end-of-document token. Texts longer than the context are truncated at the beginning.
     """
 
     def __init__(self, model: ForwardModel, tokenizer: Tokenizer, *, batch_size: int, seq_length: int):
@@ -36,12 +36,12 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.eod
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; there are no special ones."""
+        """The tokens of a text, without special tokens."""
         return self._tokenizer.tokenize(string)
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each (context, continuation): its log-likelihood, and whether greedy decoding returns it."""
-        return super().loglikelihood(requests, disable_tqdm=True)  # its progress bar shows tokenizing only
+        return super().loglikelihood(requests, disable_tqdm=True)  # its progress bar only shows tokenization
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
         return [(-float(nll), bool(right)) for nll, right in zip(scores.nll, scores.right, strict=True)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows of which only the last overlaps another."""
+        """The log-likelihood of each text, computed in windows; only the last one overlaps the previous."""
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(self._score([sample for samples in windows for sample in samples]).nll)
         return [-sum(float(next(scores)) for _ in samples) for samples in windows]
@@ -58,10 +58,10 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, up to one of its ``until`` strings or ``max_gen_toks`` tokens.
 
-        Raises UnsupportedTask for a model in pipeline stages.
+        Raises UnsupportedTask for a model with pipeline stages.
         """
         generator = self._model.generator(self._tokenizer)
-        # A batch shares its settings.
+        # All requests of a batch have the same settings.
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
         order = sorted(range(len(requests)), key=lambda number: settings[number])
         batches = [
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
         return [last_inputs([*seen, target[-1]], len(target), self._seq_length) for seen, target in windows]
 
     def _generate(self, generator: TextGenerator, batch: Sequence[int], requests: Sequence[Instance]) -> list[str]:
-        """Generate the texts of requests that share their settings."""
+        """Generate the texts of a batch of requests with the same settings."""
         settings = normalize_gen_kwargs(requests[batch[0]].args[1])
         new, temperature = settings["max_gen_toks"], settings.get("temperature", 1.0)
         sampling = Sampling(

@@ -1,4 +1,4 @@
-"""Scoring samples: log-likelihoods of their tokens, computed by all ranks.
+"""Scores samples on all ranks: log-likelihoods of their tokens.
 
 b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tensor-parallel size, k predicted tokens
 """
@@ -36,11 +36,11 @@ from megatron.tools.inference.model import DTYPES, LanguageModel, load_weights
 from megatron.tools.inference.source import Source, config_on
 
 Report = Callable[[int], object]
-"""Is called with the number of samples that are done."""
+"""Called with the number of samples that have been finished."""
 
 
 class UnsupportedTask(ConfigError):
-    """A task needs what this model cannot do. Raised on every rank."""
+    """A task is not supported by this model. Raised on every rank."""
 
     on_every_rank = True
 
@@ -56,14 +56,13 @@ class ForwardModel:
     def logits(
         self, tokens: Tensor, predicted: Tensor, texts: Tensor | None = None, images: Tensor | None = None
     ) -> Tensor | None:
-        """Logits [1, k, v/t] of the next tokens at those positions of tokens [b, s] where ``predicted`` [b, s] is true.
+        """Logits [1, k, v/t] of the next tokens at the positions of tokens [b, s] where ``predicted`` [b, s] is true.
 
-        ``texts`` [b, s of the encoder], with -1 for padding, are what an encoder reads, and so are ``images``, uint8
-        [i, size, size, 3]. All ranks that share the model
-        call it together. Returns None on stages before the last.
+        Encoder inputs are ``texts`` [b, s of the encoder], padded with -1, or ``images``, uint8 [i, size, size, 3].
+        All ranks of a replica of the model must call it. Returns None on stages before the last.
         """
         if texts is not None:
-            parts: list[Any] = list(self.module.forward_funcs)  # of different signatures
+            parts: list[Any] = list(self.module.forward_funcs)  # their signatures differ
             embedding, *others, last = parts
             state = (*embedding.state_of_text(texts)[:2], tokens.int())
             logits: Tensor = last(run_in_order(others, state)[predicted].unsqueeze(0))
@@ -81,20 +80,23 @@ class ForwardModel:
         return unpack(head(hidden.movedim(1, sequence_dim)))[0]
 
     def generator(self, tokenizer: Tokenizer) -> TextGenerator:
-        """Generates text. Raises ConfigError for a model in pipeline stages, on every rank."""
+        """A text generator of this model. Raises ConfigError on every rank for a model with pipeline stages."""
         if not isinstance(self.module, SequentialModel):
             raise UnsupportedTask("a task generates text, which pipeline stages cannot: leave --pipe-parallel-size out")
         return TextGenerator(LanguageModel(self.module, self.config, self.layout.tensor_group), tokenizer)
 
     def texts(
-        self, batches: Sequence[Sequence[int]], texts_of: Callable[[Sequence[int]], Iterable[str]], report: Report
+        self, batches: Sequence[Sequence[int]], generate: Callable[[Sequence[int]], Iterable[str]], report: Report
     ) -> list[str]:
-        """The texts of all numbers in ``batches``, from 0 on, on every rank; the replicas of the model share them."""
+        """Call ``generate`` for each batch of request numbers, which start at 0; replicas of the model share the work.
+
+        Returns the texts of all requests, on every rank.
+        """
         group = self.layout.data_group
         here: dict[int, str] = {}
         for number, batch in enumerate(batches):
             if number % group.size() == group.rank():
-                here |= zip(batch, texts_of(batch), strict=True)
+                here |= zip(batch, generate(batch), strict=True)
             report(len(batch))
         gathered: list[dict[int, str]] = [{} for _ in range(group.size())]
         dist.all_gather_object(gathered, here, group=group)
@@ -102,7 +104,7 @@ class ForwardModel:
         return [texts[number] for number in range(len(texts))]
 
     def _receive(self, tokens: Tensor) -> HiddenStates:
-        """Hidden states of the stage before. Segment ids are not sent: every stage has the tokens."""
+        """Receive hidden states from the previous stage. Segment ids are not sent, since every stage has the tokens."""
         config, group = self.config, self.layout.pipe_group
         shape = tokens.shape if config.sequence_dim else tokens.t().shape
         dtype = torch.float32 if config.fp32_residual_connection else DTYPES[config.dtype]
@@ -118,7 +120,7 @@ class ForwardModel:
 def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline: bool) -> ForwardModel:
     """Load the model on ``layout`` in ``dtype``; pipeline stages get equal numbers of layers.
 
-    Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
+    Raises ConfigError if the tensor-parallel size does not divide the model, CheckpointError if weights are missing.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
     module: SequentialModel | PipelinedModel
@@ -134,18 +136,18 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
 
 
 class Padded(NamedTuple):
-    """A batch of samples, padded at the end, which causal attention never reads."""
+    """A batch of samples with padding at the end, which causal attention ignores."""
 
     tokens: Tensor
     """int64 [b, s]"""
     labels: Tensor
     """int64 [b, s]"""
     predicted: Tensor
-    """Which labels count: bool [b, s]"""
+    """Mask of the labels that are scored: bool [b, s]"""
     texts: Tensor | None = None
-    """What an encoder reads: int64 [b, s of the longest text], -1 for padding"""
+    """Encoder inputs: int64 [b, s of the longest text], -1 for padding"""
     images: Tensor | None = None
-    """Of all samples in order, uint8 [i, size, size, 3]; one that is black if they have none"""
+    """Images of all samples in order, uint8 [i, size, size, 3]; a black one if the samples have none"""
 
 
 @torch.no_grad()
@@ -156,10 +158,10 @@ def score(
     batch_size: int,
     report: Report = lambda samples: None,
 ) -> Scores:
-    """The scores of all samples, on every rank.
+    """Score all samples. Returns the scores on every rank.
 
-    Batches do not depend on the layout, have the longest samples first, and are each computed by one replica of the
-    model. One of its ranks adds a score to zeros, so that scores do not depend on the number of replicas. ``report`` is
+    Batches do not depend on the layout and start with the longest samples; each is computed by one replica of the
+    model. Exactly one rank adds a score to zeros, so that scores do not depend on the number of replicas. ``report`` is
     called with the size of each batch.
     """
     device = get_accelerator().current_device_name()
@@ -201,7 +203,7 @@ def pad(samples: Sequence[Sample], device: str) -> Padded:
 
 
 def _images_of(samples: Sequence[np.ndarray], device: str) -> Tensor | None:
-    """The images of all samples, of a model that reads them, and at least one."""
+    """The images of all samples, at least one; None for a model without images."""
     if not samples:
         return None
     images = np.concatenate(samples)
@@ -209,7 +211,7 @@ def _images_of(samples: Sequence[np.ndarray], device: str) -> Tensor | None:
 
 
 def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
-    """For each sample the loss of its predicted tokens, in nats, and how many are wrong: float64 [b, 2].
+    """For each sample the loss of its predicted tokens, in nats, and the number of wrong predictions: float64 [b, 2].
 
     Returns None on stages before the last.
     """

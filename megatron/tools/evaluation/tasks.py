@@ -1,4 +1,4 @@
-"""Evaluation tasks: from a file to samples, whose tokens are predicted, and from scores to metrics. No torch here."""
+"""Evaluation tasks: read samples from a file, and compute metrics from their scores. No torch here."""
 
 import math
 import re
@@ -20,30 +20,30 @@ from megatron.tools.preprocess.file_lines import uncompressed
 
 Metric = int | float | None
 _MANY_TEXTS = (".jsonl", ".json", ".parquet")
-"""Endings of files that hold many texts."""
+"""Suffixes of files with a text per record."""
 _PAIR = ("input", "target")
-"""Keys of a text and of what is to be written for it."""
+"""Keys of the input and target texts of a pair."""
 _CHUNK = 1 << 20
 
 
 class Sample(NamedTuple):
-    """Consecutive tokens, the last of which are predicted, each from all before it."""
+    """Consecutive tokens, the last of which are predicted, each from all previous ones."""
 
     tokens: np.ndarray
     """Integers [n + 1]; the first n are the input."""
     predicted: int
     """Number of predicted tokens, from 1 to n."""
     text: Sequence[int] = ()
-    """What an encoder reads, of a model that has one."""
+    """Tokens of the encoder's input, for an encoder-decoder model."""
     images: np.ndarray | None = None
-    """Those whose placeholders are among the tokens, of a model that reads images: uint8 [n, size, size, 3]."""
+    """Images whose placeholders are among the tokens, for a vision-language model: uint8 [i, size, size, 3]."""
 
 
 def windows(tokens: np.ndarray, *, size: int, stride: int) -> list[Sample]:
-    """Windows of ``size`` inputs of a long text, each ``stride`` after the one before.
+    """Sliding windows of ``size`` inputs over a long text, each ``stride`` tokens after the previous one.
 
-    Every token but the first is predicted exactly once: the first window predicts all of its tokens, each
-    later one its ``stride`` new tokens, so that they have at least ``size - stride`` tokens before them.
+    Every token but the first is predicted exactly once: the first window predicts all of its tokens, later windows
+    only their ``stride`` new tokens, with at least ``size - stride`` tokens of context.
     """
     samples: list[Sample] = []
     seen = 0
@@ -57,7 +57,7 @@ def windows(tokens: np.ndarray, *, size: int, stride: int) -> list[Sample]:
 
 
 def last_inputs(tokens: Sequence[int], predicted: int, size: int) -> Sample:
-    """The sample of ``tokens``, limited to its last ``size`` inputs."""
+    """A sample of ``tokens``, truncated to the last ``size`` inputs."""
     return Sample(np.asarray(tokens[-(size + 1) :]), predicted)
 
 
@@ -65,9 +65,9 @@ class Scores(NamedTuple):
     """The scores of n samples."""
 
     nll: np.ndarray
-    """Negative log-likelihood of all its predicted tokens, in nats: float64 [n]."""
+    """Negative log-likelihood of all predicted tokens of each sample, in nats: float64 [n]."""
     right: np.ndarray
-    """Whether each of them was the most likely one: bool [n]."""
+    """Whether all predicted tokens of a sample were the most likely ones: bool [n]."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,24 @@ class Request:
     stride: int
     """New tokens in each window of a longer text."""
     strict: bool = False
-    """Whether LAMBADA predicts the whole last word, not its last token."""
+    """Whether LAMBADA predicts the full last word, not only its last token."""
     key: str = "text"
     """Key of the text in a JSONL file."""
     start: int = -1
-    """Token that a decoder of its own reads first."""
+    """First token of the decoder's input, for an encoder-decoder model."""
     override: bool = False
-    """Whether another tokenizer may have made the data set."""
+    """Whether a data set that was made with another tokenizer is accepted."""
 
 
 class Task(NamedTuple):
-    """Samples, and the metrics of their scores."""
+    """Samples, and a function from their scores to metrics."""
 
     samples: Sequence[Sample]
     metrics: Callable[[Scores], Mapping[str, Metric]]
 
 
 def make_task(name: str, request: Request, tokenizer: Tokenizer) -> Task:
-    """The task ``name`` of ``TASKS`` on a file. Raises DataError for a file that is missing or unusable."""
+    """Make the task ``name`` of ``TASKS`` from a file. Raises DataError if the file is missing or unusable."""
     return TASKS[name](request, tokenizer)
 
 
@@ -135,14 +135,14 @@ def _lambada_metrics(cut: int, scores: Scores) -> dict[str, Metric]:
 
 
 def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
-    """WikiText: a whole file as one text, normalized by the number of its words."""
+    """WikiText: perplexity of a file as one text, normalized by its number of words."""
     text = _read_text(request.path)
     tokens = np.array(_tokenize(str(request.path), detokenize_wikitext(text), tokenizer))
     return _text_task(request, tokens, {"word": count_words(text), "byte": len(text.encode())})
 
 
-def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
-    """Perplexity of a text, or of the concatenated texts of a JSONL or Parquet file, or documents of a data set."""
+def _perplexity_task(request: Request, tokenizer: Tokenizer) -> Task:
+    """Perplexity of a text, of the concatenated texts of a JSONL or Parquet file, or of an indexed data set."""
     path = request.path
     if not path.is_file():
         if Path(f"{path}.idx").exists():
@@ -161,14 +161,14 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
 
 
 def _pairs(request: Request, tokenizer: Tokenizer) -> Task:
-    """Pairs of texts: the target of each input, with its end, by a model with an encoder."""
+    """Pairs of texts: an encoder-decoder model predicts the target of each input, with its end token."""
     samples, cut = [], 0
     for where, texts in _read_rows(request.path, *_PAIR):
-        read, written = (_tokenize(where, text, tokenizer) for text in texts)
-        cut += max(len(read), len(written)) >= request.seq_length
-        read, written = (part[: request.seq_length - 1] for part in (read, written))
-        tokens = np.array([request.start, *written, tokenizer.eod])
-        samples.append(Sample(tokens, len(tokens) - 1, [*read, tokenizer.eod]))
+        source, target = (_tokenize(where, text, tokenizer) for text in texts)
+        cut += max(len(source), len(target)) >= request.seq_length
+        source, target = (part[: request.seq_length - 1] for part in (source, target))
+        tokens = np.array([request.start, *target, tokenizer.eod])
+        samples.append(Sample(tokens, len(tokens) - 1, [*source, tokenizer.eod]))
     return Task(samples, partial(_pair_metrics, sum(sample.predicted for sample in samples), cut))
 
 
@@ -209,13 +209,13 @@ def _text_metrics(tokens: int, units: Mapping[str, int], scores: Scores) -> dict
 TASKS: dict[str, Callable[[Request, Tokenizer], Task]] = {
     "LAMBADA": _lambada,
     "WIKITEXT": _wikitext,
-    "PPL": _perplexity_of_any,
+    "PPL": _perplexity_task,
     "PAIRS": _pairs,
 }
 
 
 def _read_text(path: Path) -> str:
-    """The content of a UTF-8 file, line ends unchanged."""
+    """The content of a UTF-8 file, with its line endings."""
     try:
         return read_bytes(path).decode("utf-8")
     except OSError as error:
@@ -225,7 +225,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_rows(path: Path, *keys: str) -> list[tuple[str, list[str]]]:
-    """Location of each line of JSONL, or row of Parquet, and its texts under ``keys``, without blank lines."""
+    """(location, texts of ``keys``) of each row of a Parquet file or non-blank line of a JSONL file."""
     kind = "parquet" if uncompressed(path).suffix == ".parquet" else "jsonl"
     rows = [
         (where, FORMATS[kind].texts(where, line, keys))
@@ -240,7 +240,7 @@ def _read_rows(path: Path, *keys: str) -> list[tuple[str, list[str]]]:
 
 
 def _tokens_of_data_set(prefix: Path, vocab_size: int) -> np.ndarray:
-    """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx`` in a row, by memory map: integers [n]."""
+    """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx``, concatenated, as a memory map: integers [n]."""
     dataset = IndexedDataset(prefix)
     tokens = dataset.span(0, dataset.num_tokens)
     if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
@@ -259,7 +259,7 @@ def _tokenize(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _total(scores: Scores) -> float:
-    """Loss of all samples, in nats, independent of their order. Raises NumericsError if it is not finite."""
+    """Sum of the losses of all samples, in nats, independent of their order. Raises NumericsError if not finite."""
     nll = math.fsum(scores.nll)
     if not math.isfinite(nll):
         bad = int(np.argmin(np.isfinite(scores.nll)))
@@ -285,7 +285,7 @@ _SPACED = (
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
 _ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
-"""Pairs whose inner blanks are removed."""
+"""Brackets and quotes, inside which leading and trailing blanks are removed."""
 _REST = (
     ("= = = =", "===="), ("= = =", "==="), ("= =", "=="),
     (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
@@ -305,5 +305,5 @@ def detokenize_wikitext(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Words of WikiText's tokenized text, which normalize perplexity: split at blanks only, so line ends count."""
+    """Number of words of a tokenized WikiText text, for its perplexity: it is split at blanks, not at line ends."""
     return len(text.strip().split(" "))

@@ -1,4 +1,4 @@
-"""Questions about images: answers by greedy decoding, or the most likely of given choices."""
+"""Visual question answering, by greedy decoding or by the most likely of given choices. No torch here."""
 
 import string
 from collections import Counter
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from megatron.tools.evaluation.scoring import ForwardModel
 
 VQA = "VQA"
-"""Name of the task."""
+"""Name of the evaluation task."""
 _FORM = '{"image": "a.png", "question": "...", "answer": "..."}'
 
 
 @dataclass(frozen=True)
 class Question:
-    """A line of the file."""
+    """A question of the file."""
 
     record: Mapping[str, Any]
     prompt: ImagePrompt
     answers: tuple[str, ...]
-    """Each of them is right."""
+    """All correct answers."""
     choices: tuple[tuple[int, ...], ...]
-    """Tokens of the answers to choose from; empty if any text can be the answer."""
+    """Tokens of each choice; empty for an open question."""
 
 
 def read_questions(path: Path, chat: ChatPrompts, images: ImageReader, limits: StoppingCriteria) -> list[Question]:
-    """The questions of a file of JSONL: ``image``, ``question``, ``answer``, and ``choices`` if there are any.
+    """Read questions from a JSONL file with ``image``, ``question``, ``answer``, and optional ``choices``.
 
-    Images are files in the folder of the file. Raises DataError for a line that is wrong, or too long for ``limits``.
+    Image paths are relative to the file's folder. Raises DataError for an invalid line, or one too long for ``limits``.
     """
     try:
         lines = numbered(str(path), read_bytes(path).decode("utf-8"))
@@ -65,12 +65,12 @@ def _question(record: Any, chat: ChatPrompts, images: ImageReader, limits: Stopp
         raise DataError('no "answer", or one that is none of the "choices"')
     messages = [{"role": "user", "content": images.marked(record["question"], record)}]
     prompt = images.tokens(chat.text(messages), record, chat.tokenize)
-    of_choices = tuple(tuple(chat.tokenize(chat.answer(messages, choice))) for choice in choices)
-    for choice in of_choices:
-        check_placeholders(choice, 0, images.model)
-    longest = max(map(len, of_choices), default=0)
+    choice_tokens = tuple(tuple(chat.tokenize(chat.answer(messages, choice))) for choice in choices)
+    for tokens in choice_tokens:
+        check_placeholders(tokens, 0, images.model)
+    longest = max(map(len, choice_tokens), default=0)
     checked_length(prompt, replace(limits, new_tokens=longest) if longest else limits)
-    return Question(record, prompt, answers, of_choices)
+    return Question(record, prompt, answers, choice_tokens)
 
 
 def _texts(record: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -91,14 +91,14 @@ def predict(
     report: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
     """The model's answer to each question, on every rank; replicas of the model share the questions."""
-    chosen = iter(_most_likely(model, [one for one in questions if one.choices], batch_size, report))
-    written = iter(
-        _generated(model, tokenizer, [one for one in questions if not one.choices], limits, batch_size, report)
-    )
-    return [next(chosen) if one.choices else next(written) for one in questions]
+    multiple_choice = [question for question in questions if question.choices]
+    open_questions = [question for question in questions if not question.choices]
+    chosen = iter(_choose(model, multiple_choice, batch_size, report))
+    generated = iter(_generate(model, tokenizer, open_questions, limits, batch_size, report))
+    return [next(chosen) if question.choices else next(generated) for question in questions]
 
 
-def _most_likely(
+def _choose(
     model: "ForwardModel", questions: Sequence[Question], batch_size: int, report: Callable[[int], object]
 ) -> Iterator[str]:
     if not questions:
@@ -108,19 +108,17 @@ def _most_likely(
     size = model.config.vision_image_size
     none = np.zeros((0, size, size, 3), np.uint8)
     samples = [
-        Sample(
-            np.array([*one.prompt, *tokens]), len(tokens), (), none if one.prompt.images is None else one.prompt.images
-        )
-        for one in questions
-        for tokens in one.choices
+        Sample(np.array([*prompt, *tokens]), len(tokens), (), none if prompt.images is None else prompt.images)
+        for prompt, choices in ((question.prompt, question.choices) for question in questions)
+        for tokens in choices
     ]
     nll = iter(score(model, samples, batch_size=batch_size).nll)
-    for one in questions:
+    for question in questions:
         report(1)
-        yield _texts(one.record, "choices")[int(np.argmin([next(nll) for _ in one.choices]))]
+        yield _texts(question.record, "choices")[int(np.argmin([next(nll) for _ in question.choices]))]
 
 
-def _generated(
+def _generate(
     model: "ForwardModel",
     tokenizer: Tokenizer,
     questions: Sequence[Question],
@@ -132,31 +130,32 @@ def _generated(
 
     generator = model.generator(tokenizer)
 
-    def texts_of(batch: Sequence[int]) -> list[str]:
+    def generate(batch: Sequence[int]) -> list[str]:
         prompts = [questions[number].prompt for number in batch]
         texts = generator.complete(prompts, Sampling(greedy=True), limits)
         return [completion.text.strip() for (completion,) in texts]
 
     numbers = range(len(questions))
     batches = [numbers[begin : begin + batch_size] for begin in numbers[::batch_size]]
-    return model.texts(batches, texts_of, report)
+    return model.texts(batches, generate, report)
 
 
 def normalized(answer: str) -> str:
-    """An answer in lower case, without articles, punctuation and repeated blanks, as VQA compares answers."""
+    """An answer in lower case, without articles, punctuation and repeated blanks, as in VQA's metric."""
     words = answer.lower().translate(str.maketrans("", "", string.punctuation)).split()
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 def is_right(question: Question, answer: str) -> bool:
-    """Whether a predicted answer is one of the right ones."""
+    """Whether a predicted answer matches one of the correct answers."""
     return normalized(answer) in map(normalized, question.answers)
 
 
 def metrics(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, int | float]:
-    """Exact matches, and of comparison the accuracy of the answer that is right most often."""
+    """Accuracy by exact match, and as a baseline the accuracy of always giving the most frequent answer."""
     right = sum(map(is_right, questions, answers))
-    common = Counter(normalized(answer) for one in questions for answer in set(one.answers)).most_common(1)[0][1]
+    frequencies = Counter(normalized(answer) for question in questions for answer in set(question.answers))
+    common = frequencies.most_common(1)[0][1]
     return {
         "accuracy": right / len(questions),
         "right": right,

@@ -1,1 +1,1 @@
-"""Fine-tuning: classification of rows of text after pretraining."""
+"""Fine-tuning of BERT for text classification, such as GLUE."""

@@ -1,11 +1,11 @@
-"""Fine-tune BERT with a classifier: the training loop of the training programs, with the accuracy after each epoch.
+"""Fine-tunes BERT with a classifier head: the pretraining loop, with the accuracy after each epoch.
 
 A sample is a row of a table as tokens:
 
     [CLS] first text [SEP] second text [SEP] [PAD] ...
 
-Each epoch is shuffled by itself and has complete global batches: the rows left over are dropped, or filled up with
-empty samples of weight 0. So a sample only depends on its number, not on the layout.
+Each epoch has its own shuffle and complete global batches: remaining rows are dropped, or padded with empty samples of
+weight 0. So a sample only depends on its index, not on the layout.
 
 b batch, s sequence
 """
@@ -40,7 +40,7 @@ from megatron.training.trainer import Trainer
 
 
 class TokenizedRows:
-    """The rows of some tables as tokens, in memory: what ``samples`` returns is padded to ``seq_length``."""
+    """The tokenized rows of tables, in memory; ``samples`` pads them to ``seq_length``."""
 
     def __init__(
         self, tables: Sequence[Table], tokenizer: WordPieceTokenizer, classes: Sequence[str], seq_length: int
@@ -50,32 +50,34 @@ class TokenizedRows:
         self.seq_length, self._pad = seq_length, tokenizer.pad
         self._labels = np.array([numbers[row.label] for row in rows], np.int64)
         texts = [tokenizer.tokenize_batch([row.texts[part] for row in rows]) for part in range(len(rows[0].texts))]
-        framed = [_framed(parts, tokenizer, seq_length) for parts in zip(*texts, strict=True)]
-        self._tokens = [np.array(tokens, np.int32) for tokens, _ in framed]
-        self._firsts = [first for _, first in framed]
+        samples = [_with_special_tokens(parts, tokenizer, seq_length) for parts in zip(*texts, strict=True)]
+        self._tokens = [np.array(tokens, np.int32) for tokens, _ in samples]
+        self._first_lengths = [length for _, length in samples]
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def samples(self, indices: Sequence[int]) -> np.ndarray:
-        """Some rows, int64 [n, 1 + 2 * s]: label, tokens, token types; an empty sample, of label -1, for -1.
+        """The rows at ``indices``, int64 [n, 1 + 2 * s]: label, tokens, token types. Index -1 is an empty sample.
 
-        Token types are 0 and 1 for the texts, and -1 for padding.
+        Token types are 0 and 1 for the texts, and -1 for padding. The label of an empty sample is -1.
         """
         out = np.full((len(indices), 1 + 2 * self.seq_length), -1, np.int64)
         out[:, 1 : 1 + self.seq_length] = self._pad
         for row, index in zip(out, indices, strict=True):
-            tokens = self._tokens[max(index, 0)]  # an empty sample needs tokens to attend to, as no loss does to it
+            tokens = self._tokens[max(index, 0)]  # an empty sample needs some tokens to attend to
             row[0] = self._labels[index] if index >= 0 else -1
             row[1 : 1 + len(tokens)] = tokens
             types = row[1 + self.seq_length :]
             types[: len(tokens)] = 1
-            types[: self._firsts[max(index, 0)]] = 0
+            types[: self._first_lengths[max(index, 0)]] = 0
         return out
 
 
-def _framed(parts: Sequence[list[int]], tokenizer: WordPieceTokenizer, seq_length: int) -> tuple[list[int], int]:
-    """The tokens of a sample, and how many belong to its first text. The longer text is cut first, at its end."""
+def _with_special_tokens(
+    parts: Sequence[list[int]], tokenizer: WordPieceTokenizer, seq_length: int
+) -> tuple[list[int], int]:
+    """The tokens of a sample, and the number of tokens of its first text. The longer text is truncated first."""
     room = seq_length - 1 - len(parts)
     first = parts[0]
     if len(parts) == 1:
@@ -87,28 +89,28 @@ def _framed(parts: Sequence[list[int]], tokenizer: WordPieceTokenizer, seq_lengt
 
 
 class RowStream:
-    """Some rows in the order of training: epochs of ``per_epoch`` samples, each shuffled if there is a ``seed``."""
+    """The rows of the range ``within`` as epochs of ``per_epoch`` samples, each shuffled if there is a ``seed``."""
 
     def __init__(
         self, rows: TokenizedRows, within: range, *, per_epoch: int, samples: int, seed: int | None = None
     ) -> None:
         self._rows, self._within, self._per_epoch, self._samples = rows, within, per_epoch, samples
         self._seed = seed
-        self._order = lru_cache(maxsize=2)(self._order_of)
+        self._order = lru_cache(maxsize=2)(self._shuffled_rows)
 
     def __len__(self) -> int:
         return self._samples
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, as of ``TokenizedRows``."""
+        """The samples at ``indices``, as arrays of ``TokenizedRows.samples``."""
         chosen = []
         for index in indices:
-            epoch, place = divmod(index, self._per_epoch)
+            epoch, position = divmod(index, self._per_epoch)
             order = self._order(epoch)
-            chosen.append(int(order[place]) if place < len(order) else -1)
+            chosen.append(int(order[position]) if position < len(order) else -1)
         return self._rows.samples(chosen)
 
-    def _order_of(self, epoch: int) -> np.ndarray:
+    def _shuffled_rows(self, epoch: int) -> np.ndarray:
         rows = np.arange(self._within.start, self._within.stop)
         if self._seed is None:
             return rows
@@ -116,7 +118,7 @@ class RowStream:
 
 
 class RowIterators(DataIterators):
-    """The rows of a task and this rank's micro-batches of them, whose targets are labels [b] and weights [b]."""
+    """Data iterators over the rows of a task. The targets of a micro-batch are labels [b] and weights [b]."""
 
     def __init__(
         self, run: RunConfig, layout: ParallelLayout, task: TaskRun, skipped_samples: Sequence[range] = ()
@@ -126,17 +128,17 @@ class RowIterators(DataIterators):
             self._training, self._validation = (
                 _tokenized(tables, run) if tables else None for tables in (task.training, task.validation)
             )
-        # The rows are in memory: a process that reads ahead would gain nothing.
+        # The rows are in memory, so worker processes would not help.
         super().__init__(replace(run, data=replace(run.data, num_workers=0)), layout, skipped_samples)
 
     def has(self, split: str) -> bool:
-        """Whether there are rows for validation; for a test there never are."""
+        """Whether there are rows for validation; there is no test split."""
         return split == "valid" and bool(self._task.validation)
 
     def file_batches(self, number: int) -> Iterator[Batch] | None:
-        """Micro-batches of the whole file ``number`` of validation, in its order; None if this rank reads no data.
+        """Micro-batches of all rows of validation file ``number``, in order; None if this rank reads no data.
 
-        Weights are 1, and 0 for the empty samples that complete the last of the ``global_batches(number)``.
+        Weights are 1, and 0 for the empty samples that pad the last of the ``global_batches(number)``.
         """
         if self._validation is None:
             return None
@@ -148,7 +150,7 @@ class RowIterators(DataIterators):
         return on_device(self._micro_batches(stream, train.evaluation_batches))
 
     def global_batches(self, number: int) -> int:
-        """Global batches that hold the rows of the file ``number`` of validation."""
+        """Number of global batches of validation file ``number``."""
         return -(-len(self._task.validation[number].rows) // self._run.train.global_batch_size)
 
     def _open(self) -> Datasets:
@@ -181,9 +183,9 @@ def _tokenized(tables: Sequence[Table], run: RunConfig) -> TokenizedRows:
 
 
 class EpochTrainer(Trainer):
-    """The training loop that also saves, and measures the accuracy, after each epoch.
+    """Training loop that also saves, and measures the accuracy, after each epoch.
 
-    If there is nothing to train, it measures that of the checkpoint of iteration ``evaluated``.
+    With ``evaluated`` it does not train, but measures the accuracy of the loaded checkpoint of that iteration.
     """
 
     def __init__(self, *, task: TaskRun, data: RowIterators, evaluated: int | None = None, **parts: Any) -> None:
@@ -204,7 +206,7 @@ class EpochTrainer(Trainer):
         return super().saves_after(iteration) or self._ends_epoch(iteration)
 
     def evaluate(self, iteration: int, split: str = "valid") -> None:
-        """Log the validation loss if it is due, and the accuracy after an epoch or the last iteration."""
+        """Log the validation loss every ``--eval-interval``, and the accuracy after an epoch or the last iteration."""
         if due(iteration, self.run.train.eval_interval):
             super().evaluate(iteration, split)
         if split == "valid" and (self._ends_epoch(iteration) or iteration == self.run.train.train_iters):
@@ -216,29 +218,29 @@ class EpochTrainer(Trainer):
             return
         self.progress.enter("evaluation", iteration)
         epoch = round(iteration / self.task.iterations_per_epoch, 4) if self.task.training else None
-        place = f"iteration {iteration}" if epoch is None else f"epoch {epoch:g}"
+        when = f"iteration {iteration}" if epoch is None else f"epoch {epoch:g}"
         with self.log.paused():
             correct = [self._correct(number) for number in range(len(self.task.validation))]
         rows = [len(table.rows) for table in self.task.validation]
         names = [str(table.path) for table in self.task.validation]
         if len(names) > 1:
             names, correct, rows = [*names, "overall"], [*correct, sum(correct)], [*rows, sum(rows)]
-        figures = {} if epoch is None else {"epoch": epoch}
-        figures["validation_accuracy"] = correct[-1] / rows[-1]
+        metrics = {} if epoch is None else {"epoch": epoch}
+        metrics["validation_accuracy"] = correct[-1] / rows[-1]
         for name, right, count in zip(names, correct, rows, strict=True):
-            self.log.info(f"  {place} | {name} | accuracy {right / count:.2%} ({right} of {count})")
+            self.log.info(f"  {when} | {name} | accuracy {right / count:.2%} ({right} of {count})")
             if name != names[-1]:
-                figures[f"validation_accuracy/{name}"] = right / count
-        self.log.record(iteration, figures)
+                metrics[f"validation_accuracy/{name}"] = right / count
+        self.log.record(iteration, metrics)
 
     def _ends_epoch(self, iteration: int) -> bool:
         return due(iteration, self.task.iterations_per_epoch)
 
     def _correct(self, number: int) -> int:
-        """How many rows of the table ``number`` are classified correctly; the same on every rank."""
+        """Number of correctly classified rows of validation file ``number``, on every rank."""
         batches, train, module = self.rows.file_batches(number), self.run.train, self.engine.module
         what = f"classifying {self.task.validation[number].path}"
-        loss_fn, module.loss_fn = module.loss_fn, _correct_answers  # the engine counts in place of the loss
+        loss_fn, module.loss_fn = module.loss_fn, _correct_answers  # the engine counts instead of computing the loss
         try:
             means = [
                 eval_batch(self.engine, batches, self.hooks).item()
@@ -250,7 +252,7 @@ class EpochTrainer(Trainer):
 
 
 class FineTuning(Program):
-    """Trains the classifier of a task, or with ``--epochs 0`` measures its accuracy."""
+    """Program that trains the classifier of a task, or with ``--epochs 0`` measures its accuracy."""
 
     length_flag, evaluation_flag = "--epochs", "--epochs 0"
 
@@ -274,8 +276,8 @@ class FineTuning(Program):
         return _describe(self._task, run.model.classes)
 
     def load_weights(self, engine: Engine, run: RunConfig, layout: ParallelLayout) -> Loaded:
-        found = self._pretrained
-        return Loaded(0, (load_pretrained(engine, run, layout, found),)) if found else FRESH
+        saved = self._pretrained
+        return Loaded(0, (load_pretrained(engine, run, layout, saved),)) if saved else FRESH
 
     def trainer(self, run: RunConfig, layout: ParallelLayout, skipped: Sequence[range], **parts: Any) -> "EpochTrainer":
         data = RowIterators(run, layout, self._task, skipped)
@@ -283,12 +285,12 @@ class FineTuning(Program):
 
 
 def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
-    """Train ``task`` as ``pretraining.train`` does. Returns the exit code of the process."""
+    """Train ``task`` with ``pretraining.train``. Returns the exit code of the process."""
     return train(task.run, callbacks, FineTuning(task))
 
 
 def _describe(task: TaskRun, classes: Sequence[str]) -> str:
-    """The task in lines of text."""
+    """Lines for the log about tables, labels and epochs of the task."""
     lines = [f"> task      {task.name}: {', '.join(classes)}"]
     for kind, tables in (("train", task.training), ("valid", task.validation)):
         for table in tables:
@@ -299,6 +301,6 @@ def _describe(task: TaskRun, classes: Sequence[str]) -> str:
 
 
 def _correct_answers(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-    """The sum of the weights of the samples whose largest logit is their label's; in place of the loss."""
+    """The sum of the weights of correctly classified samples; used in place of the loss."""
     labels, weights = targets
     return (weights * (logits.argmax(-1) == labels)).sum()

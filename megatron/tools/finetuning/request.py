@@ -1,4 +1,4 @@
-"""The command line of tasks/main.py: the flags of a task, and the run that trains its classifier. No torch here."""
+"""Command line of tasks/main.py: flags of a task, and the configuration of its training run. No torch here."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -19,41 +19,41 @@ from megatron.tools.command_line import ToolParser
 from megatron.tools.finetuning.tables import GLUE, Format, Table, content_hash, labels_of, read_table
 
 TSV = "TSV"
-"""The task that reads any tab-separated file, with the columns of its flags."""
+"""The task that reads any tab-separated file, with columns given by flags."""
 EVALUATION_TASKS = ("LAMBADA", "WIKITEXT", "WIKITEXT103", "PPL")
-"""Tasks of tools/evaluate.py, which trains nothing."""
+"""Tasks without training, which run tools/evaluate.py."""
 
-_OF_MODEL = (
+_MODEL_FIELDS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings",
     "layernorm_epsilon", "openai_gelu", "apply_residual_connection_post_layernorm",
 )  # fmt: skip
-_OF_DATA = ("seq_length", "tokenizer_type", "vocab_file")
+_DATA_FIELDS = ("seq_length", "tokenizer_type", "vocab_file")
 
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A task and the run that trains it."""
+    """A task and the configuration of its training run."""
 
     name: str
     training: tuple[Table, ...]
     validation: tuple[Table, ...]
     iterations_per_epoch: int
     epochs: float
-    """0: evaluate, and train nothing."""
+    """0 only evaluates."""
     run: RunConfig
     pretrained: str | None
-    """Folder of the checkpoint of BERT that the run starts from; None for random weights."""
+    """Folder of the pretrained BERT checkpoint to start from; None for random weights."""
     warnings: tuple[str, ...]
-    """Provided settings that have no effect."""
+    """Warnings about given settings that have no effect."""
 
     def pretraining(self, run: RunConfig) -> RunConfig:
-        """``run`` as if it were BERT, loading the weights of ``pretrained``; what ``select_checkpoint`` needs."""
+        """``run`` changed to the BERT architecture, loading ``pretrained``, as an argument of ``select_checkpoint``."""
         checkpoint = replace(run.checkpoint, load=self.pretrained, save=None, auto_resume=False, finetune=True)
         return replace(run, checkpoint=checkpoint, model=replace(run.model, architecture=BERT.name, classes=()))
 
 
 def build_parser(description: str) -> ToolParser:
-    """The flags of a task. All other flags belong to a training program."""
+    """The parser of the flags of a task. All other flags are flags of training programs."""
     parser = ToolParser(description)
     parser.usage = "%(prog)s --task NAME --train-data FILE ... --valid-data FILE ... --epochs N [flags of training]"
     add = parser.add_argument
@@ -79,23 +79,23 @@ def build_parser(description: str) -> ToolParser:
     return parser
 
 
-def read_task(args: argparse.Namespace, words: Sequence[str], environ: Mapping[str, str]) -> TaskRun:
-    """The task and its run, from the flags of ``build_parser`` and the ``words`` that it left.
+def read_task(args: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> TaskRun:
+    """The task and its run, from the parsed ``args`` of ``build_parser`` and the remaining ``flags`` of training.
 
-    Sizes and tokenizer that ``words`` do not give come from the checkpoint that is loaded.
+    Model sizes and tokenizer default to those of the checkpoint to load.
 
     Raises:
-        ConfigError: with a line for each flag that is wrong, missing or contradicts another.
-        DataError: a table is wrong; the message names file and line.
+        ConfigError: with a line for each flag that is invalid, missing or contradicts another.
+        DataError: a table is invalid; the message names file and line.
         CheckpointError: the checkpoint is missing or broken.
     """
     form = _format(args)
-    saved, words = _with_checkpoint(args, words)
-    given, _, _ = read_flags(words, CLASSIFIER)
+    saved, flags = _with_checkpoint(args, flags)
+    given, _, _ = read_flags(flags, CLASSIFIER)
     _check_length(args, given)
-    if args.epochs == 0:  # weights are all that is loaded
-        words += ["--finetune", *([] if "lr" in given else ["--lr", "1"])]
-    first = parse_run([*words, *_iterations(given, 1)], environ, CLASSIFIER)  # for its batch size
+    if args.epochs == 0:  # load only weights
+        flags += ["--finetune", *([] if "lr" in given else ["--lr", "1"])]
+    first = parse_run([*flags, *_iterations(given, 1)], environ, CLASSIFIER)  # for its batch size
     paths = (args.train_data if args.epochs != 0 else []), args.valid_data
     training, validation = (tuple(read_table(path, form) for path in each) for each in paths)
     classes = form.labels or (tuple(saved.model["classes"]) if saved else ()) or labels_of(training)
@@ -104,7 +104,7 @@ def read_task(args: argparse.Namespace, words: Sequence[str], environ: Mapping[s
     for table in (*training, *validation):
         table.check_labels(classes)
     per_epoch = _iterations_per_epoch(training, first.train.global_batch_size, args.keep_last)
-    parsed = read_run([*words, *_iterations(given, max((args.epochs or 0) * per_epoch, 1))], environ, CLASSIFIER)
+    parsed = read_run([*flags, *_iterations(given, max((args.epochs or 0) * per_epoch, 1))], environ, CLASSIFIER)
     run = parsed.checked()
     epochs = run.train.train_iters / per_epoch if args.epochs is None else args.epochs
     model = replace(run.model, classes=classes)
@@ -141,9 +141,9 @@ def _format(args: argparse.Namespace) -> Format:
     return Format(texts, args.label_column or "label", labels, has_header=not args.no_header)
 
 
-def _with_checkpoint(args: argparse.Namespace, words: Sequence[str]) -> tuple[SavedRun | None, list[str]]:
-    """The checkpoint that the model is loaded from, if any, and ``words`` with its sizes and its tokenizer."""
-    given, problems, _ = read_flags(words, CLASSIFIER)
+def _with_checkpoint(args: argparse.Namespace, flags: Sequence[str]) -> tuple[SavedRun | None, list[str]]:
+    """The checkpoint to load, if any, and ``flags`` completed with its model sizes and tokenizer."""
+    given, problems, _ = read_flags(flags, CLASSIFIER)
     if problems:
         raise ConfigError(problems)
     load, pretrained = given["load"].value if "load" in given else None, args.pretrained_checkpoint
@@ -153,23 +153,23 @@ def _with_checkpoint(args: argparse.Namespace, words: Sequence[str]) -> tuple[Sa
             problem = "no checkpoint there; name a folder that contains one"
             raise CheckpointError(f"--pretrained-checkpoint {pretrained}: {problem}")
         saved = newest(pretrained)
-        if (found := saved.model["architecture"]) != BERT.name:
-            problem = f"is a {found} model: name one of {BERT.program}"
+        if (architecture := saved.model["architecture"]) != BERT.name:
+            problem = f"is a {architecture} model: name one of {BERT.program}"
             raise CheckpointError(f"--pretrained-checkpoint {pretrained} {problem}")
     if saved is None:
-        return None, list(words)
-    values: dict[str, Any] = {name: saved.model.get(name) for name in _OF_MODEL}
-    values |= {name: saved.config["data"].get(name) for name in _OF_DATA}
-    filled = list(words)
+        return None, list(flags)
+    values: dict[str, Any] = {name: saved.model.get(name) for name in _MODEL_FIELDS}
+    values |= {name: saved.config["data"].get(name) for name in _DATA_FIELDS}
+    completed = list(flags)
     for name, value in values.items():
         if name not in given and value and not (name == "vocab_file" and "tokenizer_model" in given):
             flag = flag_name(flag_fields()[name])
-            filled += [flag] if value is True else [flag, str(value)]
-    return saved, filled
+            completed += [flag] if value is True else [flag, str(value)]
+    return saved, completed
 
 
 def _check_length(args: argparse.Namespace, given: Mapping[str, Provided]) -> None:
-    """Check that the length of training is given once, and the tables that it needs."""
+    """Check that the length of training is given exactly once, and that the required tables are given."""
     length = next((given[name].source for name in ("train_iters", "train_samples") if name in given), None)
     epochs = args.epochs
     rules = (
@@ -191,7 +191,7 @@ def _check_length(args: argparse.Namespace, given: Mapping[str, Provided]) -> No
 
 
 def _iterations(given: Mapping[str, Provided], iterations: int) -> list[str]:
-    """The words that set the length of the run, unless it is given."""
+    """``--train-iters iterations``, unless the length of the run is given."""
     return [] if {"train_iters", "train_samples"} & given.keys() else ["--train-iters", str(iterations)]
 
 

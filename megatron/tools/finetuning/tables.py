@@ -1,6 +1,6 @@
 """Tables of labeled text: the files of GLUE (Wang et al., 2018), and other tab-separated files. No torch here.
 
-A line is a row, and a tab ends a column; there is no quoting. A row has one text or a pair of texts, and a label.
+Each line is a row, columns are separated by tabs, without quoting. A row has one text or a pair of texts, and a label.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,16 +15,16 @@ from megatron.common.reading import read_bytes, read_lines, regular
 
 @dataclass(frozen=True)
 class Format:
-    """Where a table has its texts and labels. A column is a name in the header, or its number, counted from 1."""
+    """The columns of texts and labels in a table. A column is a name in the header, or a number, counted from 1."""
 
     texts: tuple[str, ...]
     """One column, or two for a pair."""
     label: str
     labels: tuple[str, ...] = ()
-    """Every label, in the order of the classes; without any, the labels of the training rows, sorted."""
+    """All labels, in the order of the classes; by default the sorted labels of the training rows."""
     has_header: bool = True
     skips_broken_rows: bool = False
-    """Whether rows with another number of columns are skipped, as in files that were published with some."""
+    """Whether to skip rows with a wrong number of columns, which some published files contain."""
 
 
 GLUE = {
@@ -37,7 +37,7 @@ GLUE = {
     "SST-2": Format(("sentence",), "label", ("0", "1")),
     "WNLI": Format(("sentence1", "sentence2"), "label", ("0", "1")),
 }
-"""The classification tasks of GLUE, with the classes in the order of Megatron-LM."""
+"""The classification tasks of GLUE, with the same order of classes as Megatron-LM."""
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     texts: tuple[str, ...]
     label: str
     line: int
-    """Its line in the file, counted from 1."""
+    """Line number in the file, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Table:
     path: Path
     rows: Sequence[Row]
     skipped: int
-    """Rows that were skipped, as they have another number of columns."""
+    """Number of skipped rows, with a wrong number of columns or an empty text."""
 
     def check_labels(self, labels: Sequence[str]) -> None:
-        """Raises DataError with the first row whose label is none of ``labels``."""
+        """Raise DataError with the first row whose label is not in ``labels``."""
         known = set(labels)
         for row in self.rows:
             if row.label not in known:
@@ -71,7 +71,7 @@ class Table:
 
 
 def read_table(path: Path, form: Format) -> Table:
-    """The rows of ``path``.
+    """Read the rows of ``path``.
 
     Raises DataError with file and line if it cannot be read, a column is missing or a text is empty.
     """
@@ -83,12 +83,12 @@ def read_table(path: Path, form: Format) -> Table:
             raise DataError(f"{path}: the file is empty; a table has a header and a row on each line")
         header = first[1].split("\t")
     rows: list[Row] = []
-    skipped, width, places = 0, 0, tuple[int, ...]()
+    skipped, width, indices = 0, 0, tuple[int, ...]()
     for number, line in lines:
         columns = line.split("\t")
         if not width:
             width = len(header or columns)
-            places = tuple(_place(column, header, width, path) for column in (*form.texts, form.label))
+            indices = tuple(_column_index(column, header, width, path) for column in (*form.texts, form.label))
         if len(columns) != width:
             if form.skips_broken_rows:
                 skipped += 1
@@ -97,7 +97,7 @@ def read_table(path: Path, form: Format) -> Table:
                 f"{path}:{number}: {counted(len(columns), 'column')}, where "
                 f"{'the header' if header else 'the first row'} has {width}; columns are separated by tabs"
             )
-        *texts, label = (columns[place].strip() for place in places)
+        *texts, label = (columns[index].strip() for index in indices)
         if all(texts):
             rows.append(Row(tuple(texts), label, number))
         elif form.skips_broken_rows:
@@ -111,10 +111,10 @@ def read_table(path: Path, form: Format) -> Table:
 
 
 def labels_of(tables: Iterable[Table]) -> tuple[str, ...]:
-    """All labels of ``tables``, sorted; numbers as numbers."""
-    found = {row.label for table in tables for row in table.rows}
-    are_numbers = all(label.isdecimal() and len(label) < 20 for label in found)
-    return tuple(sorted(found, key=int if are_numbers else None))
+    """All labels of ``tables``, sorted; numerically if all are numbers."""
+    labels = {row.label for table in tables for row in table.rows}
+    are_numbers = all(label.isdecimal() and len(label) < 20 for label in labels)
+    return tuple(sorted(labels, key=int if are_numbers else None))
 
 
 def content_hash(paths: Iterable[Path]) -> str:
@@ -126,7 +126,7 @@ def content_hash(paths: Iterable[Path]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of ``path`` that are not blank, with their numbers."""
+    """(number, text) of each non-blank line of ``path``."""
     number = 0
     try:
         with open(path, "rb", opener=regular) as file:
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path}: {error} after line {number}") from None
 
 
-def _place(column: str, header: Sequence[str] | None, width: int, path: Path) -> int:
+def _column_index(column: str, header: Sequence[str] | None, width: int, path: Path) -> int:
     """The index of ``column`` in a row."""
     if header is not None and column in header:
         if header.count(column) > 1:
