@@ -77,7 +77,8 @@ def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with open(path, "rb", opener=regular) as file:
             for number, line in enumerate(read_lines(file), start=1):
-                if line.strip() and line.endswith((b"\n", b"}")):  # skip a line cut off by a kill
+                is_cut_off = line.startswith(b'{"iteration": ') and not line.endswith((b"\n", b"}"))  # by a kill
+                if line.strip() and not is_cut_off:
                     yield f"{path}:{number}", _parsed_line(f"{path}:{number}", line.decode())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
