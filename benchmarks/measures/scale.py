@@ -44,7 +44,7 @@ from megatron.checkpoint.collective_errors import gathered
 from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.cli import parse_run
-from megatron.common.checkpoint_folders import make_subfolder, placed
+from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
 from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import build_datasets
@@ -286,7 +286,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
     records = {file.name: files.record_of(file) for file in path.iterdir()}
     folders = Counter({path: len(records)})
     for name in names:
-        file = placed(path / name, world)
+        file = rank_file_path(path / name, world)
         make_subfolder(file, path)
         file.write_bytes(name.encode())
         records[file.relative_to(path).as_posix()] = files.record_of(file)

@@ -20,7 +20,7 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import check_share_of_copies, form_errors, read_rank_files
 from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.checkpoint.tracker import resolve
-from megatron.common.checkpoint_folders import located
+from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import optimizer_name
@@ -61,7 +61,7 @@ def check_share(saved: SavedRun, manifest: Manifest) -> None:
 
 def rng_file(tag_folder: Path, rank: int) -> Path:
     """The file with the random number states of global rank ``rank``."""
-    return located(tag_folder / f"rng_state_{rank:05d}.pt")
+    return existing_rank_file(tag_folder / f"rng_state_{rank:05d}.pt")
 
 
 def random_states() -> dict[str, Any]:

@@ -36,7 +36,7 @@ from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.run_file import SavedLayout, SavedRun
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
 from megatron.checkpoint.tensor_files import read_file
-from megatron.common.checkpoint_folders import located
+from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 from megatron.engines.state import parameter_states
@@ -301,13 +301,13 @@ def model_file(folder: Path, layout: SavedLayout, mp_rank: int, zero_rank: int =
     At ZeRO 3 each data-parallel rank has one.
     """
     prefix = f"zero_pp_rank_{zero_rank}_" if layout.zero_stage == 3 else ""
-    return located(folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt")
+    return existing_rank_file(folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt")
 
 
 def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: int) -> Path:
     """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
     prefix = "bf16_" if layout.precision == "bf16" else ""
-    return located(folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+    return existing_rank_file(folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
 
 
 def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
@@ -333,7 +333,7 @@ def is_flat(value: Any) -> bool:
 
 def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
     """The file of one rank of an expert group."""
-    return located(folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt")
+    return existing_rank_file(folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt")
 
 
 def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[Path, dict[str, State]] | None:

@@ -30,7 +30,7 @@ from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import with_identity, write_file
-from megatron.common.checkpoint_folders import make_subfolder, placed
+from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import ModelConfig, RunConfig
 from megatron.engines.state import optimizer_name, parameter_shapes, save_state
@@ -162,7 +162,7 @@ class Checkpointer:
 
         on_rank_0(begin)
         files = self.collect(iteration, skipped_samples, path, self._files)
-        files = [(placed(file, dist.get_world_size()), content) for file, content in files]
+        files = [(rank_file_path(file, dist.get_world_size()), content) for file, content in files]
 
         def checked(sizes: list[int]) -> int:
             check_disk_space(folder, f"--save {folder}: {what}", sum(sizes))

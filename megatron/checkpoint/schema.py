@@ -19,7 +19,7 @@ from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ran
 from megatron.checkpoint.files import gone
 from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, numbered_state
 from megatron.checkpoint.run_file import SavedRun
-from megatron.common.checkpoint_folders import located
+from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError, first_line
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
 
@@ -150,7 +150,7 @@ def read_rank_files(
         steps: set[int | None] = set()
         skipped = 0
         for file, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
-            with form_errors(path := located(file)):
+            with form_errors(path := existing_rank_file(file)):
                 contents[path.name] = found = engine.checkpoint_engine.load(str(path))
                 if "module" in found:
                     skipped = _check_counts(engine, path, found, saved, progress=progress)

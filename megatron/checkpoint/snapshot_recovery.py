@@ -23,7 +23,7 @@ from megatron.checkpoint.snapshot_files import (
     snapshot_folder,
     this_host,
 )
-from megatron.common.checkpoint_folders import make_subfolder, placed
+from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 
@@ -126,7 +126,7 @@ def _write(shards: Sequence[Shard], path: Path) -> tuple[dict[str, Record], dict
     broken: dict[Place, str] = {}
     for shard in shards:
         for name, (_, digest) in shard.files.items():
-            file = placed(path / name, shard.ranks)
+            file = rank_file_path(path / name, shard.ranks)
             make_subfolder(file, path)
             record = records[file.relative_to(path).as_posix()] = copy_file(Path(shard.folder) / name, file)
             if record.xxh128 != digest:

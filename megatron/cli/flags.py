@@ -17,7 +17,7 @@ from megatron.cli.parser import SETTINGS_FILE, build_parser
 from megatron.cli.presets import PRESETS, preset_arguments
 from megatron.cli.provided import Provided
 from megatron.common.errors import ConfigError
-from megatron.common.reading import unreadable_words
+from megatron.common.reading import unreadable_arguments
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name, flag_of
 from megatron.config.model import ModelConfig
@@ -111,7 +111,7 @@ def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict
 
 def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[Layer]:
     """The layers, first to last. Raises ConfigError if the settings file cannot be read."""
-    if unreadable := unreadable_words(argv):
+    if unreadable := unreadable_arguments(argv):
         raise ConfigError(unreadable)
     parser = build_parser(architecture)
     command_line = read_layer(group(argv), parser, architecture)

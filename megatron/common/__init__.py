@@ -1,1 +1,1 @@
-"""What every package may use: errors, environment variables, files and processes. No torch here."""
+"""Helpers for all packages: errors, environment variables, files and processes. No torch here."""

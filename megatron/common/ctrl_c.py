@@ -1,6 +1,6 @@
-"""Import this first in a program: Ctrl-C during its other imports ends it at once, without a traceback.
+"""Imported first in a program, makes Ctrl-C during later imports end it at once, without a traceback.
 
-Where the program is only imported, as by a notebook or by pytest, Ctrl-C is left as it is.
+If the program is only imported, as by a notebook or by pytest, Ctrl-C is not changed.
 """
 
 import signal

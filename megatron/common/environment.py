@@ -1,4 +1,4 @@
-"""The launcher's environment variables: number of processes, ranks, and the accelerator of this host."""
+"""Reads the launcher's environment variables, such as number of processes and ranks, and detects the accelerator."""
 
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -8,7 +8,7 @@ from megatron.common.errors import ConfigError, first_line
 
 _SIZES = (
     ("WORLD_SIZE", ()),  # deepspeed, torchrun
-    # A size counts only with a rank: inside an allocation, Slurm also sets one for a process without srun.
+    # Valid only together with a rank: inside an allocation, Slurm also sets a size for a process without srun.
     ("OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
     ("PMI_SIZE", ("PMI_RANK",)),
     ("SLURM_NTASKS", ("SLURM_PROCID", "SLURM_STEP_ID")),
@@ -21,12 +21,12 @@ _START = "start with deepspeed, torchrun, mpirun or srun"
 
 
 def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
-    """Make a task of srun a rank: set torchrun's variables from Slurm's, unless another launcher has set a rank.
+    """Set torchrun's variables from Slurm's for a task of srun, unless another launcher has set a rank.
 
     The rendezvous is on the first host of the step, unless MASTER_ADDR is set. Slurm writes the hosts as in
     ``gpu[07,09-10]-ib,big1`` and their numbers of tasks as in ``8(x2),4``.
 
-    Raises ConfigError if its variables are not as srun sets them.
+    Raises ConfigError if Slurm's variables are not as srun sets them.
     """
     try:
         _adopt_slurm_task(environ)
@@ -38,28 +38,28 @@ def adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
 
 
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
-"""Tasks of a host, or of each of several."""
+"""Number of tasks on a host, or on each of several hosts."""
 
 
 def _adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     if "SLURM_STEP_ID" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
         return
-    if "SLURM_PTY_PORT" in environ:  # the shell of srun --pty, whose other tasks start no program
+    if "SLURM_PTY_PORT" in environ:  # the shell of srun --pty: its other tasks start no program
         environ.setdefault("WORLD_SIZE", "1")
         return
     number, size = environ["SLURM_PROCID"], environ["SLURM_NTASKS"]
-    of_mpirun = (environ.get("PMI_RANK", number), environ.get("PMI_SIZE", size)) != (number, size)
-    if of_mpirun or "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ:
+    is_mpirun = (environ.get("PMI_RANK", number), environ.get("PMI_SIZE", size)) != (number, size)
+    if is_mpirun or "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ:
         return
     listed, node = environ["SLURM_STEP_TASKS_PER_NODE"], environ["SLURM_NODEID"]
     tasks = [_TASKS.fullmatch(part) for part in listed.split(",")]
     if not (all(tasks) and re.fullmatch("[0-9]{1,6}", node)):
         raise ValueError(f"host {node} of SLURM_STEP_TASKS_PER_NODE={listed}")
-    of_hosts = [part[1] for part in tasks if part for _ in range(int(part[2] or 1))]
+    tasks_per_host = [part[1] for part in tasks if part for _ in range(int(part[2] or 1))]
     first = re.split(r",(?![^[]*\])", environ["SLURM_STEP_NODELIST"])[0]
     port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # two jobs may share a host
-    of_host = of_hosts[int(node)]
-    environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size, LOCAL_WORLD_SIZE=of_host)
+    local_size = tasks_per_host[int(node)]
+    environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size, LOCAL_WORLD_SIZE=local_size)
     environ.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]", r"\1", first))
     environ.setdefault("MASTER_PORT", str(port))
 
@@ -67,7 +67,7 @@ def _adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
 def world_size(environ: Mapping[str, str]) -> int:
     """Number of processes of the run, as set by deepspeed, torchrun, mpirun or srun; 1 without a launcher.
 
-    Raises ConfigError if the variable is not a positive whole number.
+    Raises ConfigError if the variable is not a positive integer.
     """
     for variable, companions in _SIZES:
         if variable in environ and all(name in environ for name in companions):
@@ -76,14 +76,14 @@ def world_size(environ: Mapping[str, str]) -> int:
 
 
 def rank(environ: Mapping[str, str]) -> int | None:
-    """The global rank of this process; None without a launcher. Raises ConfigError if it is not a whole number."""
+    """The global rank of this process; None without a launcher. Raises ConfigError if it is not an integer."""
     return _first(environ, _RANKS, minimum=0)
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
     """The local rank of this process on its host; None if no launcher sets it.
 
-    Raises ConfigError if the variable is not a whole number.
+    Raises ConfigError if the variable is not an integer.
     """
     return _first(environ, _LOCAL_RANKS, minimum=0)
 
@@ -91,7 +91,7 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 def ranks_on_host(environ: Mapping[str, str]) -> int | None:
     """Number of processes of the run on this host; None if no launcher sets it.
 
-    Raises ConfigError if the variable is not a positive whole number.
+    Raises ConfigError if the variable is not a positive integer.
     """
     return _first(environ, _LOCAL_SIZES, minimum=1)
 
@@ -100,10 +100,9 @@ _MOST_THREADS = 1024
 
 
 def threads_per_rank(environ: Mapping[str, str]) -> int | None:
-    """The value of OMP_NUM_THREADS, of a list the first; None if it is not set.
+    """The value of OMP_NUM_THREADS, the first one of a list; None if it is not set.
 
-    Raises ConfigError if it is not a whole number from 1 to 1024. OpenMP would ignore such a value or start as many
-    threads.
+    Raises ConfigError if it is not an integer from 1 to 1024: OpenMP would ignore the value, or start too many threads.
     """
     text = environ.get("OMP_NUM_THREADS", "").strip()
     if not text:
@@ -130,7 +129,7 @@ def check_place(environ: Mapping[str, str]) -> None:
 
     Raises:
         ConfigError: a world size without a rank, a rank beyond the last one, a rank without the rendezvous address,
-            or one process in place of the several that ``accelerate launch`` was asked for.
+            or one process although ``accelerate launch`` was asked for several.
     """
     size, number = world_size(environ), rank(environ)
     if number is None and "MASTER_ADDR" in environ and _on_cpu_by_accelerate(environ):
@@ -144,14 +143,14 @@ def check_place(environ: Mapping[str, str]) -> None:
         )
     if number is not None and number >= size:
         raise ConfigError(f"the environment sets rank {number} of {size} processes, counted from 0: {_START}")
-    local, of_host = local_rank(environ), ranks_on_host(environ) or size
-    if local is not None and local >= of_host:
+    local, local_size = local_rank(environ), ranks_on_host(environ) or size
+    if local is not None and local >= local_size:
         raise ConfigError(
-            f"the environment sets local rank {local} of {of_host} on this host, counted from 0: {_START}"
+            f"the environment sets local rank {local} of {local_size} on this host, counted from 0: {_START}"
         )
-    if "DEEPSPEED_TIMEOUT" in environ:  # which DeepSpeed reads when it is imported
+    if "DEEPSPEED_TIMEOUT" in environ:  # DeepSpeed reads it when it is imported
         _number(environ, "DEEPSPEED_TIMEOUT", minimum=1)
-    # Under mpirun DeepSpeed gets the rest from MPI.
+    # Under mpirun, which does not set RANK, DeepSpeed gets these variables from MPI.
     if "RANK" in environ:
         missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
         if missing:
@@ -181,19 +180,19 @@ ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa"
 
 
 _WSL_LIBRARIES = Path("/usr/lib/wsl/lib"), Path("/usr/lib/x86_64-linux-gnu")
-"""Where Windows' driver puts its library: under WSL2, and in a container there."""
+"""Folders where the Windows driver puts CUDA's library: under WSL2, and in a container under WSL2."""
 
 
 def expected_device(
     environ: Mapping[str, str], dev: Path = Path("/dev"), libraries: Sequence[Path] = _WSL_LIBRARIES
 ) -> str:
-    """The accelerator that DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or that of DS_ACCELERATOR.
+    """The accelerator that DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or the value of DS_ACCELERATOR.
 
     Args:
         environ: the process's environment.
-        dev: folder of device files. An NVIDIA GPU shows as ``nvidia0``, ..., an AMD one as ``kfd``. Under WSL2
-            ``dxg`` stands for GPUs of any maker.
-        libraries: folders of which one has CUDA's library if one of those is NVIDIA's.
+        dev: folder of device files: ``nvidia0``, ... for NVIDIA GPUs, ``kfd`` for AMD GPUs, and under WSL2 ``dxg`` for
+            GPUs of any vendor.
+        libraries: under WSL2, folders in which CUDA's library shows that there is an NVIDIA GPU.
 
     Raises:
         ConfigError: DS_ACCELERATOR is unknown.

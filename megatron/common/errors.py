@@ -1,4 +1,4 @@
-"""Errors caused by the user or the environment: one class per exit code, one line per cause."""
+"""Errors caused by the user or the environment, with a class for each exit code, and helpers for messages."""
 
 import difflib
 import errno
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 class UserError(Exception):
     """An error that the user can fix. The message says what is wrong, where, and what to do.
 
-    Raised with one message, or with several if several things are wrong, each of one line. The entry points print
-    each message on its own line, without a traceback, and exit with ``exit_code``.
+    It has a one-line message for each thing that is wrong. Entry points print each message on its own line, without a
+    traceback, and exit with ``exit_code``.
     """
 
     exit_code = 2
     on_every_rank = False
-    """Whether all ranks raise the same error, so that one of them prints it for all."""
+    """Whether all ranks raise the same error, so that only one of them prints it."""
     only_here = False
-    """Whether no other process of this host prints it, although the ranks have not joined yet."""
+    """Whether only this process of the host raises the error, and prints it even before the ranks have joined."""
 
     def __init__(self, messages: str | Iterable[str]):
         lines = [messages] if isinstance(messages, str) else [*messages]
@@ -63,24 +63,24 @@ class ResourceError(UserError):
 
 
 _MOST = 100
-"""Messages of an error; a hostile file may be wrong in thousands of places."""
+"""Maximum number of messages in an error: a hostile file may be wrong in thousands of places."""
 _LONGEST = 900
-"""Characters of a message, of which names and values of hostile files may be any part."""
+"""Maximum characters of a message, which may contain names and values of hostile files."""
 
 
 def one_line(text: str) -> str:
-    """``text`` with escapes for line ends and other characters that do not print, as in the names of hostile files."""
+    """``text`` on one line: shortened, with escapes for unprintable characters, such as in names of hostile files."""
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
     return text if text.isprintable() else escaped(text)
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """``text`` with escapes for the characters that do not print, but for ``kept``."""
+    """``text`` with escapes for unprintable characters, except for those in ``kept``."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def shown(value: object) -> str:
-    """A value for messages, of which a long one is cut off."""
+    """The repr of a value for messages, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
@@ -91,13 +91,13 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host has refused an allocation; torch, whose error it may be, is not imported."""
-    is_torchs = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, MemoryError) or is_torchs or "can't allocate memory" in str(error)
+    """Whether the host or the device is out of memory. Recognizes torch's error without importing torch."""
+    is_torch_error = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or is_torch_error or "can't allocate memory" in str(error)
 
 
 def unusable_path(error: BaseException) -> str | None:
-    """A message about a path that is too long, or in a folder that may not be entered; None for another error."""
+    """A message about a path that is too long or not permitted to be accessed; None for another error."""
     if not isinstance(error, OSError) or error.filename is None:
         return None
     if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
@@ -109,12 +109,12 @@ def unusable_path(error: BaseException) -> str | None:
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of ``names`` that is most similar to ``name``, or None if none is similar by ``cutoff``, from 0 to 1.
 
-    Of those that are not very similar, one with which ``name`` begins comes first: adam for adamw_torch.
+    If none is very similar, a name that is a prefix of ``name`` is preferred: adam for adamw_torch.
     """
     names = list(names)
     very_similar = difflib.get_close_matches(name, names, n=1, cutoff=max(cutoff, 0.75))
-    begun = sorted((known for known in names if len(known) > 2 and name.startswith(known)), key=len, reverse=True)
-    matches = very_similar or begun or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    prefixes = sorted((known for known in names if len(known) > 2 and name.startswith(known)), key=len, reverse=True)
+    matches = very_similar or prefixes or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -13,25 +13,25 @@ from megatron.common.errors import ConfigError
 UNFINISHED = ".partial"
 """Suffix of a file or folder that is still being written. Nothing reads it."""
 UMASK = "MEGATRON_UMASK"
-"""Environment variable: permissions withheld from new files, as three octal digits; the process's own umask also is."""
+"""Environment variable: umask for new files, as three octal digits, in addition to the umask of the process."""
 
 
 def withheld_permissions(environ: Mapping[str, str]) -> int:
-    """Permissions that no new file has: those of ``UMASK``, by default 027, which leaves 0640 and 0750 for folders.
+    """The umask for new files, from ``UMASK``; by default 027, which gives files 0640 and folders 0750.
 
-    Raises ConfigError unless the variable leaves the owner all permissions, and withholds writing from all users.
+    Raises ConfigError unless the umask leaves all permissions to the owner, and denies other users to write.
     """
     text = environ.get(UMASK) or "027"
     if not re.fullmatch("0?0[0-7][2367]", text):
         raise ConfigError(
             f"{UMASK}={text} must be 027 (files for the owner and, to read, the group), 022 (for all users to read), "
-            "007 (for the group to write, too) or 077 (for the owner alone)"
+            "007 (for the group to write, too) or 077 (for the owner only)"
         )
     return int(text, 8)
 
 
 def restrict_new_files(environ: Mapping[str, str]) -> None:
-    """Withhold permissions from every file that this process and its children create, libraries included.
+    """Apply the umask of ``UMASK`` to all files that this process, its libraries and its children create.
 
     Raises ConfigError as ``withheld_permissions``.
     """
@@ -40,28 +40,27 @@ def restrict_new_files(environ: Mapping[str, str]) -> None:
 
 
 def file_mode() -> int:
-    """Mode with which a file is created: 0640, unless ``UMASK`` says otherwise."""
+    """Mode for new files: 0640, unless ``UMASK`` is set."""
     return 0o666 & ~withheld_permissions(os.environ)
 
 
 def folder_mode() -> int:
-    """Mode with which a folder is created: 0750, unless ``UMASK`` says otherwise."""
+    """Mode for new folders: 0750, unless ``UMASK`` is set."""
     return 0o777 & ~withheld_permissions(os.environ)
 
 
 def lacks_inodes(path: Path) -> bool:
-    """Whether no new file can be made on the disk of ``path``, whatever space it has; some disks have no such limit."""
+    """Whether the file system of ``path`` has no free inodes for new files; some file systems have no limit."""
     status = os.statvfs(next(place for place in (path, *path.absolute().parents) if place.exists()))
     return status.f_files > 0 and status.f_favail == 0
 
 
 @contextmanager
 def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Iterator[IO[Any]]:
-    """A file to write, binary or UTF-8 ``text``, that replaces ``path`` when the block ends without an exception.
+    """Open a file, binary or UTF-8 ``text``, that atomically replaces ``path`` if the block ends without an exception.
 
-    If ``durable``, it is on disk by then, and so is its name. Until then, and after an exception, ``path`` is what it
-    was. If ``path`` is a symbolic link, the link is replaced, not its target. A device, such as /dev/null, is written
-    to.
+    Until then, and after an exception, ``path`` is unchanged. If ``durable``, file and name are flushed to disk. If
+    ``path`` is a symbolic link, the link is replaced, not its target. A device, such as /dev/null, is written directly.
 
     Raises:
         OSError: the file cannot be written.
@@ -88,7 +87,7 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush the entries of a folder to disk."""
     sync(path, os.O_DIRECTORY)
 
 

@@ -1,4 +1,4 @@
-"""What to do about an import that fails, because of a package or a variable, in one line instead of a traceback."""
+"""Explains failed imports, of a missing package or because of an environment variable, in one line."""
 
 import os
 import re
@@ -12,12 +12,12 @@ from megatron.common.errors import ConfigError
 
 _REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 _DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}
-"""Names by which pip knows packages, where Python has another name."""
+"""pip's names of packages whose module has another name."""
 
 
 @contextmanager
 def required_packages() -> Iterator[None]:
-    """Raises ConfigError as ``failed_import`` says instead of what an import raises."""
+    """Convert exceptions of imports in the block to a ConfigError with the message of ``failed_import``."""
     try:
         yield
     except (ModuleNotFoundError, ValueError) as error:
@@ -26,13 +26,13 @@ def required_packages() -> Iterator[None]:
         raise ConfigError(message) from None
 
 
-_REFUSED = {"_Accelerator requires": "DS_ACCELERATOR", "Invalid log settings": "TORCH_LOGS"}
-"""Texts of errors that libraries raise when they are imported, and the variable that they refuse."""
+_REJECTED_VARIABLES = {"_Accelerator requires": "DS_ACCELERATOR", "Invalid log settings": "TORCH_LOGS"}
+"""Messages of exceptions that libraries raise on import, and the environment variable that causes each."""
 
 
 def failed_import(error: BaseException) -> str | None:
-    """The package of requirements.txt that an import did not find, or the variable that it refused, and what to do."""
-    for text, variable in _REFUSED.items():
+    """A message about a missing package of requirements.txt, or a rejected variable; None for another exception."""
+    for text, variable in _REJECTED_VARIABLES.items():
         if isinstance(error, ValueError) and text in str(error):
             problem = next(line for line in str(error).splitlines() if text in line)
             return f"environment variable {variable}={os.environ.get(variable, '')}: {problem}; correct or unset it"
@@ -45,7 +45,7 @@ def failed_import(error: BaseException) -> str | None:
 
 
 def exit_without_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """``sys.excepthook`` of a tool, whose imports may fail before its ``main`` is called."""
+    """``sys.excepthook`` of a tool: explains failed imports before ``main`` is called."""
     if (message := failed_import(error)) is None:
         return sys.__excepthook__(kind, error, trace)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, and exit signals: no rank trains on without a launcher."""
+"""Exit signals and child processes: ranks end with their launcher, and helpers with the process that started them."""
 
 import ctypes
 import faulthandler
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Variables that torchrun, deepspeed and the kinds of mpirun set for their processes, and a shell does not."""
+"""Variables that only launchers set: torchrun, deepspeed and the implementations of mpirun."""
 _DEEPSPEED_RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "_deepspeed_runner.py")
-"""Names of the deepspeed command; the last is that of ``tools/launch.py``."""
+"""Names of the deepspeed command; ``tools/launch.py`` runs the last one."""
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What schedulers send before they take the machine away, and Ctrl-C."""
+"""Signals that schedulers send before they end a job, and Ctrl-C."""
 _PASSED_ON = 1.0
-"""Seconds within which a launcher has passed on what a rank has received, too."""
+"""Seconds within which a launcher forwards a signal that the rank has also received directly."""
 _CTRL_C = {signal.SIGINT, signal.SIGTERM}
-"""What a rank receives after one Ctrl-C: from the terminal, and from a launcher that received it, too."""
+"""Signals that a rank receives after one Ctrl-C: SIGINT from the terminal, and SIGTERM from its launcher."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Where the kernel offers it (Linux), end this process with the one that started it, however that ends.
+    """On Linux, let the kernel kill this process when its parent ends, for whatever reason.
 
-    ``parent`` is the other's process id, if it is known: it may have ended before this call.
+    ``parent`` is the parent's process id, if it is known: if the parent has already ended, this process exits.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -51,9 +51,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def exit_with_launcher(environ: Mapping[str, str]) -> None:
-    """End this process with the launcher that started it, if one did; a shell may end before what it started.
+    """End this process when its launcher ends, if a launcher started it; a shell may end before its children.
 
-    A launcher that is killed would otherwise leave its ranks training, with nothing to stop them.
+    Otherwise the ranks of a killed launcher would continue to train, and nothing would stop them.
     """
     if not _has_launcher(environ):
         return
@@ -67,20 +67,20 @@ def _has_launcher(environ: Mapping[str, str]) -> bool:
 
 
 def _deepspeed_runner() -> "psutil.Process | None":
-    """The deepspeed command of this host: it starts a process per host, and that one the ranks. None elsewhere."""
+    """The deepspeed command on this host, which started the parent of this rank; None if there is none."""
     import psutil
 
     with suppress(psutil.Error):
         runner = psutil.Process(psutil.Process(os.getppid()).ppid())
-        if any(os.path.basename(word) in _DEEPSPEED_RUNNERS for word in runner.cmdline()):
+        if any(os.path.basename(argument) in _DEEPSPEED_RUNNERS for argument in runner.cmdline()):
             return runner
     return None
 
 
 def _exit_after(process: "psutil.Process") -> None:
-    """Wait until ``process`` has ended, then end this one, unless a signal such as Ctrl-C has asked both to end.
+    """Wait until ``process`` has ended, then end this one, unless this one handles a signal such as Ctrl-C already.
 
-    psutil's own wait lasts until it has also been reaped.
+    Not ``psutil.Process.wait``, which also waits until the process has been reaped.
     """
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(process.pid)], [], [])
@@ -89,9 +89,9 @@ def _exit_after(process: "psutil.Process") -> None:
 
 
 def _end_interrupted_runner() -> None:
-    """End the deepspeed command before it prints a traceback: Ctrl-C interrupts it a quarter of a second later.
+    """Terminate the deepspeed command before Ctrl-C makes it print a traceback, a quarter of a second later.
 
-    Not if it handles signals itself, as it does for several hosts.
+    With several hosts it handles signals itself, and is not terminated.
     """
     runner = _deepspeed_runner()
     if runner is not None:
@@ -102,10 +102,10 @@ def _end_interrupted_runner() -> None:
 
 
 class ExitSignal:
-    """The first of ``EXIT_SIGNALS`` that this process has received since this was made; the second ends it at once.
+    """Handles ``EXIT_SIGNALS``: ``number`` is the first one received, 0 before; the second ends the process at once.
 
-    Until ``defer()`` the first one calls ``exit_at_start`` with its number, in a thread: the main thread may be inside
-    of a library, where Python handles no signal.
+    Until ``defer()`` the first one calls ``exit_at_start`` with its number, in a thread: Python calls no signal handler
+    while the main thread is inside a library.
     """
 
     def __init__(self, exit_at_start: Callable[[int], NoReturn] | None = None) -> None:
@@ -114,13 +114,13 @@ class ExitSignal:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in EXIT_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell's background processes ignore SIGINT
+            if signal.getsignal(number) != signal.SIG_IGN:  # background processes of a shell ignore SIGINT
                 signal.signal(number, self._receive)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="exit signals", daemon=True).start()
 
     def defer(self) -> None:
-        """From here on ``number`` is all that the first signal changes."""
+        """From now on the first signal only sets ``number``."""
         self._exit_at_start = None
 
     def _receive(self, number: int, _: FrameType | None) -> None:
@@ -133,8 +133,8 @@ class ExitSignal:
                 continue
             first = first if received else time.monotonic()
             is_passed_on = number not in received and {number, *received} == _CTRL_C and _has_launcher(os.environ)
-            # Slurm sends SIGTERM several times when it takes a job's hosts away, and SIGKILL when they must end.
-            # If all processes of a job receive it, the launcher passes it on besides.
+            # Slurm sends SIGTERM several times to a preempted job, and finally SIGKILL. If all processes of a job
+            # receive it, the launcher forwards it in addition.
             is_same = number in received and time.monotonic() - first < _PASSED_ON and _has_launcher(os.environ)
             is_repeated = number == signal.SIGTERM and ("SLURM_STEP_ID" in os.environ or is_same)
             is_second = bool(received) and not is_passed_on and not is_repeated
@@ -149,22 +149,22 @@ class ExitSignal:
 
 
 def has_received(handler: object) -> bool:
-    """Whether a handler of signals is that of an ``ExitSignal`` that has received one."""
+    """Whether ``handler`` belongs to an ``ExitSignal`` that has received a signal."""
     owner = getattr(handler, "__self__", None)
     return isinstance(owner, ExitSignal) and bool(owner.number)
 
 
 def ignore_exit_signals() -> None:
-    """For helper processes, which end with the process they help."""
+    """Ignore exit signals in a helper process, which ends with its parent."""
     for number in EXIT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def exit_with_parent(parent: int | None = None) -> None:
-    """End this process with the one that started it, whose id is ``parent``: it may have ended already.
+    """End this helper process with its parent, whose id is ``parent``, also if the parent has ended already.
 
-    Ctrl-C reaches every process of a terminal; only the parent handles it. A helper that outlived its parent would
-    wait for work forever and hold the parent's locks and connections open.
+    Only the parent handles Ctrl-C, which every process of a terminal receives. A helper that outlived its parent would
+    wait for work forever and keep the parent's locks and connections open.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
@@ -173,14 +173,14 @@ def exit_with_parent(parent: int | None = None) -> None:
 
 
 def failure_in_child(call: Callable[[], object], *, seconds: float, most_bytes: int) -> str | None:
-    """How ``call`` failed in a process of its own, which is silent and may die; None if it returned.
+    """Run ``call`` in a silent child process, which may crash, and return how it failed; None if it returned.
 
-    The process gets ``seconds`` and, where the system tells the size of this one, ``most_bytes`` more than that.
+    The child may run for ``seconds``, and allocate ``most_bytes`` in addition to this process's memory.
     """
-    os.environ["RUST_BACKTRACE"] = "0"  # of a panic there or, later, in this process: it takes seconds
+    os.environ["RUST_BACKTRACE"] = "0"  # the backtrace of a panic, there or later in this process, takes seconds
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which the child does not have
+        warnings.simplefilter("ignore")  # about threads, which the child does not have
         child = os.fork()
     if child == 0:
         _run_in_child(call, writer, seconds, most_bytes)
@@ -203,9 +203,9 @@ _LONGEST_FAILURE = 1000
 def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_bytes: int) -> NoReturn:
     code = 1
     try:
-        faulthandler.disable()  # it would write to a file that is open elsewhere
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+        faulthandler.disable()  # it would write to the parent's file
+        devnull = os.open(os.devnull, os.O_RDWR)
+        os.dup2(devnull, 1), os.dup2(devnull, 2)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -223,9 +223,9 @@ def _run_in_child(call: Callable[[], object], writer: int, seconds: float, most_
 
 
 def run_in_processes(steps: Sequence[Callable[[], object]], what: str) -> None:
-    """Call all ``steps``, each in a process of its own, which sees the memory of this one as it is now.
+    """Call all ``steps`` concurrently, each in a forked process, and wait for them.
 
-    What they write into mapped files is there afterwards, and nothing else. Raises ResourceError if one fails.
+    Only writes to shared memory and mapped files are kept. Raises ResourceError, naming ``what``, if a process fails.
     """
     parent, fork = os.getpid(), multiprocessing.get_context("fork")
 
@@ -236,7 +236,7 @@ def run_in_processes(steps: Sequence[Callable[[], object]], what: str) -> None:
     processes = [fork.Process(target=run, args=(step,)) for step in steps]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads, which the processes do not have
+            warnings.simplefilter("ignore")  # about threads, which the processes do not have
             for process in processes:
                 process.start()
         while running := [process.sentinel for process in processes if process.exitcode is None]:
@@ -251,7 +251,7 @@ def run_in_processes(steps: Sequence[Callable[[], object]], what: str) -> None:
 
 
 def machine_id() -> str:
-    """Identifies the boot of this host and the namespace of process ids; empty if the system does not report it."""
+    """An id of the current boot of this host and of its PID namespace; empty if the system does not report it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -259,5 +259,5 @@ def machine_id() -> str:
 
 
 def pid_namespace() -> str:
-    """A name of the set of processes that this one can see; the same for ranks that see each other."""
+    """A name of the PID namespace of this process, which is the same for ranks that see each other's processes."""
     return machine_id() or socket.gethostname()

@@ -1,4 +1,4 @@
-"""Reading files whose names and contents come from users: no FIFO, no device, and nothing larger than a limit."""
+"""Reads files of users safely: rejects FIFOs, devices, and files or lines that are larger than a limit."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ def was_read(path: Path) -> bool:
 
 
 def regular(path: str, flags: int) -> int:
-    """An ``opener`` for ``open``. Raises OSError unless ``path`` is a file: a FIFO would block, a device never end."""
+    """An ``opener`` for ``open`` that raises OSError for FIFOs, which would block, devices, and Git LFS pointers."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     _read.add(os.path.realpath(path))
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -37,7 +37,7 @@ def regular(path: str, flags: int) -> int:
     if problem:
         os.close(descriptor)
         raise OSError(errno.EINVAL, problem, path)
-    return descriptor  # ``open`` refuses folders itself
+    return descriptor  # ``open`` itself rejects folders
 
 
 def check_regular(path: str | Path) -> None:
@@ -46,7 +46,7 @@ def check_regular(path: str | Path) -> None:
 
 
 def check_archive(path: Path) -> None:
-    """Raises OSError as ``regular``, ValueError for a zip archive that is smaller than its content."""
+    """Check a file of torch. Raises OSError as ``regular``, and ValueError for a compressed zip archive."""
     with open(path, "rb", opener=regular) as file:
         if file.read(4) != b"PK\x03\x04":
             return
@@ -65,13 +65,13 @@ def read_into(file: FileIO, offset: int, buffer: memoryview) -> None:
 
 
 LARGEST = 1 << 30
-"""Bytes of a file that is read at once."""
+"""Maximum bytes of a file that is read at once."""
 LARGEST_LINE = 1 << 28
-"""Bytes of a line, or of a cell of a table."""
+"""Maximum bytes of a line, or of a row of a table."""
 
 
 def read_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
-    """The lines of an open file. Raises ValueError for one of more than ``LARGEST_LINE`` bytes."""
+    """The lines of an open file. Raises ValueError for a line of more than ``LARGEST_LINE`` bytes."""
     while line := file.readline(LARGEST_LINE + 1):
         if len(line) > LARGEST_LINE:
             raise ValueError(f"a line of more than {LARGEST_LINE:,} bytes")
@@ -79,7 +79,7 @@ def read_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
 
 
 def read_bytes(path: str | Path, *, largest: int = LARGEST) -> bytes:
-    """The content of a file. Raises OSError if there is none, or one of more than ``largest`` bytes."""
+    """The content of a file. Raises OSError if it cannot be read or has more than ``largest`` bytes."""
     with open(path, "rb", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
@@ -88,9 +88,9 @@ def read_bytes(path: str | Path, *, largest: int = LARGEST) -> bytes:
 
 
 LARGEST_JSON = 1 << 27
-"""Bytes of a vocabulary, or of the index of a large model."""
+"""Maximum bytes of a JSON file, such as a vocabulary or the index of a large model."""
 LARGEST_SETTINGS = 1 << 24
-"""Bytes of a file of settings."""
+"""Maximum bytes of a settings file."""
 _DEPTH = 64
 
 
@@ -117,7 +117,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def type_problem(kind: Any, value: Any) -> str | None:
-    """Why ``value`` of a JSON file is none of the type ``kind``, without any conversion; None if it is."""
+    """Why ``value`` of a JSON file is not of the type ``kind``, without any conversion; None if it is."""
     from pydantic import ValidationError
 
     try:
@@ -136,12 +136,12 @@ def _adapter(kind: Any) -> "TypeAdapter":
     return TypeAdapter(kind)
 
 
-def unreadable_words(words: Iterable[str]) -> list[str]:
-    """A message for each word of a command line that is not UTF-8, such as the name of a file of another system."""
-    wrong = [os.fsencode(word) for word in words if any("\udc80" <= letter <= "\udcff" for letter in word)]
+def unreadable_arguments(arguments: Iterable[str]) -> list[str]:
+    """A message for each command-line argument that is not UTF-8, such as a file name of another system."""
+    wrong = [os.fsencode(text) for text in arguments if any("\udc80" <= letter <= "\udcff" for letter in text)]
     return [
-        f"the argument {word!r} is not UTF-8: rename the file that it names"
-        if "\ufffd" in (text := word.decode(errors="replace"))
+        f"the argument {argument!r} is not UTF-8: rename the file that it names"
+        if "\ufffd" in (text := argument.decode(errors="replace"))
         else f"the argument {text!a} cannot be read in this locale: set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
-        for word in wrong
+        for argument in wrong
     ]

@@ -1,4 +1,4 @@
-"""Output that may be lost without ending the run: stdout and stderr closed, full, or a pipe that no process reads."""
+"""Keeps the run alive when stdout or stderr cannot be written: closed, on a full disk, or a pipe without reader."""
 
 import os
 import sys
@@ -12,10 +12,10 @@ from megatron.common.errors import escaped
 
 
 class LossyStream:
-    """A stream of text whose errors are ignored: what cannot be written is dropped. Otherwise the stream it wraps.
+    """Wraps a text stream and ignores its errors: text that cannot be written is dropped.
 
-    On a terminal control characters are escaped, which names and texts in files may have: they could hide a message.
-    It keeps trying: a disk that was full may have space again.
+    On a terminal, control characters are escaped: names and texts in files may contain them to hide a message. Each
+    write is tried: a disk that was full may have space again.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -56,11 +56,11 @@ class LossyStream:
 
 
 def ignore_lost_output(*, terminals_only: bool = False) -> None:
-    """From here on nothing that this process prints can end it, or on ``terminals_only`` what it prints there."""
+    """Wrap stdout and stderr in a ``LossyStream``, or only those that are terminals with ``terminals_only``."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):  # what the locale lacks is escaped
+        if hasattr(stream, "reconfigure"):  # characters that the locale lacks are escaped
             stream.reconfigure(errors="backslashreplace")
         if not isinstance(stream, LossyStream) and (stream.isatty() or not terminals_only):
             setattr(sys, name, LossyStream(stream, name))
@@ -69,7 +69,7 @@ def ignore_lost_output(*, terminals_only: bool = False) -> None:
 def open_closed_streams() -> None:
     """Open ``os.devnull`` in place of standard streams that the caller closed.
 
-    Otherwise the next files that are opened would take their numbers, and libraries would print into them.
+    Otherwise the next files that are opened would get their descriptors, and libraries would print into them.
     """
     for number, mode in enumerate(("r", "w", "w")):
         try:
@@ -84,55 +84,55 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
-class _HeldStderr:
-    """Where stderr goes meanwhile, and for how many threads."""
+class _StderrBuffer:
+    """Redirects file descriptor 2 to a buffer while at least one thread is inside ``buffered_stderr``."""
 
     def __init__(self) -> None:
-        self._turn, self._threads, self._has_failed = Lock(), 0, False
-        self._screen = -1
-        self._held: IO[bytes] | None = None
+        self._lock, self._threads, self._has_failed = Lock(), 0, False
+        self._original = -1
+        self._buffer: IO[bytes] | None = None
 
     def enter(self) -> None:
-        with self._turn:
-            if not self._threads:  # with a file of its own: a process that is forked must not share its position
+        with self._lock:
+            if not self._threads:  # a new file each time: a forked process must not share its position
                 in_memory = hasattr(os, "memfd_create")
                 file = open(os.memfd_create("stderr"), "w+b", 0) if in_memory else TemporaryFile(buffering=0)
-                self._has_failed, self._screen, self._held = False, os.dup(2), file
+                self._has_failed, self._original, self._buffer = False, os.dup(2), file
                 os.dup2(file.fileno(), 2)
             self._threads += 1
 
     def leave(self, *, failed: bool) -> None:
-        with self._turn:
+        with self._lock:
             self._threads -= 1
             self._has_failed |= failed
-            if self._threads or self._held is None:
+            if self._threads or self._buffer is None:
                 return
-            os.dup2(self._screen, 2)
-            os.close(self._screen)
-            with self._held as held:
-                if held.tell() and not self._has_failed:
-                    held.seek(0)
-                    with suppress(OSError), open(2, "wb", closefd=False) as screen:
-                        screen.write(held.read())
+            os.dup2(self._original, 2)
+            os.close(self._original)
+            with self._buffer as buffer:
+                if buffer.tell() and not self._has_failed:
+                    buffer.seek(0)
+                    with suppress(OSError), open(2, "wb", closefd=False) as stderr:
+                        stderr.write(buffer.read())
 
     def release(self) -> None:
-        # Without a turn: a signal may have come in the middle of one.
+        # Without the lock: the interrupted thread may hold it.
         if self._threads:
             with suppress(OSError):
-                os.dup2(self._screen, 2)
+                os.dup2(self._original, 2)
 
 
-_stderr = _HeldStderr()
+_stderr = _StderrBuffer()
 
 
 def release_stderr() -> None:
-    """Nothing is held back any more: for the last words of a process, from any thread or a handler of a signal."""
+    """Restore stderr for the last messages of a process; safe in any thread and in signal handlers."""
     _stderr.release()
 
 
 @contextmanager
 def buffered_stderr() -> Iterator[None]:
-    """Hold back what libraries write to stderr inside of the block: it is dropped if the block raises an exception.
+    """Buffer stderr in the block; the output of libraries is dropped if the block raises an exception.
 
     Libraries in Rust write pages about an error before they raise it. Several threads may be inside at once.
     """

@@ -1,4 +1,4 @@
-"""Kinds of tokenizer, and the files that each of them reads."""
+"""Kinds of tokenizers, and the files that each kind reads."""
 
 import os
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from megatron.common.errors import DataError
 
 GPT2_BPE = "GPT2BPETokenizer"
 HUGGINGFACE = "HuggingFaceTokenizer"
-"""The tokenizer of a tokenizer.json, as Hugging Face publishes it with a model."""
+"""Kind of a tokenizer.json, as models on Hugging Face have it."""
 SENTENCEPIECE = "GPTSentencePieceTokenizer"
-"""The tokenizer of a SentencePiece model, a file such as tokenizer.model."""
+"""Kind of a SentencePiece model, a file such as tokenizer.model."""
 NULL_TOKENIZER = "NullTokenizer"
-"""The tokenizer without files."""
+"""Kind of the tokenizer without files."""
 SPELLINGS: Mapping[str, str] = {"HFTokenizer": HUGGINGFACE, "Llama2Tokenizer": SENTENCEPIECE}
-"""Other names of kinds of tokenizer, as Megatron-DeepSpeed and Megatron-LM spell them."""
+"""Other names of kinds of tokenizers, in Megatron-DeepSpeed and Megatron-LM."""
 TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
     GPT2_BPE: ("vocab.json", "merges.txt"),
     "WhitespaceTokenizer": ("vocab.json",),
@@ -22,18 +22,19 @@ TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
     HUGGINGFACE: ("tokenizer.json",),
     SENTENCEPIECE: ("tokenizer.model",),
 }
-"""By kind of tokenizer: the names of vocabulary and merges in a folder of --tokenizer-model."""
+"""File names of vocabulary and merges in a folder of --tokenizer-model, by kind."""
 PUBLISHED = (HUGGINGFACE, SENTENCEPIECE)
-"""Kinds that --tokenizer-model may name by their one file, and whose end of document is a choice."""
+"""Kinds with a single file, which --tokenizer-model may name, and with a configurable end-of-document token."""
 TOKENIZER_TYPES = (*TOKENIZER_FILES, *SPELLINGS)
-"""The values of --tokenizer-type that have files."""
+"""Values of --tokenizer-type with files."""
 
 
 def tokenizer_kind(chosen: str | None, model: str | None, default: str = GPT2_BPE) -> str:
-    """The kind of tokenizer that ``chosen``, a value of --tokenizer-type, and ``model``, --tokenizer-model, stand for.
+    """The kind of tokenizer for ``chosen``, the value of --tokenizer-type, and ``model``, of --tokenizer-model.
 
-    Of the kinds of ``PUBLISHED`` the file decides: a folder without tokenizer.json may have a tokenizer.model. Without
-    ``chosen`` it is ``default``, or one of these if the default is GPT-2's BPE and ``model`` has no files of that.
+    The files of ``model`` decide between the kinds of ``PUBLISHED``: a folder without tokenizer.json may have a
+    tokenizer.model. Without ``chosen`` the kind is ``default``, or a kind of ``PUBLISHED`` if ``default`` is GPT-2's
+    BPE and ``model`` lacks its files.
     """
     kind = SPELLINGS.get(chosen or default, chosen or default)
     has = {kind: model is not None and _has_files(kind, model) for kind in (GPT2_BPE, *PUBLISHED)}
@@ -45,19 +46,19 @@ def tokenizer_kind(chosen: str | None, model: str | None, default: str = GPT2_BP
 
 
 def _has_files(kind: str, model: str) -> bool:
-    """Whether ``model`` is a folder with the files of ``kind``, or the one file of it, by its name."""
+    """Whether ``model`` is a folder with the files of ``kind``, or by its name the single file of ``kind``."""
     if os.path.isfile(model):
         return kind in PUBLISHED and model.endswith(os.path.splitext(TOKENIZER_FILES[kind][0])[1])
     return all(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES[kind])
 
 
 def used_merges(tokenizer_type: str, merge_file: str | None) -> str | None:
-    """The file of merges that a tokenizer reads: ``merge_file``, or None for the kinds that have none in a file."""
+    """The merge file that a tokenizer reads: ``merge_file``, or None for kinds without merge file."""
     return None if tokenizer_type in ("WhitespaceTokenizer", *PUBLISHED) else merge_file
 
 
 def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
-    """A warning about a file of merges that is given but not read; empty if there is none."""
+    """A warning if a merge file is given but not read, else empty."""
     if merge_file == used_merges(tokenizer_type, merge_file):
         return []
     return [f"--merge-file {merge_file} is not used: {tokenizer_type} has no merges"]
@@ -66,11 +67,11 @@ def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
 def tokenizer_files(
     kind: str, vocab_file: str | None, merge_file: str | None, model: str | None
 ) -> tuple[str | None, str | None]:
-    """Vocabulary and merges that a tokenizer reads: from ``model``, or ``vocab_file`` with ``merge_file``.
+    """The vocabulary and merge file of a tokenizer: from ``model``, or ``vocab_file`` and ``merge_file``.
 
-    ``model`` is a folder, or the one file of a kind of ``PUBLISHED``. Without ``merge_file`` the merges of a BPE are
-    the file beside the vocabulary whose name pairs with it (gpt2-merges.txt with gpt2-vocab.json), or merges.txt;
-    None if there is none.
+    ``model`` is a folder, or the single file of a kind of ``PUBLISHED``. Without ``merge_file``, GPT-2's BPE reads the
+    file next to the vocabulary with a matching name (gpt2-merges.txt for gpt2-vocab.json), or merges.txt; None if
+    neither exists.
     """
     if model is not None and kind in PUBLISHED and os.path.isfile(model):
         vocab_file, merge_file = model, None
@@ -85,7 +86,7 @@ def tokenizer_files(
 
 
 def check_tokenizer_folder(kind: str, model: str | None) -> None:
-    """Check that ``model``, if it is given, has the files of its kind of tokenizer. Raises DataError."""
+    """Raises DataError if ``model`` is given but lacks the files of ``kind``."""
     names = TOKENIZER_FILES.get(kind, ())
     if model is None or not names or (kind in PUBLISHED and os.path.isfile(model)):
         return

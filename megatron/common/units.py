@@ -1,15 +1,15 @@
-"""Numbers with units, as text."""
+"""Formats numbers with units."""
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def prefix_of(value: float) -> tuple[float, str]:
-    """The largest prefix of units that is not too large for ``value``: its factor and its letter, such as 1e9 and G."""
+    """Factor and letter of the SI prefix with which ``value`` is at least 1, such as 1e9 and G."""
     return next((row for row in _PREFIXES if value >= 0.9995 * row[0]), _PREFIXES[-1])
 
 
 def with_prefix(value: float, unit: str) -> str:
-    """``value`` in three digits with the prefix that fits, such as ``31.4 GB`` or ``1.2 GFLOP/s``."""
+    """``value`` in three digits with an SI prefix, such as ``31.4 GB`` or ``1.2 GFLOP/s``."""
     factor, prefix = prefix_of(value)
     digits = ".3g" if value < 999.5 * factor else ",.0f"
     return f"{value / factor:{digits}} {prefix}{unit}"

@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.common.checkpoint_folders import located
+from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.config import RunConfig
 from megatron.config.training import LR_MULTIPLIER
 from megatron.data.loader import Batch
@@ -246,7 +246,7 @@ class Engine(DeepSpeedEngine):
 
         Test: tests/checkpoint/test_folders.py.
         """
-        return [str(located(Path(self._get_ckpt_name(checkpoints_path, tag))))] * self.mp_world_size
+        return [str(existing_rank_file(Path(self._get_ckpt_name(checkpoints_path, tag))))] * self.mp_world_size
 
     @overrides(DeepSpeedEngine, "(self, save_path)")
     def _copy_recovery_script(self, save_path: str) -> None:

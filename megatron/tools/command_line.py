@@ -15,7 +15,7 @@ from megatron.cli.provided import read_number
 from megatron.common.environment import rank
 from megatron.common.errors import ConfigError, ResourceError, UserError, nearest, one_line, unusable_path
 from megatron.common.files import restrict_new_files
-from megatron.common.reading import check_regular, unreadable_words
+from megatron.common.reading import check_regular, unreadable_arguments
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
 from megatron.launch.host_limits import check_working_folder, failure_of_host
@@ -78,7 +78,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of arguments in UTF-8 only."""
-        if unreadable := unreadable_words(sys.argv[1:] if args is None else args):
+        if unreadable := unreadable_arguments(sys.argv[1:] if args is None else args):
             raise ConfigError(unreadable)
         return super().parse_known_args(args, namespace)
 

@@ -18,7 +18,7 @@ from megatron.cli.settings_file import read_settings_file
 from megatron.common.environment import world_size
 from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.common.files import replace_file
-from megatron.common.reading import unreadable_words
+from megatron.common.reading import unreadable_arguments
 from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import read_json
 from megatron.tokenizer.base import read_text, read_vocab_json
@@ -144,8 +144,8 @@ def test_thousands_of_digits_are_one_line() -> None:
 
 def test_an_argument_that_is_not_utf8_is_named() -> None:
     words = ["--load", os.fsdecode(b"caf\xe9"), "caf\u00e9"]
-    assert unreadable_words(words) == [r"the argument b'caf\xe9' is not UTF-8: rename the file that it names"]
-    (line,) = unreadable_words([os.fsdecode(b"caf\xc3") + os.fsdecode(b"\xa9")])  # as it comes in with LC_ALL=C
+    assert unreadable_arguments(words) == [r"the argument b'caf\xe9' is not UTF-8: rename the file that it names"]
+    (line,) = unreadable_arguments([os.fsdecode(b"caf\xc3") + os.fsdecode(b"\xa9")])  # as it comes in with LC_ALL=C
     assert line == r"the argument 'caf\xe9' cannot be read in this locale: set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
 
 

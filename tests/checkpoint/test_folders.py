@@ -12,7 +12,7 @@ from support.training import RankTraining, pretrain
 from megatron.checkpoint import stored, tracker
 from megatron.checkpoint.files import check_sizes, read_manifest
 from megatron.common import checkpoint_folders
-from megatron.common.checkpoint_folders import FLAT, located, placed
+from megatron.common.checkpoint_folders import FLAT, existing_rank_file, rank_file_path
 from megatron.tools.convert.inspection import find, verify
 from megatron.tools.convert.load_and_save import read_versions, read_weights
 
@@ -29,11 +29,11 @@ FOLDERS = {
 def test_the_folder_of_each_file(tmp_path: Path) -> None:
     for name, folder in FOLDERS.items():
         flat = tmp_path / name.removesuffix(".pt") / name
-        assert placed(flat, FLAT) == flat == located(flat)
-        file = placed(flat, FLAT + 1)
+        assert rank_file_path(flat, FLAT) == flat == existing_rank_file(flat)
+        file = rank_file_path(flat, FLAT + 1)
         assert file == flat.parent / folder / name
         file.parent.mkdir(parents=True)
-        assert located(flat) == file
+        assert existing_rank_file(flat) == file
 
 
 def pretrain_as_if_many(words: list[str]) -> tuple[int, str]:
