@@ -1,1 +1,1 @@
-"""Audit of the samples that a run was trained on, from its checkpoint, metrics and data. No torch here."""
+"""Audits the samples that a run was trained on, from its checkpoint, metrics and data. No torch here."""

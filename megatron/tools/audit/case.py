@@ -1,4 +1,4 @@
-"""An audited run: a checkpoint, and the data that its run has read."""
+"""The run to audit: its newest checkpoint, and the data that it was trained on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -21,18 +21,18 @@ from megatron.tools.convert.inspection import find
 
 @dataclass(frozen=True)
 class Case:
-    """A run, by its newest checkpoint."""
+    """A run to audit, identified by its newest checkpoint."""
 
     saved: SavedRun
     data: DataConfig
-    """Its data, at their present paths."""
+    """The data of the run, at their present paths."""
     train: TrainConfig
     override: bool = False
-    """Whether another tokenizer may have made the data."""
+    """Whether data that another tokenizer made is accepted."""
 
     @cached_property
     def history(self) -> tuple[Segment, ...]:
-        """Which samples its iterations consumed."""
+        """The samples that the iterations of the run consumed."""
         return self.saved.history
 
     def segment(self, iteration: int) -> Segment:
@@ -40,7 +40,7 @@ class Case:
 
         Raises:
             ConfigError: the run has no such iteration.
-            CheckpointError: its samples are unknown, or it read other data.
+            CheckpointError: the samples of the iteration are unknown, or it read other data.
         """
         path = self.saved.path
         if not 1 <= iteration <= self.saved.iteration:
@@ -58,7 +58,7 @@ class Case:
         return segment
 
     def samples_up_to(self, iteration: int) -> int:
-        """Samples of the stream up to the last one of ``iteration``, skipped ones included. Raises as ``segment()``."""
+        """Number of samples up to the end of ``iteration``, including skipped samples. Raises as ``segment()``."""
         self.segment(1)
         last_index = self.segment(iteration).sample_indices(iteration).stop - 1
         return sample_at(last_index, self.saved.skipped_samples) + 1
@@ -70,8 +70,8 @@ class Case:
         tokenizer = tokenizer_of(data)
         if data.tokenizer_hash not in ("", tokenizer_hash(data.tokenizer_type, *files, eod=tokenizer.eod)):
             raise ConfigError(
-                f"the vocabulary in {', '.join(file for file in files if file)} is not the one of "
-                f"{self.saved.path}: name that with --vocab-file and --merge-file, or --tokenizer-model"
+                f"the vocabulary in {', '.join(file for file in files if file)} is not the vocabulary of "
+                f"{self.saved.path}: give that with --vocab-file and --merge-file, or --tokenizer-model"
             )
         if not self.override:
             check_tokenizer(data, tokenizer)
@@ -80,7 +80,7 @@ class Case:
     def training_samples(self, samples: int) -> PretrainingSamples | BlendedDataset:
         """At least ``samples`` training samples of the run, in the order of training.
 
-        Raises DataError if the data are not those that the run has read, ConfigError if they are no pretraining data.
+        Raises DataError if the data have changed since the run, ConfigError if they are not pretraining data.
         """
         model = self.saved.model
         spec = ARCHITECTURES.get(architecture := model["architecture"])
@@ -102,14 +102,14 @@ class Case:
 
 
 def open_case(load: Path, data_fields: Mapping[str, Any], *, override: bool = False) -> Case:
-    """The run whose newest checkpoint is in ``load``.
+    """Open the run whose newest checkpoint is in ``load``.
 
     Args:
-        data_fields: fields of DataConfig with the present paths of its data.
-        override: whether another tokenizer may have made them.
+        data_fields: fields of DataConfig with the present paths of the data.
+        override: whether data that another tokenizer made is accepted.
 
     Raises:
-        CheckpointError: it is no checkpoint of this suite.
+        CheckpointError: there is no checkpoint of a training run.
     """
     saved = find(load).saved
     if saved is None:
@@ -124,7 +124,7 @@ def open_case(load: Path, data_fields: Mapping[str, Any], *, override: bool = Fa
 
 
 def read_section(section: type, saved: Mapping[str, Any]) -> Any:
-    """A section of a RunConfig from ``run.json``."""
+    """Build a section of a RunConfig from its content in ``run.json``."""
     names = {field.name for field in fields(section)}
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in names
@@ -145,12 +145,12 @@ def check_contents(data: DataConfig, checkpoint: str) -> None:
     if data.mock_data:
         raise ConfigError(f"{checkpoint} was trained on --mock-data, which has no documents to list")
     try:
-        found = blend_hash(data.contents, partial(cache_folder, data))
+        content_hash = blend_hash(data.contents, partial(cache_folder, data))
     except FileNotFoundError as error:
         raise DataError(
             f"{error.filename} is missing: name the present paths of the data of {checkpoint} with --data-path"
         ) from None
-    if data.data_hash not in ("", found):
+    if data.data_hash not in ("", content_hash):
         raise DataError(
-            f"{' '.join(data.prefixes)}: not the data that {checkpoint} has read, whose content was another"
+            f"{' '.join(data.prefixes)}: not the data that {checkpoint} was trained on: the content is different"
         )

@@ -1,4 +1,4 @@
-"""Documents that are in several splits, or several times in one."""
+"""Finds documents that are in several splits, or several times in one."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ class Documents(NamedTuple):
     """The documents of a split."""
 
     digests: np.ndarray
-    """A hash of each one's tokens, 16 bytes [documents]."""
+    """Hash of the tokens of each document, 16 bytes [documents]."""
     tokens: np.ndarray
-    """int64 [documents]"""
+    """Number of tokens of each document, int64 [documents]."""
     sources: Sequence[Source]
 
     def name(self, number: int) -> str:
@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 def hash_documents(sources: Sequence[Source], eod: int | None) -> Documents:
-    """Hash the documents of a split, for any type of their tokens, and without a final ``eod``."""
+    """Hash the documents of a split, independently of the type of tokens and without a final ``eod``."""
     digests, tokens = [], []
     for _, indexed, documents in sources:
         starts = indexed.document_starts
@@ -56,9 +56,9 @@ def find_overlaps(splits: Mapping[str, Sequence[Source]], eod: int | None) -> di
     }
 
 
-def overlaps(found: Mapping[str, Any]) -> bool:
+def overlaps(result: Mapping[str, Any]) -> bool:
     """Whether two splits share a document."""
-    return any(row["documents"] for row in found["between"])
+    return any(row["documents"] for row in result["between"])
 
 
 def _repeated(name: str, documents: Documents) -> dict[str, Any]:
@@ -87,14 +87,14 @@ def _shared(first: str, second: str, earlier: Documents, later: Documents) -> di
     }
 
 
-def overlaps_as_text(found: Mapping[str, Any]) -> Iterator[str]:
-    """The result in lines."""
-    for row in found["within"]:
+def overlaps_as_text(result: Mapping[str, Any]) -> Iterator[str]:
+    """The result of ``find_overlaps`` as lines of text."""
+    for row in result["within"]:
         yield (
             f"{SPLIT_NAMES[row['split']]}: {row['documents']:,} documents, {row['different']:,} different ones, "
             f"the most frequent {row['most']:,} times"
         )
-    for row in found["between"]:
+    for row in result["between"]:
         first, second = (SPLIT_NAMES[name] for name in row["splits"])
         yield (
             f"{second} in {first}: {row['documents']:,} of {row['of']:,} documents, {row['tokens']:,} of "

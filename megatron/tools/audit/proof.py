@@ -1,7 +1,7 @@
-"""Proof that every sample was consumed once, from the sample history in the checkpoint and the metrics file.
+"""Proves that every sample was consumed once, from the sample history in the checkpoint and the metrics file.
 
-No data are read. The history has the sample indices of each start of the run; they must join without gaps and
-overlaps. The metrics were written by the runs themselves, in every iteration.
+No data are read. The sample history has a range of sample indices for each start of the run; the ranges must join
+without gaps and overlaps. The metrics were written by the run in every iteration.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from megatron.tools.reporting.files import read_metrics
 
 
 def prove(history: Sequence[Segment], skipped_samples: Sequence[range], metrics: Path | None) -> dict[str, Any]:
-    """Check the history, and the metrics against it; for JSON and for ``as_text``.
+    """Check the sample history, and compare the metrics with it. Returns a dict for JSON and for ``as_text``.
 
-    ``logged`` is the number of iterations of the history that are in the metrics; None without metrics. ``made_again``
-    are iterations that were lost in a restart, or in a return to a checkpoint after a spike, and run again. Raises
+    ``logged`` is the number of iterations of the history that are in the metrics, None without metrics. ``made_again``
+    are iterations that ran again after a restart, or after a return to a checkpoint because of a loss spike. Raises
     DataError if the metrics cannot be read.
     """
     errors = [*_history_errors(history), *_skipped_errors(skipped_samples)]
@@ -71,11 +71,11 @@ def _skipped_errors(skipped_samples: Sequence[range]) -> Iterator[str]:
 
 
 Line = tuple[str, int, int]
-"""Location of a line, its iteration, and the samples consumed after it."""
+"""Location of a line of metrics, its iteration, and the samples consumed up to it."""
 
 
 def _effective(lines: Iterable[Line]) -> tuple[list[Line], list[list[int]]]:
-    """The lines of the iterations that led to the weights, and the first and last of those that were repeated."""
+    """The lines of iterations that led to the final weights, and first and last iteration of each repeated range."""
     kept: list[Line] = []
     repeated = []
     for line in lines:
@@ -97,7 +97,7 @@ def _metrics_errors(history: Sequence[Segment], lines: Sequence[Line], path: Pat
 
 
 def as_text(proof: Mapping[str, Any], checkpoint: Path) -> Iterator[str]:
-    """In lines."""
+    """The result of ``prove`` as lines of text."""
     yield f"{checkpoint}: {counted(proof['iterations'], 'iteration')}, {counted(proof['samples'], 'sample')}"
     yield f"  {'iterations':>15}  {'samples':>21}  {'batch':>6}  layout"
     for segment in proof["stretches"]:

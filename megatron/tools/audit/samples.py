@@ -1,4 +1,4 @@
-"""The documents and the text in a global batch, and how often the run has seen each document."""
+"""Lists the documents and texts of a global batch, and how often the run was trained on each document."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,23 +26,23 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     """The samples of ``iteration``, in order, each with its spans of documents and their text.
 
     Args:
-        rank: a rank of the run at that iteration, for its samples; None for all.
+        rank: list only the samples of this rank of the run at that iteration; None lists all.
 
     Raises:
         ConfigError: no such iteration, or rank.
-        CheckpointError, DataError: the samples are unknown, or the data are not the same.
+        CheckpointError, DataError: the samples are unknown, or the data have changed.
     """
     segment = case.segment(iteration)
     data_ranks = range(segment.layout["DP"]) if rank is None else [data_rank_of(segment, rank)]
     first_index = segment.sample_indices(iteration).start
     samples = case.training_samples(case.samples_up_to(iteration))
     part = samples.parts[0] if isinstance(samples, BlendedDataset) else samples
-    of_sentences, tokenizer = isinstance(part, SentenceDataset), case.tokenizer
+    has_sentences, tokenizer = isinstance(part, SentenceDataset), case.tokenizer
     rows = []
     for data_rank in data_ranks:
         for index in rank_sample_indices(first_index, segment.global_batch_size, data_rank, segment.layout["DP"]):
             sample = sample_at(index, case.saved.skipped_samples)
-            pieces = [_piece(span, tokenizer, of_sentences) for span in samples.spans(sample)]
+            pieces = [_piece(span, tokenizer, has_sentences) for span in samples.spans(sample)]
             rows.append({"sample": sample, "data_rank": data_rank, "pieces": pieces})
     return {
         "iteration": iteration,
@@ -53,19 +53,19 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     }
 
 
-def _piece(span: Span, tokenizer: Tokenizer, of_sentences: bool) -> dict[str, Any]:
+def _piece(span: Span, tokenizer: Tokenizer, has_sentences: bool) -> dict[str, Any]:
     sentences = span.sequences()
     return {
         "data": span.indexed.prefix,
         "document": span.document,
-        **({"sentences": [sentences.start, sentences.stop]} if of_sentences else {}),
+        **({"sentences": [sentences.start, sentences.stop]} if has_sentences else {}),
         "tokens": [span.start, span.stop],
         "text": tokenizer.detokenize(span.tokens().tolist()),
     }
 
 
 def data_rank_of(segment: Segment, rank: int) -> int:
-    """The data-parallel rank of a rank. Raises ConfigError if there was no such rank."""
+    """The data-parallel rank of ``rank`` in a segment of the run. Raises ConfigError if there was no such rank."""
     sizes = segment.layout
     ranks = sizes["PP"] * sizes["DP"] * sizes["SP"] * sizes["TP"]
     if not 0 <= rank < ranks:
@@ -74,10 +74,10 @@ def data_rank_of(segment: Segment, rank: int) -> int:
 
 
 def batch_as_text(batch: dict[str, Any], characters: int) -> Iterator[str]:
-    """The batch in lines, with at most ``characters`` of each text; 0 for all of it."""
+    """The batch as lines of text, with at most ``characters`` of each text; 0 for no limit."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in batch["layout"].items())
-    of_rank = "" if batch["rank"] is None else f", those of rank {batch['rank']}"
-    yield f"iteration {batch['iteration']}: {counted(batch['global_batch_size'], 'sample')} on {sizes}{of_rank}"
+    rank_text = "" if batch["rank"] is None else f", samples of rank {batch['rank']}"
+    yield f"iteration {batch['iteration']}: {counted(batch['global_batch_size'], 'sample')} on {sizes}{rank_text}"
     for row in batch["samples"]:
         yield f"sample {row['sample']}, data-parallel rank {row['data_rank']}"
         for piece in row["pieces"]:
@@ -89,7 +89,7 @@ def batch_as_text(batch: dict[str, Any], characters: int) -> Iterator[str]:
 
 
 def _sentences(piece: dict[str, Any]) -> str:
-    """The words for the sentences of a piece; none if its data have no sentences."""
+    """Text about the sentences of a piece; empty if its data have no sentences."""
     if "sentences" not in piece:
         return ""
     first, stop = piece["sentences"]
@@ -101,14 +101,14 @@ BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more t
 
 @dataclass(frozen=True)
 class Seen:
-    """How much of one data set training has read."""
+    """How much of a data set the run was trained on."""
 
     prefix: str
     first_document: int
     lengths: np.ndarray
     """Tokens of each document of the training split, int64 [documents]."""
     tokens: np.ndarray
-    """Tokens of each document that were read as input, before any mask, counted each time, int64 [documents]."""
+    """Tokens of each document read as input, before masking, with repetitions, int64 [documents]."""
 
     @property
     def times(self) -> np.ndarray:
@@ -122,12 +122,12 @@ class Seen:
 
 
 def seen_up_to(case: Case, iteration: int) -> Iterator[Seen]:
-    """How much of each data set the iterations up to ``iteration`` have read: one data set after the other.
+    """Yield for each data set how much of it was read up to ``iteration``.
 
     Raises:
         ConfigError: no such iteration.
         CheckpointError: the samples are unknown.
-        DataError: the data are not the same.
+        DataError: the data have changed.
     """
     stop = case.samples_up_to(iteration)
     samples = case.training_samples(stop)
@@ -144,14 +144,14 @@ def seen_up_to(case: Case, iteration: int) -> Iterator[Seen]:
         lengths = part.indexed.lengths_of(np.arange(part.documents.start, part.documents.stop))
         read = counts[source], skipped[source]
         if isinstance(part, GPT2Dataset):
-            tokens = _tokens_of_text(part, lengths, *read)
+            tokens = _gpt2_tokens_read(part, lengths, *read)
         else:
-            tokens = _tokens_of_spans(part, lengths, *read)
+            tokens = _span_tokens_read(part, lengths, *read)
         yield Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
 
 
-def _tokens_of_spans(part: PretrainingSamples, lengths: np.ndarray, count: int, skipped: Sequence[int]) -> np.ndarray:
-    """Tokens of each document that the first samples have, without those ``skipped``, int64 [documents]."""
+def _span_tokens_read(part: PretrainingSamples, lengths: np.ndarray, count: int, skipped: Sequence[int]) -> np.ndarray:
+    """Tokens of each document in the first ``count`` samples, without the samples ``skipped``, int64 [documents]."""
     tokens = np.zeros_like(lengths)
     for index in sorted({*range(count)} - {*skipped}):
         for span in part.spans(index):
@@ -159,14 +159,14 @@ def _tokens_of_spans(part: PretrainingSamples, lengths: np.ndarray, count: int, 
     return tokens
 
 
-def _tokens_of_text(part: GPT2Dataset, lengths: np.ndarray, count: int, skipped: Sequence[int]) -> np.ndarray:
-    """The same for samples of consecutive tokens, without the last of each, which is there to be predicted."""
+def _gpt2_tokens_read(part: GPT2Dataset, lengths: np.ndarray, count: int, skipped: Sequence[int]) -> np.ndarray:
+    """As ``_span_tokens_read`` for samples of GPT-2, without the last token of each sample, which is only a label."""
     stream, tokens = part.stream, np.zeros_like(lengths)
     for epoch in range(stream.epoch_of(count - 1) + 1 if count else 0):
         first, end = stream.first_sample(epoch), stream.first_sample(epoch + 1)
         maps, is_read = part.maps(epoch), np.zeros(end - first + 1, np.int64)
         is_read[maps.shuffle[np.setdiff1d(np.arange(first, min(end, count)), skipped) - first]] = 1
-        # Where the documents end, counted from the beginning of the first sample, and how much was read up to there.
+        # Ends of documents, counted from the start of the first sample, and the number of tokens read up to each end.
         before = first * stream.seq_length - epoch * stream.tokens
         ends = np.cumsum(np.append(0, lengths[maps.documents])) - before
         sample, rest = np.divmod(np.clip(ends, 0, (end - first) * stream.seq_length), stream.seq_length)
@@ -176,7 +176,7 @@ def _tokens_of_text(part: GPT2Dataset, lengths: np.ndarray, count: int, skipped:
 
 
 def seen_as_dict(seen: Seen) -> dict[str, Any]:
-    """The figures of a data set, for JSON and for ``seen_as_text``."""
+    """The statistics of a data set, for JSON and for ``seen_as_text``."""
     times = seen.times[seen.lengths > 0]
     return {
         "data": seen.prefix,
@@ -185,7 +185,7 @@ def seen_as_dict(seen: Seen) -> dict[str, Any]:
         "tokens": int(seen.lengths.sum()),
         "epochs": seen.epochs,
         "most": float(times.max(initial=0)),
-        **{words: _within(times, low, high) for low, high, words in BANDS},
+        **{label: _within(times, low, high) for low, high, label in BANDS},
     }
 
 
@@ -195,9 +195,9 @@ def _within(times: np.ndarray, low: float, high: float) -> int:
 
 
 def seen_as_text(rows: Sequence[dict[str, Any]], iteration: int) -> Iterator[str]:
-    """In lines."""
+    """The rows of ``seen_as_dict`` as lines of text."""
     for row in rows:
-        bands = ", ".join(f"{row[words]:,} {words}" for *_, words in BANDS)
+        bands = ", ".join(f"{row[label]:,} {label}" for *_, label in BANDS)
         yield (
             f"{row['data']}: {row['epochs']:.4f} epochs up to iteration {iteration} ({row['tokens_seen']:,} of "
             f"{row['tokens']:,} tokens); of {row['documents']:,} documents {bands}; {row['most']:.2f} times at most"
@@ -208,6 +208,6 @@ HEADING = "data\tdocument\ttokens\tseen"
 
 
 def seen_as_table(seen: Seen) -> Iterator[str]:
-    """A line for each document: data set, number, tokens, and how often it was seen; divided by tabs."""
+    """A tab-separated line for each document: data set, number, tokens, and how often it was seen."""
     for number, (length, times) in enumerate(zip(seen.lengths.tolist(), seen.times.tolist(), strict=True)):
         yield f"{seen.prefix}\t{seen.first_document + number}\t{length}\t{times:.6g}"

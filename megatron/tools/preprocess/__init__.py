@@ -1,1 +1,1 @@
-"""From text to indexed data sets and vocabularies."""
+"""Preprocessing: tokenizes text into indexed data sets, and trains vocabularies."""

@@ -1,6 +1,6 @@
-"""Text to be tokenized: JSONL, plain text with a document on each line, or Parquet or Arrow with one in each row.
+"""Reads documents to tokenize: JSONL or plain text with one per line, Parquet or Arrow with one per row.
 
-Lines may be compressed with gzip, bzip2 or Zstandard. A few are read at a time.
+Text files may be compressed with gzip, bzip2 or Zstandard. A few lines or rows are in memory at a time.
 """
 
 import codecs
@@ -16,17 +16,17 @@ from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular
 from megatron.tools.preprocess.file_lines import FORMATS_BY_ENDING, MOST_EXPANDED, file_lines, format_of, uncompressed
 
 Row = tuple[bytes | None, ...]
-"""The requested columns of a row, UTF-8; None for null."""
+"""The requested columns of a row, in UTF-8; None for null."""
 _ROWS = 16
 """Rows decoded at a time: documents may be long."""
 
 
 def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of ``columns``, in order.
+    """The rows of a Parquet file, with the given ``columns``, in order.
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: a column is missing, or holds no strings.
+        DataError: a column is missing or is not of strings.
         OSError, ValueError: the file cannot be read, or is damaged.
     """
     with open_parquet(path) as file:
@@ -40,32 +40,32 @@ def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """A Parquet file to read. Raises ConfigError without pyarrow, OSError or ValueError if it cannot be read."""
+    """Open a Parquet file. Raises ConfigError without pyarrow, OSError or ValueError if it cannot be read."""
     try:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
     check_regular(path)
-    # Pages are read as they are needed, not row groups, which may be of any size.
+    # Read page by page: row groups may have any size.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         yield file
 
 
 def parquet_batches(file: Any, columns: Sequence[str], most: int) -> Iterator[Any]:
-    """The rows of ``columns`` a few at a time, so few that they are hardly larger than ``most`` bytes."""
-    rows = max(1, min(_ROWS, most // _largest_part(file.metadata)))
+    """Record batches of a few rows with the given ``columns``, each of about ``most`` bytes at most."""
+    rows = max(1, min(_ROWS, most // _largest_column_chunk(file.metadata)))
     return file.iter_batches(rows, columns=list(columns), use_threads=False)
 
 
 def _cells(batch: Any, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a batch, as bytes: UTF-8 is decoded later, when the number of the row is known for messages."""
+    """The rows of a batch as bytes; UTF-8 is decoded later, when messages can tell the row number."""
     import pyarrow
 
     return zip(*(batch.column(name).cast(pyarrow.large_binary()).to_pylist() for name in columns), strict=True)
 
 
 def arrow_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of ``columns`` of a file of Arrow's stream or file format, as ``parquet_rows``."""
+    """The rows of a file in Arrow's stream or file format, with the given ``columns``. Raises as ``parquet_rows``."""
     try:
         import pyarrow.ipc
     except ImportError:
@@ -83,10 +83,10 @@ def arrow_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                     yield from _cells(batch.slice(start, _ROWS), columns)
 
 
-def _largest_part(metadata: Any) -> int:
-    """Bytes that a column of a row group has: a dictionary's value may be as long, and be repeated in all rows.
+def _largest_column_chunk(metadata: Any) -> int:
+    """Bytes of the largest column of a row group: an upper bound for a row, even with dictionary encoding.
 
-    Raises ValueError for one that expands more than any text.
+    Raises ValueError if a column expands to far more than its compressed size.
     """
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     parts = [group.column(number) for group in groups for number in range(group.num_columns)]
@@ -123,26 +123,26 @@ class Chunk(NamedTuple):
     size: int
     """Bytes of text."""
     position: tuple[int, int] = (0, 0)
-    """Files before its own, and chunks of its own up to its end."""
+    """Number of files before this one, and of chunks in this file up to and including this chunk."""
 
 
 class Format(NamedTuple):
-    """A kind of input."""
+    """Reader functions of an input format."""
 
     lines: Callable[[Path, Sequence[str]], Iterator[Line]]
-    """Reads the lines of a file, as far as the keys need them."""
+    """Reads the lines or rows of a file, with the columns for the given keys."""
     texts: Callable[[str, Any, Sequence[str]], list[str]]
-    """Returns the text of each key of a line. Raises DataError beginning with its first argument, the location."""
+    """Returns the text of each key of a line. Raises DataError that begins with the first argument, the location."""
     allows_blank_lines: bool = False
-    """Whether lines without text are no error."""
+    """Whether lines without text are allowed."""
 
 
 def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Iterator[Chunk]:
-    """Cut a file of one of ``FORMATS`` into chunks of complete lines, of ``size`` bytes or a little more.
+    """Cut a file of one of ``FORMATS`` into chunks of complete lines with at least ``size`` bytes.
 
     Raises:
         DataError: the file cannot be read, or is damaged.
-        ConfigError: a package to read it is missing.
+        ConfigError: the package that reads this format is missing.
     """
     first_line, text_bytes = 1, 0
     lines: list[Line] = []
@@ -166,7 +166,7 @@ def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
 
 
 def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
-    """The values under ``keys`` of the JSON object ``line``, all empty on a blank line."""
+    """The values of ``keys`` in the JSON object ``line``; empty strings for a blank line."""
     document = json_object(where, line)
     if document is None:
         return [""] * len(keys)
@@ -174,13 +174,13 @@ def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
         if key not in document:
             raise DataError(f'{where}: no key "{key}" (choose keys with --json-keys)')
         if not isinstance(document[key], str):
-            raise DataError(f'{where}: "{key}" is a {_kind(document[key])}, where a string is needed')
+            raise DataError(f'{where}: "{key}" is a {_json_type(document[key])}, where a string is needed')
     return [document[key] for key in keys]
 
 
 def json_object(where: str, line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, None of a blank one. Raises DataError beginning with ``where`` for anything else."""
-    text = _of_line(where, line)
+    """The JSON object of a line, None for a blank line. Raises DataError that begins with ``where`` for other lines."""
+    text = _decode_line(where, line)
     if not text.strip():
         return None
     try:
@@ -190,24 +190,24 @@ def json_object(where: str, line: bytes) -> dict[str, Any] | None:
     except (RecursionError, ValueError) as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(document, dict):
-        raise DataError(f"{where}: a JSON {_kind(document)}, where an object is needed")
+        raise DataError(f"{where}: a JSON {_json_type(document)}, where an object is needed")
     return document
 
 
-def _kind(value: object) -> str:
+def _json_type(value: object) -> str:
     """The JSON name of a value's type."""
     kinds = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
 
 
 def _plain_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
-    """The line itself, under every key."""
-    text = _of_line(where, line)
+    """The line itself as text of each key."""
+    text = _decode_line(where, line)
     return [text if text.strip() else ""] * len(keys)
 
 
-def _whole_file(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
-    """All of a file, decompressed, as one line."""
+def _file_as_line(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
+    """The entire file, decompressed, as a single line."""
     text, size = [], 0
     for line in file_lines(path):
         text.append(line)
@@ -222,16 +222,16 @@ def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
     for key, cell in zip(keys, row, strict=True):
         if cell is None:
             raise DataError(f'{where}: "{key}" is a null, where a string is needed')
-        texts.append(_decoded(where, cell))
+        texts.append(_decode(where, cell))
     return texts
 
 
-def _of_line(where: str, line: bytes) -> str:
-    """The text of a line, without byte order mark and line end."""
-    return _decoded(where, line).removeprefix(codecs.BOM_UTF8.decode()).rstrip("\r\n")
+def _decode_line(where: str, line: bytes) -> str:
+    """The text of a line, without byte order mark and line ending."""
+    return _decode(where, line).removeprefix(codecs.BOM_UTF8.decode()).rstrip("\r\n")
 
 
-def _decoded(where: str, text: bytes) -> str:
+def _decode(where: str, text: bytes) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -239,9 +239,9 @@ def _decoded(where: str, text: bytes) -> str:
 
 
 def line_texts(path: Path, kind: str | None, number: int, line: Line, keys: Sequence[str]) -> list[str]:
-    """The text of each key of line ``number`` of a file of one of ``FORMATS``, by default the format of its name.
+    """The text of each key in line ``number`` of a file of one of ``FORMATS``, by default as ``format_of`` the file.
 
-    Raises DataError for a line that has none. If the file may be plain text, the message also names the flag for that.
+    Raises DataError for a malformed line. If the file may be plain text, the message also names the flag for it.
     """
     try:
         return FORMATS[kind or format_of(path)].texts(f"{path}:{number}", line, keys)
@@ -260,6 +260,6 @@ FORMATS: dict[str, Format] = {
     "text": Format(_file_lines, _plain_texts, allows_blank_lines=True),
     "parquet": Format(parquet_rows, _row_texts),
     "arrow": Format(arrow_rows, _row_texts),
-    "document": Format(_whole_file, _plain_texts),
+    "document": Format(_file_as_line, _plain_texts),
 }
-"""Kinds of input, by name."""
+"""Input formats by name."""

@@ -1,4 +1,4 @@
-"""The lines of a file of text, which may be compressed by gzip, bzip2 or Zstandard, and the format of a file."""
+"""Reads lines of text files, optionally compressed with gzip, bzip2 or Zstandard, and detects file formats."""
 
 import bz2
 import codecs
@@ -18,25 +18,25 @@ from megatron.common.errors import ConfigError, DataError
 from megatron.common.reading import LARGEST, read_lines, regular
 
 FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow"}
-"""Formats by the ending of a file's name."""
+"""Formats by file suffix."""
 _TABLES = (".csv", ".tsv")
-"""Endings of tables of columns."""
+"""Suffixes of tables, which are not supported."""
 COMPRESSED = (".gz", ".bz2", ".zst")
-"""Endings of compressed files."""
+"""Suffixes of compressed files."""
 _BLOCK = 1 << 12
-"""Compressed bytes taken at a time: what they hold may be very much more."""
+"""Compressed bytes that are decompressed at a time: the result may be far larger."""
 MOST_EXPANDED = 500
-"""Times that a compressed file of text may expand; further lines of one that is larger than this are not read."""
+"""Maximum factor by which a compressed text file may expand; a larger file is rejected."""
 MOST_EMPTY = 1 << 17
-"""Empty lines in a row, of which a small compressed file may hold very many."""
+"""Maximum number of consecutive empty lines: a small compressed file may contain billions."""
 _TAR_MAGIC = slice(257, 262)
-"""Where a tar archive says that it is one."""
+"""Bytes of the magic "ustar" in a tar archive."""
 _LARGEST_WINDOW = 1 << 31
-"""As ``zstd --long=31`` writes it."""
+"""Maximum window size of Zstandard, which ``zstd --long=31`` uses."""
 
 
 class _ZstandardFrames(io.RawIOBase):
-    """The content of consecutive frames. The package's own reader takes a truncated file for a complete one."""
+    """Decompresses consecutive Zstandard frames. The package's own reader does not detect truncated files."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Raises ConfigError if the package is missing."""
@@ -76,18 +76,18 @@ class _ZstandardFrames(io.RawIOBase):
 _OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     b"\x28\xb5\x2f\xfd": lambda file: io.BufferedReader(_ZstandardFrames(file), 1 << 16),
-    # Of bzip2 also the beginning of its first block: a text may well begin with "BZh".
+    # For bzip2 including the magic of its first block: a text may begin with "BZh".
     **{b"BZh%d1AY&SY" % level: lambda file: bz2.BZ2File(file) for level in range(1, 10)},
 }
-"""How compressed files are opened, by their first bytes."""
+"""Functions that open compressed files, by the files' first bytes."""
 
 
 PATIENCE, PATIENCE_FOR_WRITER = 60.0, 5.0
-"""Seconds to wait for the first byte of a pipe, and of one that no process has opened to write."""
+"""Seconds to wait for the first byte of a pipe, with and without a process that has opened it for writing."""
 
 
 def regular_or_pipe(path: str, flags: int) -> int:
-    """As ``regular``, for files and pipes, such as bash's ``<(…)``: one into which nothing is written is refused."""
+    """An ``opener`` for files and pipes, such as bash's ``<(…)``. Raises OSError as ``regular``, and for idle pipes."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -128,9 +128,9 @@ def file_lines(path: Path) -> Iterator[bytes]:
 
 
 def format_of(path: Path) -> str:
-    """The format by a file's name, regardless of its compression, or for another name by its first character.
+    """The format of a file: by its suffix, without the suffix of its compression, else by its first character.
 
-    Raises DataError for a table of columns, whose lines are no documents.
+    Raises DataError for tables such as CSV, whose lines are not documents.
     """
     if uncompressed(path).suffix in _TABLES:
         raise DataError(
@@ -141,16 +141,16 @@ def format_of(path: Path) -> str:
 
 @cache
 def _format_of_content(path: Path) -> str:
-    """JSONL, or text if a file begins with anything but JSON; JSONL, too, of a pipe, which cannot be read twice."""
+    """The format by content: JSONL if the file begins like JSON, else text; JSONL for pipes, which cannot be reread."""
     if not path.is_file():
         return "jsonl"
     try:
         start = next(filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in file_lines(path))), b"")
-    except (OSError, EOFError, ValueError, zlib.error):  # reading it will say so
+    except (OSError, EOFError, ValueError, zlib.error):  # reported when the file is read
         return "jsonl"
     return "jsonl" if start.startswith((b"{", b"[")) else "text"
 
 
 def uncompressed(path: Path) -> Path:
-    """The name of a file without the ending of its compression."""
+    """The name of a file without the suffix of its compression."""
     return path.with_suffix("") if path.suffix in COMPRESSED else path

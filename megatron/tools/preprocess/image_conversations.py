@@ -1,4 +1,4 @@
-"""Conversations with images: tokens with placeholders, a loss mask, and the pixels of each document."""
+"""Tokenizes conversations with images into tokens with image placeholders, a loss mask, and pixels."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -16,9 +16,9 @@ from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job
 from megatron.tools.preprocess.tokenize_chunk import LineError, Tokenized, chat_template_of, tokenizer_of
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""LLaVA's names of roles."""
+"""LLaVA's names of roles -> OpenAI's names."""
 _RECORDS = 8
-"""Conversations of a chunk: each may have several images."""
+"""Conversations in a chunk; each may have several images."""
 
 
 class ImageChunk(NamedTuple):
@@ -26,11 +26,11 @@ class ImageChunk(NamedTuple):
 
     records: list[Record]
     position: tuple[int, int]
-    """As of ``Chunk``."""
+    """See ``Chunk.position``."""
 
 
 def read_image_chunks(number: int, path: Path) -> Iterator[ImageChunk]:
-    """The conversations of input ``number``. Raises DataError or ConfigError as ``read_records``."""
+    """The conversations of input file ``number``, in chunks. Raises DataError or ConfigError as ``read_records``."""
     records = read_records(path)
     chunks = iter(lambda: list(islice(records, _RECORDS)), [])
     return (ImageChunk(chunk, (number, count)) for count, chunk in enumerate(chunks, start=1))
@@ -39,7 +39,7 @@ def read_image_chunks(number: int, path: Path) -> Iterator[ImageChunk]:
 def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
     """Read, resize and tokenize the conversations of a chunk; runs in a worker."""
     tokenizer, template = tokenizer_of(job), chat_template_of(job)
-    assert job.images is not None and template is not None, "what conversations with images need"
+    assert job.images is not None and template is not None, "--format images sets both"
     dtypes = {key: job.dtype_of(key, tokenizer.vocab_size) for key in (TOKENS, LOSS_MASK)}
     parts: dict[str, list[np.ndarray]] = {key: [np.empty(0, dtype)] for key, dtype in dtypes.items()}
     images, errors, text_bytes = [], [], 0
@@ -55,15 +55,15 @@ def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
         parts[LOSS_MASK].append(np.array(document.counted, dtypes[LOSS_MASK]))
         images.append(document.images)
         text_bytes += document.text_bytes
-    tokens = {key: np.concatenate(of_key) for key, of_key in parts.items()}
-    sizes = {key: [[len(ids)] for ids in of_key[1:]] for key, of_key in parts.items()}
+    tokens = {key: np.concatenate(arrays) for key, arrays in parts.items()}
+    sizes = {key: [[len(ids)] for ids in arrays[1:]] for key, arrays in parts.items()}
     return Tokenized(tokens, sizes, 0, 0, errors, text_bytes, chunk.position, images)
 
 
 class _Document(NamedTuple):
     ids: list[int]
     counted: list[int]
-    """Which tokens count in the loss, 0 or 1 for each."""
+    """For each token 1 if it counts in the loss, else 0."""
     images: list[np.ndarray]
     """Each uint8 [size, size, 3]."""
     text_bytes: int
@@ -87,7 +87,7 @@ def _document(job: Job, tokenizer: Tokenizer, template: ChatTemplate, record: Re
                 f"a token is not in the vocabulary of {tokenizer.vocab_size}: give the tokenizer of the data"
             )
         tokens = record.tokens
-        while tokens[-2:] == [tokenizer.eod] * 2:  # with which Megatron-LM pads texts
+        while tokens[-2:] == [tokenizer.eod] * 2:  # Megatron-LM pads texts with them
             tokens.pop()
         ids = [job.images.token] * job.images.tokens * len(sources) + tokens
         counted = [0] * (len(ids) - len(tokens)) + [1] * len(tokens)
@@ -100,7 +100,7 @@ def _document(job: Job, tokenizer: Tokenizer, template: ChatTemplate, record: Re
 
 
 def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
-    """Messages, also of LLaVA's conversations, with a mark for each image; their images are added to ``images``."""
+    """The messages of a record in LLaVA's or OpenAI's format, with a mark for each image; adds images to ``images``."""
     if not isinstance(record, dict) or not isinstance(
         turns := record.get("conversations") or record.get("messages"), list
     ):
@@ -109,7 +109,7 @@ def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
-            raise DataError("a turn is no object")
+            raise DataError("a turn is not an object")
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         if not isinstance(role, str):
             raise DataError("a turn has no role")
@@ -120,7 +120,7 @@ def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
 
 
 def _part(part: Any, images: list[Any]) -> str:
-    """The text of a part of a message; the image that it holds is added, if it is not among those of the record."""
+    """The text of a part of a message; an image in the part is added to ``images``."""
     kind = part.get("type") if isinstance(part, Mapping) else "text"
     value = part.get(kind) if isinstance(part, Mapping) else part
     if kind in ("image", "image_url"):
@@ -134,7 +134,7 @@ def _part(part: Any, images: list[Any]) -> str:
 
 
 def _image(settings: ImageSettings, image: Any) -> np.ndarray:
-    """The pixels of a path within the folder, a data URL, or the content of a file."""
+    """The pixels of an image, given as a path within the image folder, a data URL, or the bytes of a file."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str) and image.startswith("data:"):
@@ -145,7 +145,7 @@ def _image(settings: ImageSettings, image: Any) -> np.ndarray:
 
 
 def _tokens(settings: ImageSettings, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:
-    """Ids with placeholders for each mark, and which count in the loss: as prompts are tokenized, part by part."""
+    """Token ids with placeholders for each mark, and their loss mask; parts are tokenized separately, like prompts."""
     parts, begin = [], 0
     for part in text.text.split(MARK):
         end = begin + len(part)
@@ -155,7 +155,7 @@ def _tokens(settings: ImageSettings, tokenizer: Tokenizer, text: Text) -> tuple[
     placeholders, zeros = [settings.token] * settings.tokens, [0] * settings.tokens
     first, *others = tokenize_texts(tokenizer, parts)
     ids, counted = list(first[0]), list(first[1])
-    for more, flags in others:
-        ids += placeholders + more
-        counted += zeros + flags
+    for part_ids, part_counted in others:
+        ids += placeholders + part_ids
+        counted += zeros + part_counted
     return ids, counted

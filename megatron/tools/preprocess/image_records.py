@@ -1,8 +1,8 @@
-"""Conversations with images, of the files that people keep them in.
+"""Reads conversations with images from files of several formats.
 
-LLaVA's JSON, JSONL, WebDataset's tar files (https://github.com/webdataset/webdataset) and Parquet, whose images are
-bytes, or the struct of bytes and path of the ``datasets`` library; and Megatron-LM's multimodal data sets, whose images
-are sequences of another mode than text.
+The formats are LLaVA's JSON, JSONL, tar files of WebDataset (https://github.com/webdataset/webdataset), Parquet with
+images as bytes or as the ``datasets`` library's struct of bytes and path, and Megatron-LM's multimodal data sets, whose
+images are sequences with a nonzero mode.
 """
 
 import json
@@ -22,52 +22,52 @@ from megatron.tools.preprocess.corpus import open_parquet, parquet_batches
 from megatron.tools.preprocess.file_lines import file_lines
 
 _LARGEST_SAMPLE = 1 << 26
-"""Bytes of the files of a sample in a tar file, some of which may be sparse."""
+"""Maximum bytes of the files of a sample in a tar file, where a sparse file may be far larger than the archive."""
 _CONVERSATIONS = ("conversations", "messages")
 _IMAGES = ("image", "images")
 
 
 class Record(NamedTuple):
-    """An object of a file, or the error that is in its place."""
+    """A conversation of a file, or an error instead."""
 
     where: str
     content: Any
-    """Its ``image`` and ``images`` hold paths, or the content of files."""
+    """A JSON object, whose ``image`` or ``images`` are paths, or contents of image files."""
     error: str | None = None
     tokens: list[int] | None = None
-    """Of a text that is tokenized already, which follows the images of ``content``."""
+    """The text, if it is already tokenized; it follows the images of ``content``."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The conversations of a file, by its name's ending.
+    """The conversations of a file, whose suffix determines the format.
 
     Raises:
         DataError: the file cannot be read, or is damaged.
-        ConfigError: a package to read it is missing.
+        ConfigError: the package that reads this format is missing.
     """
     try:
-        yield from READERS.get(path.suffix, _of_lines)(path)
+        yield from READERS.get(path.suffix, _read_lines)(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({one_line(error.strerror or str(error))})") from None
     except (ValueError, RecursionError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{path}: not a file of conversations ({one_line(str(error))})") from None
 
 
-def _of_json(path: Path) -> Iterator[Record]:
+def _read_json(path: Path) -> Iterator[Record]:
     records = json.loads(read_bytes(path))
     if not isinstance(records, list):
         raise ValueError("a list of objects is expected")
-    return (Record(f"{path}: object {number}", one) for number, one in enumerate(records, start=1))
+    return (Record(f"{path}: object {number}", record) for number, record in enumerate(records, start=1))
 
 
-def _of_lines(path: Path) -> Iterator[Record]:
+def _read_lines(path: Path) -> Iterator[Record]:
     for number, line in enumerate(file_lines(path), start=1):
         if line.strip():
-            yield _parsed(f"{path}:{number}", line, {})
+            yield _parse(f"{path}:{number}", line, {})
 
 
-def _parsed(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
-    """A JSON object, with the content of the ``images`` that it names, or of all of them if it names none."""
+def _parse(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
+    """Parse a JSON object, and insert the contents of the ``images`` that it names, or of all if it names none."""
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -79,18 +79,18 @@ def _parsed(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
     return Record(where, content)
 
 
-def _of_tar(path: Path) -> Iterator[Record]:
-    """A sample is consecutive files whose names are the same up to the first dot of the last part."""
+def _read_tar(path: Path) -> Iterator[Record]:
+    """Read WebDataset samples: consecutive files whose paths are equal up to the first dot of the file name."""
     with open(path, "rb", opener=regular) as file, tarfile.open(fileobj=file, mode="r:") as archive:
         key, files = "", dict[str, bytes]()
         for member in archive:
             if not member.isfile():
                 continue
             folder, _, name = member.name.rpartition("/")
-            if (its_key := f"{folder}/{name.partition('.')[0]}") != key and files:
+            if (member_key := f"{folder}/{name.partition('.')[0]}") != key and files:
                 yield _sample(path, key, files)
                 files = {}
-            key = its_key
+            key = member_key
             if member.size + sum(map(len, files.values())) > _LARGEST_SAMPLE:
                 raise ValueError(f"the sample of {member.name} has more than {_LARGEST_SAMPLE:,} bytes")
             content = archive.extractfile(member)
@@ -105,10 +105,10 @@ def _sample(path: Path, key: str, files: dict[str, bytes]) -> Record:
     texts = [name for name in files if name.endswith(".json")]
     if len(texts) != 1:
         return Record(where, None, f"{len(texts)} files of JSON, and one is expected")
-    return _parsed(where, files.pop(texts[0]), files)
+    return _parse(where, files.pop(texts[0]), files)
 
 
-def _of_parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path) -> Iterator[Record]:
     with open_parquet(path) as file:
         columns = [name for name in (*_CONVERSATIONS, *_IMAGES) if name in file.schema_arrow.names]
         if not {*columns} & {*_CONVERSATIONS}:
@@ -118,28 +118,29 @@ def _of_parquet(path: Path) -> Iterator[Record]:
             yield Record(f"{path}: row {number}", row)
 
 
-def _of_index(path: Path) -> Iterator[Record]:
-    """Documents of text and of image files, whose numbers are bytes after how many of the last ones are padding."""
+def _read_indexed(path: Path) -> Iterator[Record]:
+    """Read a multimodal data set, whose image sequences are the bytes of image files."""
     data = IndexedDataset(path.with_suffix(""))
     if data.modes is None:
         raise ValueError("it has no modes, so its sequences are all text")
     for document, (first, end) in enumerate(pairwise(data.doc_idx.tolist())):
-        images = [_file_in(data.get(number)) for number in range(first, end) if data.modes[number]]
+        images = [_image_bytes(data.get(number)) for number in range(first, end) if data.modes[number]]
         texts = [data.get(number).tolist() for number in range(first, end) if not data.modes[number]]
         yield Record(f"{path}: document {document}", {"image": images}, tokens=sum(texts, []))
 
 
-def _file_in(numbers: np.ndarray) -> bytes:
+def _image_bytes(numbers: np.ndarray) -> bytes:
+    """The image file in a sequence. Its first number, if below the item size, is the number of padding bytes."""
     is_padded = len(numbers) > 0 and 0 <= numbers[0] < numbers.itemsize
     content = numbers[int(is_padded) :].tobytes()
     return content[: len(content) - int(numbers[0])] if is_padded else content
 
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    ".json": _of_json,
-    ".jsonl": _of_lines,
-    ".tar": _of_tar,
-    ".parquet": _of_parquet,
-    ".idx": _of_index,
+    ".json": _read_json,
+    ".jsonl": _read_lines,
+    ".tar": _read_tar,
+    ".parquet": _read_parquet,
+    ".idx": _read_indexed,
 }
-"""By the ending of a file's name."""
+"""Reader functions by file suffix."""

@@ -1,4 +1,4 @@
-"""The files that ``--input`` names, and flags of their format."""
+"""Flags for input files, their formats and images, and expansion of ``--input`` into files."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from megatron.tools.preprocess.image_records import READERS
 from megatron.tools.preprocess.job import ImageSettings
 
 IMAGES = "images"
-"""The kind of conversations with images, of any format that ``image_records`` reads."""
+"""Value of --format for conversations with images, in any file format of ``image_records``."""
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name files of text, their format, and the keys to read."""
+    """Add the flags for text files, their format, and the keys to read."""
     add = parser.add_argument
     add(
         "--input",
@@ -45,11 +45,11 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def expand_inputs(paths: Sequence[Path], kind: str | None) -> list[Path]:
-    """The files of ``--input``: those of a folder, of a saved data set, or that match a pattern, by name.
+    """The files of ``--input``: paths, files in folders or saved data sets, and matches of patterns, sorted by name.
 
-    Raises DataError with a line for each path that is no file and has none.
+    Raises DataError with a line for each path without a file.
     """
-    files = {path: _files_of(path, kind) for path in paths}
+    files = {path: _expand(path, kind) for path in paths}
     if missing := [path for path in paths if not files[path]]:
         reasons = {path: "no file of text in this folder" if path.is_dir() else "no such file" for path in missing}
         raise DataError([f"--input {path}: {reason}" for path, reason in reasons.items()])
@@ -57,10 +57,10 @@ def expand_inputs(paths: Sequence[Path], kind: str | None) -> list[Path]:
 
 
 _STATE = "state.json"
-"""Names the files of a data set that ``save_to_disk`` wrote, in order."""
+"""File that lists the files of a data set written by ``save_to_disk``, in order."""
 
 
-def _files_of(path: Path, kind: str | None) -> list[Path]:
+def _expand(path: Path, kind: str | None) -> list[Path]:
     if not path.is_dir():
         return (
             [path]
@@ -75,14 +75,14 @@ def _files_of(path: Path, kind: str | None) -> list[Path]:
         if missing := [file.name for file in files if not file.exists()]:
             raise DataError(f"{path / _STATE} names {missing[0]}, and there is no such file")
         return files
-    found = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    visible = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
-    of_text = (file for file in found if names is None or uncompressed(file).suffix in names)
-    return sorted(file for file in of_text if file.name not in (_STATE, "dataset_info.json"))
+    supported = (file for file in visible if names is None or uncompressed(file).suffix in names)
+    return sorted(file for file in supported if file.name not in (_STATE, "dataset_info.json"))
 
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
-    """Bytes of text of files of a format (None: by the name); None if one is compressed or a pipe."""
+    """Total bytes of text in files of a format (None: by ``format_of``); None if a file is compressed or a pipe."""
     plain = all(
         (kind or format_of(path)) not in ("parquet", "arrow", IMAGES) and path.suffix not in COMPRESSED
         for path in paths
@@ -96,14 +96,19 @@ _IMAGE_FLAGS = ("--image-folder", "--vision-image-size", "--image-tokens", "--im
 def add_image_flags(parser: ToolParser) -> None:
     """Add the flags of conversations with images."""
     add = parser.add_argument_group("conversations with images (--format images)").add_argument
-    add("--image-folder", type=Path, metavar="DIR", help="where the paths of images begin (default: this folder)")
+    add(
+        "--image-folder",
+        type=Path,
+        metavar="DIR",
+        help="folder that image paths are relative to (default: this folder)",
+    )
     add("--vision-image-size", type=int, metavar="N", help="height and width of images in pixels (default: 336)")
-    add("--image-tokens", type=int, metavar="N", help="placeholders of an image: its patches")
-    add("--image-token-id", type=int, metavar="N", help="the placeholder, which no text contains")
+    add("--image-tokens", type=int, metavar="N", help="placeholders of an image: one for each patch")
+    add("--image-token-id", type=int, metavar="N", help="id of the placeholder, a token that no text contains")
 
 
 def image_settings(args: argparse.Namespace) -> ImageSettings | None:
-    """Their values, or None for another --format. Raises ConfigError for one outside of its interval."""
+    """The values of the image flags, or None for another --format. Raises ConfigError for a value out of range."""
     if args.format != IMAGES:
         return None
     check_values(
@@ -114,7 +119,7 @@ def image_settings(args: argparse.Namespace) -> ImageSettings | None:
 
 
 def image_rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
-    """Rules about them: whether each is broken, and the message."""
+    """Rules about the image flags: for each, whether it is broken, and the message."""
     given = [flag for flag in _IMAGE_FLAGS if getattr(args, flag[2:].replace("-", "_")) is not None]
     has_images = args.format == IMAGES
     return [
@@ -128,7 +133,7 @@ def image_rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
         ),
         (
             has_images and args.input_format is not None,
-            "--format images goes by the names of files: remove --input-format and --document-per-file",
+            "--format images detects formats by file suffix: remove --input-format and --document-per-file",
         ),
         (has_images and args.resume, "--format images cannot be resumed: remove --resume"),
     ]

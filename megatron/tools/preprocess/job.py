@@ -1,4 +1,4 @@
-"""A preprocessing job: its settings, its summary, and the journal from which it can be resumed."""
+"""A preprocessing job: its settings, its summary, and the journal from which it resumes."""
 
 import json
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from megatron.tokenizer.published import CONFIG_FILES
 from megatron.tools.preprocess.file_lines import format_of
 
 TOKENS, LOSS_MASK = "tokens", "loss mask"
-"""The two data sets of conversations, instead of one for each key."""
+"""Names of the two data sets that conversations are written to, instead of one for each key."""
 
 
 @dataclass
 class Summary:
-    """What was read and written."""
+    """Numbers of documents, tokens, bytes and errors of a job."""
 
     documents: int = 0
     tokens: int = 0
@@ -33,13 +33,13 @@ class Summary:
     output_bytes: int = 0
     """Bytes of tokens."""
     blank: int = 0
-    """Blank lines between the documents of plain text."""
+    """Blank lines in plain text."""
     empty: int = 0
     bad_lines: int = 0
     unknown: int = 0
     """Words that are not in the vocabulary."""
     counted: int = 0
-    """Tokens that count in the loss, of conversations."""
+    """Tokens of conversations that count in the loss."""
     images: int = 0
     resumed_at: int = 0
     """Documents written before the job was resumed."""
@@ -57,18 +57,18 @@ class Milestone(NamedTuple):
 
 
 class Journal:
-    """The file next to the output that contains the newest milestone.
+    """The file next to the output that records the newest milestone.
 
     Args:
-        job: everything the output depends on; another job cannot resume from this journal.
+        job: all settings that the output depends on; a job with other settings cannot resume from this journal.
     """
 
     def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
         self.path = path
-        self._job = json.loads(json.dumps(job))  # as it is read back
+        self._job = json.loads(json.dumps(job))  # with lists instead of tuples, as JSON is read back
 
     def read(self) -> Milestone | None:
-        """The newest milestone, or None. Raises DataError if it is broken or of another job."""
+        """The newest milestone, or None without a journal. Raises DataError if it is broken or of another job."""
         try:
             content = read_json(self.path)
             job, saved = dict(content["job"]), content["milestone"]
@@ -90,58 +90,58 @@ class Journal:
         return Milestone((inputs, chunks), outputs, summary)
 
     def write(self, milestone: Milestone) -> None:
-        """Replace the milestone by a newer one, whose output is on the disk."""
+        """Record a newer milestone, whose output must be on disk."""
         saved = {"place": milestone.position, "outputs": milestone.outputs, "counts": vars(milestone.summary)}
         with replace_file(self.path, text=True) as file:
             json.dump({"job": self._job, "milestone": saved}, file)
 
     def remove(self) -> None:
-        """Remove the journal: there is nothing to resume."""
+        """Remove the journal, so that the job cannot be resumed."""
         self.path.unlink(missing_ok=True)
 
 
 class ImageSettings(NamedTuple):
-    """Where images are, and what an encoder makes of them."""
+    """Folder and size of images, and their placeholders in the text."""
 
     folder: Path
     size: int
     """Height and width in pixels."""
     tokens: int
-    """Placeholders of each image."""
+    """Number of placeholders of each image."""
     token: int
-    """The placeholder."""
+    """Id of the placeholder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The settings of a job."""
+    """The settings of a preprocessing job."""
 
     inputs: tuple[Path, ...]
     output_prefix: str
     input_format: str | None = None
-    """One of ``FORMATS``; None goes by each file's name."""
+    """One of ``FORMATS``; None means ``format_of`` each file."""
     json_keys: tuple[str, ...] = ("text",)
     tokenizer_type: str = "GPT2BPETokenizer"
     vocab_file: str | None = None
     merge_file: str | None = None
     eod_token: str | None = None
-    """The token that ends a document, instead of that of the tokenizer's files."""
+    """The end-of-document token, instead of the token that the tokenizer's files name."""
     prepend_bos: bool = False
     append_eod: bool = False
     split_sentences: bool = False
-    """Whether each sentence of a document becomes a sequence, as samples of BERT and T5 need it."""
+    """Whether each sentence of a document becomes a sequence, as BERT and T5 require."""
     keep_newlines: bool = False
-    """Whether a sentence includes the white space that follows it."""
+    """Whether a sentence includes the white space after it."""
     conversations: str | None = None
-    """One of ``conversations.KEYS``, or images: documents with a loss mask, instead of the texts of ``json_keys``."""
+    """One of ``tokenize_chunk.KEYS``, or images: documents get a loss mask, and ``json_keys`` is not used."""
     chat_template: str | None = None
-    """File of the template that writes messages as text."""
+    """File of the chat template that renders messages as text."""
     images: ImageSettings | None = None
-    """Of conversations with images."""
+    """Settings for conversations with images."""
     workers: int = 1
     skip_errors: bool = False
     chunk_bytes: int = 1 << 18
-    """Text that is tokenized at a time."""
+    """Bytes of text that are tokenized at a time."""
 
     @property
     def prefixes(self) -> dict[str, str]:
@@ -157,16 +157,16 @@ class Job:
         return self.input_format or format_of(path)
 
     def dtype_of(self, key: str, vocab_size: int) -> np.dtype:
-        """The type of the numbers in a key's data set."""
+        """The type of the numbers in the data set of ``key``."""
         largest = max(vocab_size, self.images.token + 1 if self.images else 0)
         return np.dtype(np.uint8) if key == LOSS_MASK else best_dtype(largest)
 
     @property
     def journal(self) -> Journal:
-        """The journal of the job, with everything its output depends on."""
-        beside: list[Path] = []  # the files that name the special tokens of a tokenizer
+        """The journal of the job, with all settings that its output depends on."""
+        config_files: list[Path] = []  # files that name the special tokens of a tokenizer
         if self.tokenizer_type == HUGGINGFACE and self.vocab_file is not None:
-            beside = [path for name in CONFIG_FILES if (path := Path(self.vocab_file).parent / name).is_file()]
+            config_files = [path for name in CONFIG_FILES if (path := Path(self.vocab_file).parent / name).is_file()]
         job = {
             "--input": [_version(path) for path in self.inputs],
             "--input-format": [self.format_of(path) for path in self.inputs],
@@ -174,7 +174,7 @@ class Job:
             "--tokenizer-type": self.tokenizer_type,
             "--vocab-file": _version(self.vocab_file),
             "--merge-file": _version(self.merge_file),
-            "files next to the tokenizer": [_version(path) for path in beside] or None,
+            "files next to the tokenizer": [_version(path) for path in config_files] or None,
             "--eod-token": self.eod_token,
             "--prepend-bos": self.prepend_bos or None,
             "--append-eod": self.append_eod,
@@ -188,7 +188,7 @@ class Job:
 
 
 def _version(path: Path | str | None) -> list[str | int] | None:
-    """Path, size and time of a file, which change with its content."""
+    """Path, size and modification time of a file, to detect that its content has changed."""
     if path is None:
         return None
     stat = Path(path).stat()

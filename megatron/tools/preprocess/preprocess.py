@@ -1,7 +1,7 @@
-"""From text to indexed data sets: read in chunks, tokenize in parallel, write in order.
+"""Runs a preprocessing job: reads text in chunks, tokenizes them in parallel, and writes indexed data sets in order.
 
-Memory stays flat: only a few chunks are in memory at any time. Regularly all output is flushed to disk, and a journal
-records the progress.
+Only a few chunks are in memory at any time. At regular intervals all output is flushed to disk, and a journal records
+the progress.
 """
 
 import os
@@ -34,13 +34,13 @@ from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Miles
 from megatron.tools.preprocess.tokenize_chunk import Tokenized, chat_template_of, tokenize_chunk, tokenizer_of
 
 MILESTONE_CHUNKS = 32
-"""Chunks between two milestones, from which an interrupted job resumes."""
+"""Number of chunks between two milestones; an interrupted job resumes from the last one."""
 
 
 def preprocess(
     job: Job, report: Callable[[Summary], None], log_skipped: Callable[[str], None], *, resume: bool = False
 ) -> Summary:
-    """Write one data set for each key; all of them, or none.
+    """Tokenize all inputs into one data set for each key. After an error, no data set is written.
 
     Args:
         report: called with the summary so far, after each chunk and at the end.
@@ -48,10 +48,10 @@ def preprocess(
         resume: continue where the same job was interrupted, if it was.
 
     Raises:
-        DataError: a file or line that cannot be read (unless lines are to be skipped), a bad vocabulary or one
-            without any of the words, no document at all, or unfinished output of another job.
-        ConfigError: a package to read an input is missing, the tokenizer has no token to begin documents with, or the
-            output cannot be written there.
+        DataError: a file or, unless errors are skipped, a line cannot be read; the vocabulary is broken or has none of
+            the words; there is no document; or there is unfinished output of another job.
+        ConfigError: the package that reads an input is missing, the tokenizer has no beginning-of-sequence token, or
+            the output cannot be written.
         ResourceError: the disk is full, or a worker was killed.
     """
     tokenizer = _checked_tokenizer(job)
@@ -79,7 +79,7 @@ def preprocess(
 
 
 def check_output(job: Job) -> None:
-    """Raises ConfigError if the output cannot be written, or is one of the files that are read."""
+    """Raises ConfigError if the output cannot be written, or would replace an input file."""
     prefix = job.output_prefix
     names = [name + ending for name in job.prefixes.values() for ending in (".bin", ".idx", ".tokenizer.json")]
     for name in (*names, *(f"{name}.partial" for name in names), f"{prefix}.progress"):
@@ -99,7 +99,7 @@ def _write(
     report: Callable[[Summary], None],
     log_skipped: Callable[[str], None],
 ) -> None:
-    """Write the data sets, after what is ``done``, and the files beside them."""
+    """Write the data sets, continuing after the milestone ``done``, and the files next to them."""
     with ExitStack() as stack:
         builders = {
             key: stack.enter_context(
@@ -113,9 +113,9 @@ def _write(
             job.journal.remove()
         add_images = _image_writer(job, stack)
         tokenize: Callable[[Job, Any], Tokenized] = tokenize_images if job.images else tokenize_chunk
-        results = _in_order(partial(tokenize, job), _chunks(job, done), job.workers)
+        results = _map_in_order(partial(tokenize, job), _chunks(job, done), job.workers)
         for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
-            _add(builders, tokenized, summary, log_skipped if job.skip_errors else None)
+            _write_chunk(builders, tokenized, summary, log_skipped if job.skip_errors else None)
             add_images(tokenized)
             report(summary)
             if number % MILESTONE_CHUNKS == 0 and not job.images:
@@ -136,7 +136,7 @@ def _write(
 
 
 def _checked_tokenizer(job: Job) -> Tokenizer:
-    """The tokenizer; errors in it and in the chat template are reported before any work."""
+    """Build the tokenizer and the chat template, to report errors in them before any work."""
     tokenizer = tokenizer_of(job)
     if job.prepend_bos and tokenizer.bos is None:
         raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
@@ -145,34 +145,36 @@ def _checked_tokenizer(job: Job) -> Tokenizer:
 
 
 def _image_writer(job: Job, stack: ExitStack) -> Callable[[Tokenized], None]:
-    """Writes the images of a chunk next to its tokens; nothing for documents without images."""
+    """A function that writes the images of a tokenized chunk; it does nothing in jobs without images."""
     if job.images is None:
         return lambda tokenized: None
     add = stack.enter_context(image_writer(job.prefixes[TOKENS], job.images.size))
 
     def write(tokenized: Tokenized) -> None:
-        for of_document in tokenized.images:
-            add(of_document)
+        for document_images in tokenized.images:
+            add(document_images)
 
     return write
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk | ImageChunk]:
-    """The inputs in chunks, without the chunks that are done."""
+    """The chunks of all inputs, without the chunks before the milestone ``done``."""
     if job.images:
         for number, path in enumerate(job.inputs):
             yield from read_image_chunks(number, path)
         return
     inputs, chunks = done.position if done else (0, 0)
     for number, path in enumerate(job.inputs[inputs:], inputs):
-        cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
-        for count, chunk in islice(enumerate(cut, start=1), chunks, None):
+        file_chunks = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
+        for count, chunk in islice(enumerate(file_chunks, start=1), chunks, None):
             yield chunk._replace(position=(number, count))
         chunks = 0
 
 
-def _in_order(function: Callable[[Any], Tokenized], chunks: Iterable, workers: int) -> Generator[Tokenized, None, None]:
-    """Map ``function`` over ``chunks`` with some processes; at most two chunks per process are in flight."""
+def _map_in_order(
+    function: Callable[[Any], Tokenized], chunks: Iterable, workers: int
+) -> Generator[Tokenized, None, None]:
+    """Map ``function`` over ``chunks`` in order, in ``workers`` processes; at most two chunks per process wait."""
     if workers == 1:
         yield from map(function, chunks)
         return
@@ -190,15 +192,15 @@ def _in_order(function: Callable[[Any], Tokenized], chunks: Iterable, workers: i
                 future.cancel()
 
 
-def _add(
+def _write_chunk(
     builders: Mapping[str, IndexedDatasetBuilder],
     tokenized: Tokenized,
     summary: Summary,
     log_skipped: Callable[[str], None] | None,
 ) -> None:
-    """Write a chunk's documents and count them. Raises DataError for a bad line, unless ``log_skipped`` is there.
+    """Write the documents of a chunk and update ``summary``.
 
-    A document without text is no bad line.
+    Raises DataError for the first malformed line if ``log_skipped`` is None. A document without text is not malformed.
     """
     for error in tokenized.errors:
         if log_skipped is None and not error.is_empty:
@@ -221,7 +223,7 @@ def _add(
 
 
 def _check_vocabulary(job: Job, summary: Summary) -> None:
-    """Raises DataError if no word of the text is in the vocabulary."""
+    """Raises DataError if none of the words of the text is in the vocabulary."""
     words = summary.tokens - (summary.documents if job.append_eod else 0)
     if summary.unknown == words:
         raise DataError(
@@ -231,4 +233,4 @@ def _check_vocabulary(job: Job, summary: Summary) -> None:
 
 
 def _hint(journal: Journal) -> str:
-    return "; --resume continues from there" if journal.path.exists() else ""
+    return "; --resume continues from the last milestone" if journal.path.exists() else ""

@@ -1,8 +1,8 @@
-"""The work of one preprocessing process: tokenize the documents of a chunk of text.
+"""Tokenizes the documents of a chunk of text in a worker process.
 
-Of a conversation, or a prompt with its completion, some characters count in the loss: the turns of the assistant, or
-the completion. A conversation is tokenized as a whole, as transformers does it, and tokens count that have such a
-character; a prompt and its completion are tokenized one by one, as in generation.
+In conversations the turns of the assistant count in the loss, and after a prompt its completion. A conversation is
+tokenized as one text, as in transformers, and a token counts if any of its characters is in such a turn. A prompt and
+its completion are tokenized separately, as in generation.
 """
 
 import re
@@ -27,11 +27,11 @@ class LineError(NamedTuple):
     line: int
     message: str
     is_empty: bool
-    """Whether the line only has no text."""
+    """Whether the line is well-formed but has no text."""
 
 
 class Tokenized(NamedTuple):
-    """A chunk's documents."""
+    """The tokenized documents of a chunk."""
 
     tokens: dict[str, np.ndarray]
     """For each key: all tokens, documents concatenated."""
@@ -43,13 +43,13 @@ class Tokenized(NamedTuple):
     errors: list[LineError]
     text_bytes: int
     position: tuple[int, int]
-    """That of the chunk."""
+    """See ``Chunk.position``."""
     images: Sequence[Sequence[np.ndarray]] = ()
-    """The images of each document, if it is a conversation with images."""
+    """For conversations with images: the images of each document."""
 
 
 Documents = dict[str, list[list[np.ndarray]]]
-"""For each key: the sequences of each document, [tokens]; a document without tokens has none."""
+"""For each key: the sequences of each document, [tokens]; none for a document without tokens."""
 
 
 def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
@@ -57,12 +57,12 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     tokenizer = tokenizer_of(job)
     numbers, contents, errors = _read_lines(job, chunk, tokenizer)
     try:
-        parts = [_documents_of(job, tokenizer, contents)]
-    except DataError:  # of one of the texts
+        parts = [_tokenize_lines(job, tokenizer, contents)]
+    except DataError:  # one of the texts: find out which
         parts, lines, numbers = [], zip(numbers, contents, strict=True), []
         for number, content in lines:
             try:
-                parts.append(_documents_of(job, tokenizer, [content]))
+                parts.append(_tokenize_lines(job, tokenizer, [content]))
                 numbers.append(number)
             except DataError as error:
                 errors.add(LineError(number, f"{chunk.path}:{number}: {error}", is_empty=False))
@@ -87,7 +87,7 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
 
 
 def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int], list[Any], set[LineError]]:
-    """The numbers of the lines, their texts or the parts of their conversation, and errors in other lines."""
+    """Numbers and contents of the valid lines (texts of keys, or parts of a conversation), and errors of the others."""
     template = chat_template_of(job)
     numbers, contents, errors = [], [], set()
     for number, line in enumerate(chunk.lines, chunk.first_line):
@@ -100,7 +100,7 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
                 content = line_documents(where, line, job.conversations, template)
         except DataError as error:
             errors.add(LineError(number, str(error), is_empty=False))
-            if not job.skip_errors:  # the others would not be written, and a template may take long for each
+            if not job.skip_errors:  # the job will fail: do not run a slow template on the other lines
                 break
             continue
         numbers.append(number)
@@ -108,13 +108,13 @@ def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int]
     return numbers, contents, errors
 
 
-def _documents_of(job: Job, tokenizer: Tokenizer, contents: Sequence[Any]) -> Documents:
-    documents_of = _documents_of_texts if job.conversations is None else _documents_of_conversations
-    return documents_of(job, tokenizer, contents)
+def _tokenize_lines(job: Job, tokenizer: Tokenizer, contents: Sequence[Any]) -> Documents:
+    tokenize = _tokenize_keys if job.conversations is None else _tokenize_conversations
+    return tokenize(job, tokenizer, contents)
 
 
-def _documents_of_texts(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> Documents:
-    """A document for each text of a line, under its key."""
+def _tokenize_keys(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> Documents:
+    """Tokenize lines that are a text for each key: a document per line for each key."""
     begin = np.array([tokenizer.bos] if job.prepend_bos else [], int)
     end = np.array([tokenizer.eod] if job.append_eod else [], int)
     documents: Documents = {}
@@ -132,19 +132,20 @@ def _sequences(job: Job, text: str) -> list[str]:
     return split_sentences(text, keep_newlines=job.keep_newlines) if job.split_sentences else [text]
 
 
-def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Text]]) -> Documents:
-    """A document with a loss mask for each line; without tokens if none of them counts. The first token never does.
+def _tokenize_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Text]]) -> Documents:
+    """Tokenize lines that are parts of a conversation: a document and a loss mask per line.
 
-    The text of a special token becomes that token. The end of a document counts if what is before it does.
+    A document without a token that counts in the loss is empty; the first token never counts, and the end-of-document
+    token counts if the token before it does. Texts of special tokens are encoded as special tokens.
     """
     documents: Documents = {TOKENS: [], LOSS_MASK: []}
     tokenized = iter(tokenize_texts(tokenizer, list(chain.from_iterable(lines))))
     for line in lines:
         ids: list[int] = []
         mask: list[int] = []
-        for new, counts in islice(tokenized, len(line)):
-            ids += new
-            mask += counts
+        for part_ids, part_mask in islice(tokenized, len(line)):
+            ids += part_ids
+            mask += part_mask
         if job.append_eod:
             ids.append(tokenizer.eod)
             mask += mask[-1:] or [0]
@@ -155,13 +156,13 @@ def _documents_of_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[
 
 
 def tokenizer_of(job: Job) -> Tokenizer:
-    """The tokenizer, built once in a process and inherited by forked workers."""
+    """The tokenizer of the job, built once in a process and inherited by forked workers."""
     return _build_once(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
 
 
 @lru_cache(maxsize=1)
 def chat_template_of(job: Job) -> ChatTemplate | None:
-    """The chat template of conversations; its process is started when it is first needed."""
+    """The chat template of the job; its sandbox process starts on first use."""
     return None if job.chat_template is None else chat_template(job.chat_template, tokenizer_of(job))
 
 
@@ -176,7 +177,7 @@ ABBREVIATIONS = frozenset(
     "mr mrs ms mt mts mx orig p pp ph.d phd prof pvt rep rev resp sen sgt sr st supt trans "
     "univ v viz vol vols vs".split()
 )
-"""Words before a stop that does not end a sentence, in lower case and without their last stop."""
+"""Abbreviations after which a period does not end a sentence, in lower case and without their last period."""
 
 _BLANK_LINES = re.compile(r"(\n\s*\n)")
 _END = re.compile(
@@ -187,13 +188,14 @@ _LAST_WORD = re.compile(r"[^\s(\[\"'\u2018\u201c]+$")
 
 
 _LONGER_THAN_ABBREVIATIONS = 64
-"""Characters."""
+"""Characters before a period in which an abbreviation is looked for."""
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
-    """The sentences of ``text`` in order; together they are all of its words.
+    """Split ``text`` into its sentences, in order.
 
-    White space around a sentence is removed, or kept at its end with ``keep_newlines``: then they are all of the text.
+    White space around a sentence is removed; with ``keep_newlines`` it is kept at the end of the sentence, so that the
+    sentences joined are the text.
     """
     if not text.strip():
         return []
@@ -207,7 +209,7 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` cut after each sentence and the white space that follows it; some pieces are only white space."""
+    """``text`` cut after each sentence and its following white space; some pieces are only white space."""
     paragraphs, blank_lines = (parts := _BLANK_LINES.split(text))[::2], [*parts[1::2], ""]
     for paragraph, blank in zip(paragraphs, blank_lines, strict=True):
         start = 0
@@ -219,22 +221,22 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _is_abbreviation(before: str, mark: str) -> bool:
-    """Whether a single stop belongs to the word before it."""
+    """Whether ``mark`` is a single period that belongs to an abbreviation at the end of ``before``."""
     if mark.rstrip() != ".":
         return False
-    found = _LAST_WORD.search(before[-_LONGER_THAN_ABBREVIATIONS:])
-    word = found.group() if found else ""
+    match = _LAST_WORD.search(before[-_LONGER_THAN_ABBREVIATIONS:])
+    word = match.group() if match else ""
     return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")
 
 
 KEYS: Mapping[str, tuple[str, ...]] = {"messages": ("messages",), "prompt-completion": ("prompt", "completion")}
-"""Kinds of documents, and the keys of a line's JSON object that hold them."""
+"""Values of --format, and the keys that each reads from a JSON object."""
 
 
 def line_documents(where: str, line: bytes, kind: str, template: ChatTemplate | None) -> list[Text]:
-    """The texts of a line's JSON object; none of a blank line.
+    """The texts of a JSON line of format ``kind``; none for a blank line.
 
-    Raises DataError beginning with ``where`` if it is not of its ``kind``.
+    Raises DataError that begins with ``where`` if the line is malformed.
     """
     document = json_object(where, line)
     if document is None:

@@ -1,4 +1,4 @@
-"""Training a vocabulary on text; deterministic for the same text in the same order."""
+"""Trains vocabularies on text, deterministically for the same text in the same order."""
 
 import json
 from collections import Counter
@@ -15,11 +15,11 @@ from megatron.tokenizer.words import CONTINUES, SPECIAL, normalizer
 def train_gpt2_bpe(
     documents: Iterable[str], vocab_size: int, min_frequency: int, *, show_progress: bool = False
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a byte-level BPE: the 256 bytes, then merges, ``<|endoftext|>`` last, as in GPT-2.
+    """Train vocabulary and merges of a byte-level BPE: the 256 bytes, merges, then ``<|endoftext|>``, as in GPT-2.
 
-    Pairs that are seen less than ``min_frequency`` times are not merged, so the vocabulary of a
-    small corpus stays below ``vocab_size``. ``show_progress`` draws bars on stderr, and leaves some
-    empty lines on stdout. Raises ConfigError if ``vocab_size`` is too small for the bytes.
+    Pairs that occur less than ``min_frequency`` times are not merged, so that the vocabulary of a small corpus is
+    smaller than ``vocab_size``. ``show_progress`` draws bars on stderr, and empty lines on stdout. Raises ConfigError
+    if ``vocab_size`` is too small for the bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
@@ -30,21 +30,21 @@ def train_gpt2_bpe(
         vocab_size=vocab_size - 1, min_frequency=min_frequency, initial_alphabet=alphabet, show_progress=show_progress
     )
     tokenizer.train_from_iterator(documents, trainer)
-    # The library returns its merges in this description only.
+    # The library returns its merges only in its JSON.
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
-    # No merge spells EOD, for none crosses from punctuation to letters.
-    return number([*vocabulary, EOD]), [tuple(merge) for merge in model["merges"]]
+    # No merge results in EOD, since merges do not cross from punctuation to letters.
+    return number_tokens([*vocabulary, EOD]), [tuple(merge) for merge in model["merges"]]
 
 
 def train_wordpiece(
     documents: Iterable[str], vocab_size: int, min_frequency: int, *, lower_case: bool
 ) -> dict[str, int]:
-    """BERT's own tokens, then the characters, then the pieces that merging the most frequent pairs makes.
+    """Train a WordPiece vocabulary: BERT's special tokens, the characters, then merges of the most frequent pairs.
 
-    The library's own trainer orders its alphabet as its hash tables do, and breaks ties by that order, so that no two
-    trainings agree. Here each character, and each as part of a word, is given a code of its own, in the order in which
-    the text has them, and the pieces are the tokens of a BPE over the codes.
+    The library's trainer breaks ties in the order of its hash tables, so that no two trainings agree. Here each
+    character, and each character that continues a word, gets a code in order of occurrence in the text, and the pieces
+    are the tokens of a BPE over these codes.
     Raises ConfigError if ``vocab_size`` is too small for the characters.
     """
     codes: dict[str, str] = {}
@@ -71,11 +71,11 @@ def train_wordpiece(
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     pieces = ["".join(_joined(characters[code] for code in token)) for token in tokens]
-    return number([*SPECIAL, *pieces])
+    return number_tokens([*SPECIAL, *pieces])
 
 
 def _code(codes: dict[str, str], character: str) -> str:
-    """The code of a character, from a plane of Unicode that no text uses."""
+    """The code of a character, from a private-use plane of Unicode."""
     return codes.setdefault(character, chr(0xF0000 + len(codes)))
 
 
@@ -86,7 +86,7 @@ def _joined(characters: Iterable[str]) -> Iterator[str]:
 
 
 def train_whitespace(documents: Iterable[str], vocab_size: int, min_frequency: int) -> dict[str, int]:
-    """``<unk>``, then the words seen ``min_frequency`` times or more, most frequent first, then ``<|endoftext|>``.
+    """``<unk>``, the words that occur at least ``min_frequency`` times, most frequent first, then ``<|endoftext|>``.
 
     Raises ConfigError if ``vocab_size`` is too small for a word.
     """
@@ -95,11 +95,11 @@ def train_whitespace(documents: Iterable[str], vocab_size: int, min_frequency: i
     counts = Counter(word for document in documents for word in document.split())
     for reserved in (UNK, EOD):
         counts.pop(reserved, None)
-    # Words of equal count go by the alphabet: the order of the documents then plays no part.
+    # Words of equal count are sorted alphabetically, independently of the order of documents.
     ranked = sorted((-count, word) for word, count in counts.items() if count >= min_frequency)
-    return number([UNK, *(word for _, word in ranked[: vocab_size - 2]), EOD])
+    return number_tokens([UNK, *(word for _, word in ranked[: vocab_size - 2]), EOD])
 
 
-def number(tokens: list[str]) -> dict[str, int]:
+def number_tokens(tokens: list[str]) -> dict[str, int]:
     """The tokens with their positions as ids."""
     return {token: id for id, token in enumerate(tokens)}

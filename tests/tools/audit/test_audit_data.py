@@ -23,7 +23,7 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     load = ("--load", restarted.checkpoints)
     code, output, _ = audit("batch", *load, "--iteration", 2, "--rank", 1, "--characters", 20)
     lines = output.splitlines()
-    assert code == 0 and lines[0] == "iteration 2: 4 samples on PP 1, DP 2, SP 1, TP 1, those of rank 1"
+    assert code == 0 and lines[0] == "iteration 2: 4 samples on PP 1, DP 2, SP 1, TP 1, samples of rank 1"
     assert [line for line in lines if line.startswith("sample")] == [
         f"sample {number}, data-parallel rank 1" for number in (6, 7)
     ]
@@ -86,12 +86,12 @@ BAD = {
     "another vocabulary": (
         "batch --load {ck} --iteration 1 --vocab-file {place}/vocab.json",
         2,
-        "the vocabulary in {place}/vocab.json is not the one of {ck}/global_step6",
+        "the vocabulary in {place}/vocab.json is not the vocabulary of {ck}/global_step6",
     ),
     "other data": (
         "batch --load {ck} --iteration 1 --data-path 0.7 {place}/tiny 0.3 {half}",
         3,
-        "not the data that {ck}/global_step6 has read",
+        "not the data that {ck}/global_step6 was trained on",
     ),
     "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
     "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
