@@ -67,7 +67,7 @@ def weights_not_gathered() -> None:
 
 def norm_of_a_stage() -> None:
     def make(right):
-        return lambda values, layout: right(values, replace(layout, pipe_group=layout.tensor_group))
+        return lambda values, layout: right(values, replace(layout, model_group=layout.tensor_group))
 
     for name in ("gradients", "zero"):
         patch(module(f"engines.{name}"), "sum_over_model", make)
