@@ -28,7 +28,7 @@ from megatron.parallel.tensor.layers import ColumnParallelLinear, WeightInit
 from megatron.tools.verify.shards import Key, Name, Place, Rank
 from megatron.training import setup
 
-_GROUPS = ("tensor", "data", "pipe", "ring", "ulysses", "sequence", "replica", "expert", "expert_data")
+_GROUPS = ("tensor", "data", "pipe", "model", "ring", "ulysses", "sequence", "replica", "expert", "expert_data")
 """Process groups of a layout. A collective is counted under the first of those that are the same group."""
 
 
