@@ -15,7 +15,7 @@ from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.tools.command_line import print_warnings
-from megatron.tools.convert.inspection import KINDS, Found, find, verify
+from megatron.tools.convert.inspection import KINDS, FoundCheckpoint, find, verify
 
 if TYPE_CHECKING:
     from megatron.tools.convert.huggingface_files import Vocabulary
@@ -78,7 +78,7 @@ def shard_size(args: argparse.Namespace) -> int:
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
 
 
-def find_source(args: argparse.Namespace, *kinds: str) -> Found:
+def find_source(args: argparse.Namespace, *kinds: str) -> FoundCheckpoint:
     """What is at PATH, which must be of one of ``kinds``, undamaged; ``--output`` is checked, too.
 
     Raises ConfigError or CheckpointError.
@@ -86,7 +86,7 @@ def find_source(args: argparse.Namespace, *kinds: str) -> Found:
     check_output(args)
     found = find(args.path)
     if found.kind not in kinds:
-        accepted = " or ".join(KINDS[kind].words for kind in kinds)
+        accepted = " or ".join(KINDS[kind].title for kind in kinds)
         raise ConfigError(f"{args.path} is {found.what}, and {args.command} accepts {accepted}")
     if found.saved:
         print_warnings(found.saved.warnings)

@@ -57,9 +57,9 @@ class Command:
 def main() -> None:
     """Parse the arguments, and run the sub-command."""
     parser = _parser()
-    args, args.words = parser.parse_known_args()
-    if args.words and args.command != "reshard":
-        parser.error(f"unrecognized arguments: {' '.join(args.words)}")
+    args, args.run_flags = parser.parse_known_args()
+    if args.run_flags and args.command != "reshard":
+        parser.error(f"unrecognized arguments: {' '.join(args.run_flags)}")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     COMMANDS[args.command].run(args)
 
@@ -101,9 +101,9 @@ def _to_hf(args: argparse.Namespace) -> None:
 
     from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_tokenizer
     from megatron.tools.convert.load_and_save import read_model, write_huggingface
-    from megatron.tools.convert.lora import merged
+    from megatron.tools.convert.lora import merge_adapters
 
-    model = merged(read_model(found)) if args.merge_lora else read_model(found)
+    model = merge_adapters(read_model(found)) if args.merge_lora else read_model(found)
     assert model.description is not None, "a checkpoint of this suite"
     if model.config.lora_rank:
         raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write only them with to-peft")
@@ -242,9 +242,9 @@ def _merge_lora(args: argparse.Namespace) -> None:
     found = find_source(args, "tag", "folder")
 
     from megatron.tools.convert.load_and_save import read_model, write_checkpoint
-    from megatron.tools.convert.lora import merged
+    from megatron.tools.convert.lora import merge_adapters
 
-    model = merged(read_model(found))
+    model = merge_adapters(read_model(found))
     assert model.description is not None, "a checkpoint of this suite"
     data, source = (model.description["config"][section] for section in ("data", "checkpoint"))
     files = {name: data.get(name) and Path(data[name]) for name in ("vocab_file", "merge_file")}
@@ -291,10 +291,10 @@ def _to_universal(args: argparse.Namespace) -> None:
     print_warnings(saved.warnings)
     check_unlocked(saved.folder)
 
-    from megatron.tools.convert.universal import cached
+    from megatron.tools.convert.universal import cached_universal
 
     with sole_writer(saved.folder):
-        folder, is_new = cached(saved)
+        folder, is_new = cached_universal(saved)
         replace_text(saved.folder / "latest_universal", folder.name)  # where DeepSpeed looks without a tag
     print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.path}")
 
@@ -321,12 +321,13 @@ def _reshard(args: argparse.Namespace) -> None:
     is_rank = "RANK" in os.environ
     saved = tag_at(args.path) if is_rank else find_source(args, "tag", "folder").saved
     assert saved is not None, "a checkpoint of this suite"
-    words = [*args.words, "--model-parallel-size", str(args.model_parallel_size), "--pipe-parallel-size", str(stages)]
+    layout_flags = ["--model-parallel-size", str(args.model_parallel_size), "--pipe-parallel-size", str(stages)]
+    run_flags = [*args.run_flags, *layout_flags]
 
     from megatron.tools.convert.reshard import reshard, resharded_run
 
     replica = args.model_parallel_size * max(stages, 1)
-    run = resharded_run(saved, words, replica, copies, args.output)
+    run = resharded_run(saved, run_flags, replica, copies, args.output)
     if is_rank:
         return reshard(saved, run)
 
@@ -334,7 +335,7 @@ def _reshard(args: argparse.Namespace) -> None:
 
     flags = ["--data-parallel-size", str(copies), "--output", str(args.output.absolute())]
     with TemporaryDirectory() as folder:
-        log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *words, *flags]
+        log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *run_flags, *flags]
         if failure := run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit):
             shutil.rmtree(args.output, ignore_errors=True)
             kind = ResourceError if failure.startswith(f"exit code {ResourceError.exit_code}:") else CheckpointError

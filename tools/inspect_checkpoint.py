@@ -19,7 +19,7 @@ import _project_root  # noqa: F401
 
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, print_warnings, read_architecture, run_tool
-from megatron.tools.convert.inspection import Found, find, integrity
+from megatron.tools.convert.inspection import FoundCheckpoint, find, integrity
 
 
 def main() -> None:
@@ -38,13 +38,13 @@ def main() -> None:
         _inspect(found[0], args)
 
 
-def _inspect(found: Found, args: argparse.Namespace) -> None:
+def _inspect(found: FoundCheckpoint, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
     from megatron.tools.convert.load_and_save import check_optimizer, read_versions, read_weights
-    from megatron.tools.convert.report import facts, heading, listing, parameters, parameters_as_json
+    from megatron.tools.convert.report import describe_checkpoint, heading, listing, parameters, parameters_as_json
 
-    known = facts(found) | {"versions": read_versions(found), "whole": whole}
+    known = describe_checkpoint(found) | {"versions": read_versions(found), "whole": whole}
     if not args.json:
         print(heading(known) + "\n", flush=True)
     check_optimizer(found)
@@ -52,7 +52,7 @@ def _inspect(found: Found, args: argparse.Namespace) -> None:
     print(parameters_as_json(known, listed) if args.json else listing(listed))
 
 
-def _compare(found: list[Found], args: argparse.Namespace) -> None:
+def _compare(found: list[FoundCheckpoint], args: argparse.Namespace) -> None:
     for each in found:
         integrity(each)
 

@@ -21,7 +21,7 @@ from megatron.checkpoint.schema import form_errors
 from megatron.checkpoint.tracker import newest, tag_at, write_description
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.load_and_save import lazy_weights
-from megatron.tools.convert.universal import cached
+from megatron.tools.convert.universal import cached_universal
 
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -205,7 +205,7 @@ def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: P
         shutil.rmtree(folders[-1] / "global_step3_universal", ignore_errors=True)
         sealed(folders[-1], name, change)
         with pytest.raises(CheckpointError, match=re.escape(str(folders[-1] / "global_step3"))):
-            cached(newest(folders[-1]))
+            cached_universal(newest(folders[-1]))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS]
     lacking = folders[-len(RESHARDED) :]
     ((*said,),) = run_ranks_once(1, messages_of_loading, words, [str(folder) for folder in lacking])

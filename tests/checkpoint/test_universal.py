@@ -14,7 +14,7 @@ from support.universal_folders import read_state
 from megatron.checkpoint.tracker import newest, remove_unfinished
 from megatron.common.errors import ResourceError
 from megatron.tools.convert import universal
-from megatron.tools.convert.universal import cached, convert
+from megatron.tools.convert.universal import cached_universal, convert
 
 MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -22,7 +22,7 @@ MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
 @pytest.fixture
 def universal_of(saved_on: Callable[[str], Path]) -> Callable[[str], Path]:
     """The universal form of the checkpoint of a layout."""
-    return lambda layout: cached(newest(saved_on(layout)))[0]
+    return lambda layout: cached_universal(newest(saved_on(layout)))[0]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -146,7 +146,7 @@ def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
 def test_the_tool_converts_once(programs: Programs, saved_on):
     folder = saved_on("pp2 dualpipev --batch-size 8")
     place = folder / "global_step3"
-    cached(newest(folder))
+    cached_universal(newest(folder))
     tool = ("tools/convert_checkpoint.py", "to-universal")
     output = programs.warm(1, *tool, place).ok().output
     assert output == f"{place}_universal: exists already, of {place}\n"

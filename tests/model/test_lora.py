@@ -19,7 +19,7 @@ from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of as read_config
 from megatron.model.huggingface import source_shapes
 from megatron.parallel.layout import ParallelLayout
-from megatron.tools.convert.lora import merged, write_peft
+from megatron.tools.convert.lora import merge_adapters, write_peft
 from megatron.tools.convert.whole_model import WholeModel
 
 TOKENS = torch.randint(0, 53, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -73,7 +73,7 @@ def whole_weights(config: ModelConfig) -> dict[str, Tensor]:
 def test_merged_weights_compute_what_adapters_do(run_ranks, name: str) -> None:
     (weights,) = run_ranks(1, whole_weights, MODELS[name])
     model = WholeModel(MODELS[name], weights, None)
-    plain = merged(model)
+    plain = merge_adapters(model)
     assert plain.config.lora_rank == 0 and not any(".lora." in weight for weight in plain.weights)
     (found,) = run_ranks(1, logits_of, plain.config, plain.weights)
     (expected,) = run_ranks(1, logits_of, MODELS[name], weights)

@@ -20,7 +20,7 @@ from megatron.checkpoint.files import MANIFEST, record_of, write_manifest
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tracker import LATEST, newest
-from megatron.tools.convert.universal import cached
+from megatron.tools.convert.universal import cached_universal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TOOL = "tools/convert_checkpoint.py"
@@ -171,7 +171,7 @@ def test_reshard_keeps_every_bit(programs: Programs, copy: Path, tmp_path: Path)
     before, after = newest(copy), newest(output)
     assert (after.layout.model_parallel_size, after.layout.zero_stage) == (1, 0)
     assert after.history == before.history and after.description["settings"] == before.description["settings"]
-    (old, _), (new, _) = cached(before), cached(after)
+    (old, _), (new, _) = cached_universal(before), cached_universal(after)
     names = {path.name for path in (old / "zero").iterdir() if path.is_dir()}
     assert names == {path.name for path in (new / "zero").iterdir() if path.is_dir()} and len(names) == 52
     for name in names:

@@ -1,1 +1,1 @@
-"""Chat templates: conversations as the text that a model is trained on and asked with."""
+"""Chat templates, which render conversations as text for training and for prompts."""

@@ -1,4 +1,4 @@
-"""Where chat templates are: in a file, in the folder of a tokenizer, beside a data set, and in a checkpoint."""
+"""Finds and reads chat templates: in files, folders of tokenizers, data sets and checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -11,31 +11,31 @@ from megatron.common.reading import parse_json, read_json
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
 from megatron.tools.chat.template import ChatTemplate, special_tokens
-from megatron.tools.convert.inspection import Found, read_description
+from megatron.tools.convert.inspection import FoundCheckpoint, read_description
 from megatron.tools.inference.images import MARK
 
 SETTINGS = "tokenizer_config.json"
 
 
 def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template in a file of its own, or in a ``tokenizer_config.json``. Special tokens are the tokenizer's.
+    """Read the template in a template file or a ``tokenizer_config.json``.
 
-    Raises ConfigError if it holds none, or one that writes special tokens that the tokenizer lacks.
+    Raises ConfigError if there is none, or if it writes special tokens that the tokenizer lacks.
     """
     texts: dict[int | None, str] = {id: text for text, id in special_tokens(tokenizer).items()}
     source, settings = _read_template(file)
     names = {"bos_token": texts.get(tokenizer.bos, ""), "eos_token": texts.get(tokenizer.eod, EOD)}
-    return _checked(file, source, names | settings, tokenizer)
+    return _build_template(file, source, names | settings, tokenizer)
 
 
 def recorded_template(record: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a ``record``. Raises ConfigError as ``chat_template``."""
+    """The template in a ``record``, the result of ``record_of``. Raises ConfigError as ``chat_template``."""
     content = parse_json(record)
-    return _checked("the checkpoint", content["chat_template"], content["special_tokens"], tokenizer)
+    return _build_template("the checkpoint", content["chat_template"], content["special_tokens"], tokenizer)
 
 
-def template_of_model(found: Found, tokenizer: Tokenizer, chosen: str | None) -> ChatTemplate:
-    """The chat template of the file ``chosen``, that the model was fine-tuned with, or in its tokenizer's folder.
+def template_of_model(found: FoundCheckpoint, tokenizer: Tokenizer, chosen: str | None) -> ChatTemplate:
+    """The chat template of a model: the file ``chosen``, the template of its fine-tuning, or of its tokenizer.
 
     Raises ConfigError if there is none.
     """
@@ -49,43 +49,43 @@ def template_of_model(found: Found, tokenizer: Tokenizer, chosen: str | None) ->
 
 
 def record_of(template: ChatTemplate) -> str:
-    """The template and its special tokens, as they are kept beside a data set and in a checkpoint."""
+    """The template and its special tokens as JSON, to store with a data set and in a checkpoint."""
     return json.dumps({"chat_template": template.source, "special_tokens": template.special}, ensure_ascii=False)
 
 
-def _checked(place: str, source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
+def _build_template(place: str, source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
     known = special_tokens(tokenizer)
     template = ChatTemplate(source, special, [text for text in known if text != MARK])
     for mark in template.marks:
         if mark not in known and ((ids := tokenizer.tokenize(mark)) == [tokenizer.unk] or len(ids) != 1):
             raise ConfigError(
-                f"the chat template of {place} writes {mark}, which is no token of the tokenizer: give the template of "
-                "its model, or one without special tokens such as examples/chat_template.jinja"
+                f"the chat template of {place} writes {mark}, which is not a token of the tokenizer: give the "
+                "template of its model, or one without special tokens such as examples/chat_template.jinja"
             )
     return template
 
 
 @cache
 def _read_template(file: str) -> tuple[str, dict[str, str]]:
-    """The template and the special tokens that the ``tokenizer_config.json`` beside it names."""
+    """The template in a file, and the special tokens in the ``tokenizer_config.json`` next to it."""
     path = Path(file)
     settings = _tokenizer_settings(path)
     source: Any = read_text(file)
     if path.suffix == ".json":
         source = settings.get("chat_template")
-        if isinstance(source, list):  # of several, the one by the name of default
+        if isinstance(source, list):  # several templates: the one named default
             named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
             source = named[0].get("template") if named else None
         if not isinstance(source, str):
             raise ConfigError(f'{file} has no "chat_template": give one with --chat-template')
     if not source.strip():
         raise ConfigError(f"{file}: the chat template is empty: give another one with --chat-template")
-    texts = {name: _token(value) for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token")}
     return source, {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def find_chat_template(chosen: str | None, folder: Path, what: str = "--format messages") -> str:
-    """The file of the chat template: ``chosen``, or one in the folder of the tokenizer. Raises ConfigError."""
+    """The path of the chat template: ``chosen``, or a file in the tokenizer's folder. Raises ConfigError if absent."""
     if chosen is not None:
         if not Path(chosen).is_file():
             raise ConfigError(f"--chat-template {chosen}: no such file")
@@ -100,7 +100,7 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
 
 
 def _tokenizer_settings(template: Path) -> dict[str, Any]:
-    """The ``tokenizer_config.json`` in the folder of a template, or nothing."""
+    """The content of the ``tokenizer_config.json`` next to a template; empty if there is none."""
     path = template if template.suffix == ".json" else template.parent / SETTINGS
     if not path.is_file():
         return {}
@@ -111,6 +111,6 @@ def _tokenizer_settings(template: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _token(value: Any) -> Any:
-    """The text of a special token, which is a string or an object with it."""
+def _token_text(value: Any) -> Any:
+    """The text of a special token, which is a string or an object with the key ``content``."""
     return value.get("content") if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
-"""The process that runs a chat template: a line of JSON is a request, a line of JSON the answer.
+"""Program of the process that runs an untrusted chat template; requests and answers are lines of JSON.
 
-Templates come from strangers. This process has no files and no network to offer them, ``MOST_SECONDS`` of CPU time for
-a request, and ``MOST_BYTES`` of memory; the kernel ends it where they exceed the time. It imports nothing of the suite.
+The Jinja sandbox gives a template no access to files and network. The process has ``MOST_SECONDS`` of CPU time for a
+request, after which the kernel ends it, and ``MOST_BYTES`` of memory. It imports no other module of ``megatron``.
 """
 
 import json
@@ -20,17 +20,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MOST_SECONDS = 5.0
 MOST_BYTES = 1 << 30
 MOST_LETTERS = 1 << 27
-"""In an answer."""
+"""Maximum number of characters in an answer."""
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what an assistant generates: code points that are no characters. Messages with them are rejected before."""
+"""Unicode noncharacters around what an assistant generates. Messages that contain them are rejected earlier."""
 _MARK = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_\w+>|</?s>")
 
 Text = tuple[str, list[tuple[int, int]]]
-"""A text, and the ranges of its characters that count in the loss."""
+"""A text, and the ranges of characters that count in the loss."""
 
 
 class Template:
-    """A template of Jinja as transformers reads it, but without the date."""
+    """A Jinja template with the settings of transformers, but without the function for the date."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -44,7 +44,7 @@ class Template:
         self._marks_answers = bool(re.search(r"\{%-?\s*generation\b", source))
 
     def marks(self) -> list[str]:
-        """What the template writes in the form of special tokens, such as ``<|im_start|>``, and the special tokens that
+        """Literals of the template in the form of special tokens, such as ``<|im_start|>``, and the special tokens that
         it uses by name."""
         literals = [node.data for node in self._tree.find_all(nodes.TemplateData)]
         literals += [str(node.value) for node in self._tree.find_all(nodes.Const)]
@@ -52,10 +52,10 @@ class Template:
         return sorted({*_MARK.findall("\0".join(literals)), *(self._special[name] for name in used)} - {""})
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
-        """The conversation, of which the assistant's turns count.
+        """Render a conversation; the turns of the assistant count in the loss.
 
-        A turn is what ``{% generation %}`` surrounds, or else what the template adds to the conversation before it
-        that ends with the generation prompt.
+        A turn is the text inside ``{% generation %}``. In templates without it, a turn is what the template adds to
+        the previous messages with the generation prompt.
         """
         text = self._render(messages, tools)
         if self._marks_answers:
@@ -81,7 +81,7 @@ class Template:
         return text, counted
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """The conversation up to the answer that is to be generated."""
+        """Render a conversation with the generation prompt at the end."""
         return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, tools, add_generation_prompt=True))
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
@@ -91,7 +91,7 @@ class Template:
 
 
 class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}``, which is around what an assistant generates."""
+    """Jinja extension for ``{% generation %}...{% endgeneration %}`` around what an assistant generates."""
 
     tags = {"generation"}
 
@@ -113,12 +113,12 @@ def _raise(message: str) -> None:
 
 
 def main(seconds: float) -> None:
-    """Answer requests, which are the name of a method and its arguments; the first makes the template."""
+    """Answer requests, which are a method name and its arguments; the first one builds the template."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = MOST_BYTES if hard == resource.RLIM_INFINITY else min(hard, MOST_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the other process handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a terminal: the parent handles it
     template = None
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -136,7 +136,7 @@ def main(seconds: float) -> None:
             answer = json.dumps({"error": f"needs more than {MOST_BYTES >> 20} MiB of memory"})
         except RecursionError:
             answer = json.dumps({"error": "is nested too deep, or calls itself without end"})
-        except Exception as error:  # anything that an expression of a template may do
+        except Exception as error:  # expressions in a template may raise anything
             answer = json.dumps({"error": f"{str(error)[:1000] or type(error).__name__}"})
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(f"{answer}\n")

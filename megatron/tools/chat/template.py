@@ -1,6 +1,6 @@
-"""Chat templates: the messages are checked here, the template runs in another process; and what it writes as tokens.
+"""Renders conversations with a chat template, which runs in a sandbox process, and tokenizes the result.
 
-Texts with special tokens, which of their tokens count in the loss, and prompts for an answer. No torch here.
+Messages are checked here. Tokenizing also gives the loss mask of a text with special tokens. No torch here.
 """
 
 import json
@@ -25,25 +25,25 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 class Text(NamedTuple):
-    """A text that is tokenized as one."""
+    """A text that is tokenized in one piece."""
 
     text: str
     counted: Sequence[tuple[int, int]] = ()
-    """The ranges of its characters that count in the loss."""
+    """Ranges of characters that count in the loss."""
 
 
 class ChatTemplate:
-    """A template of Jinja that writes a conversation as text, as the tokenizers of Hugging Face models have it.
+    """A Jinja template that renders a conversation as text, as in the tokenizers of Hugging Face models.
 
     Args:
-        source: the template.
-        special: the texts of special tokens by the names that the template uses, such as ``eos_token``.
-        reserved: texts of special tokens, which only the template may write. Messages with one are rejected.
+        source: the Jinja source of the template.
+        special: the texts of special tokens by their names in the template, such as ``eos_token``.
+        reserved: texts of special tokens, which only the template may write. Messages that contain one are rejected.
 
     Raises ConfigError if it cannot be parsed.
 
     Attributes:
-        marks: what the template writes in the form of special tokens, and the special tokens that it names.
+        marks: texts that the template writes and that look like special tokens, and special tokens that it names.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], reserved: Iterable[str] = ()) -> None:
@@ -61,17 +61,17 @@ class ChatTemplate:
             ) from None
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
-        """The conversation, of which the assistant's turns count.
+        """Render a conversation; the turns of the assistant count in the loss.
 
-        Raises DataError if the messages are wrong (see ``_checked``), the template rejects the conversation, changes
+        Raises DataError if the messages are invalid (see ``_checked``), the template rejects the conversation, changes
         earlier turns afterwards, or exceeds the limits of its process.
         """
         return Text(*self._ask("conversation", self._checked(messages, tools), tools))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation up to the answer that is to be generated. Raises DataError as ``conversation``.
+        """Render a conversation with the generation prompt at the end. Raises DataError as ``conversation``.
 
-        The system's instructions have the role ``developer`` in newer APIs; few templates know it.
+        Newer APIs name the role of the system message ``developer``; it is renamed for templates without that role.
         """
         known = "developer" in self._own_roles
         named = [
@@ -81,13 +81,13 @@ class ChatTemplate:
         return self._ask("prompt", self._checked(named, None))
 
     def turn_end(self) -> str:
-        """What the template writes after an answer, without white space around it."""
+        """The text that the template writes after an answer, without surrounding white space."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\N{SNOWMAN}"}]
         return self._ask("conversation", turns, None)[0].rpartition("\N{SNOWMAN}")[2].strip()
 
     def _checked(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[dict[str, Any]]:
-        """The messages with their content as text. Raises DataError for an unknown role, a content that is neither text
-        nor parts of text, and the text of a special token, which would begin or end turns."""
+        """The messages with their content as text. Raises DataError for an unknown role, content that is neither text
+        nor a list of text parts, and texts of special tokens, which could begin or end turns."""
         checked = []
         for number, message in enumerate(messages, start=1):
             role = message["role"]
@@ -108,24 +108,24 @@ class ChatTemplate:
 
     def _check_strings(self, where: str, value: Any) -> None:
         for text in _strings(value):
-            if found := self._reserved.search(text):
-                token = ascii(found.group()) if found.group() in sandbox.BEGIN + sandbox.END else repr(found.group())
+            if match := self._reserved.search(text):
+                token = ascii(match.group()) if match.group() in sandbox.BEGIN + sandbox.END else repr(match.group())
                 raise DataError(f"{where} contains {token}, which only the chat template may write: remove it")
 
     def _start(self) -> Any:
-        """Start the process. Returns ``marks``."""
-        words = [sys.executable, sandbox.__file__, str(sandbox.MOST_SECONDS)]
+        """Start the sandbox process. Returns ``marks``."""
+        command = [sys.executable, sandbox.__file__, str(sandbox.MOST_SECONDS)]
         self._owner, self._process = (
             os.getpid(),
             subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="ascii"
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="ascii"
             ),
         )
         weakref.finalize(self, _end, self._process, self._owner)
         return self._ask("template", self.source, self.special)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        if self._owner != os.getpid() or self._process is None:  # a fork has its own
+        if self._owner != os.getpid() or self._process is None:  # a forked process starts its own sandbox
             self._start()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -133,7 +133,7 @@ class ChatTemplate:
             process.stdin.write(json.dumps([method, *arguments]) + "\n")
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and there is no answer
+            pass  # the process has ended: reported below
         except RecursionError:
             raise DataError("the messages are nested too deep") from None
         if not (line := process.stdout.readline()):
@@ -156,7 +156,7 @@ def _end(process: "subprocess.Popen[str]", owner: int) -> None:
 
 
 def _content(number: int, message: Mapping[str, Any]) -> str:
-    """The text of a message: its content, the text of the content's parts, or nothing in a call of tools."""
+    """The text of a message: its content, the text of the content's parts, or empty for a tool call."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -166,32 +166,32 @@ def _content(number: int, message: Mapping[str, Any]) -> str:
     for part in parts:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             kind = part.get("type", part) if isinstance(part, dict) else part
-            found = "missing" if "content" not in message else f"{one_line(json.dumps(kind))[:40]}"
+            problem = "missing" if "content" not in message else f"{one_line(json.dumps(kind))[:40]}"
             raise DataError(
-                f'the content of message {number} is {found}: it must be text, or a list of {{"type": "text", '
+                f'the content of message {number} is {problem}: it must be text, or a list of {{"type": "text", '
                 '"text": "..."}'
             )
     return "".join(part["text"] for part in parts)
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in a value of JSON, also those that are keys."""
-    rest = [value]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict):
-            rest += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            rest += one
+    """All strings in a JSON value, including keys."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list):
+            stack += item
 
 
 class ChatPrompts:
-    """The chat template and the tokenizer of a model.
+    """Makes prompts with the chat template and the tokenizer of a model.
 
     Attributes:
-        stop: the special token by which the template ends an answer, if it is another than the end of a document.
+        stop: the special token with which the template ends an answer, unless it is the end-of-document token.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
@@ -209,32 +209,32 @@ class ChatPrompts:
         return self._template.prompt(messages)
 
     def answer(self, messages: Sequence[Mapping[str, Any]], answer: str) -> str:
-        """What the template writes of an answer after ``text``. Raises DataError as ``ChatTemplate.conversation``."""
+        """The text that the template adds to the prompt for an answer. Raises as ``ChatTemplate.conversation``."""
         text = self._template.conversation([*messages, {"role": "assistant", "content": answer}]).text
         prompt = self.text(messages)
         if not text.startswith(prompt):
-            raise DataError("the chat template writes a prompt that a conversation does not begin with")
+            raise DataError("the chat template does not begin a conversation with the prompt that it writes")
         return text[len(prompt) :]
 
     def tokenize(self, text: str) -> list[int]:
-        """A text that the template wrote, or a part of it, as tokens."""
+        """Tokenize a text of the template, or a part of one."""
         [(ids, _)] = tokenize_texts(self._tokenizer, [Text(text)])
         return ids
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """The special tokens that a template may write, by their text."""
+    """The ids of the special tokens that a template may write, by their text."""
     return getattr(tokenizer, "special_tokens", {EOD: tokenizer.eod})
 
 
 def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of each text, and a 1 for each token that has a character that counts, else 0.
+    """Yield ids and loss mask of each text: 1 for tokens with a character that counts in the loss, else 0.
 
-    The text of a special token becomes that token. A tokenizer that does not say which characters a token has is given
-    what counts by itself.
+    Texts of special tokens are encoded as special tokens. With a tokenizer without character offsets, the ranges that
+    count are tokenized separately.
     """
     if not isinstance(tokenizer, RustTokenizer):
-        yield from _by_pieces(tokenizer, texts)
+        yield from _tokenize_ranges(tokenizer, texts)
         return
     for text, encoding in zip(texts, tokenizer.encode_marked([text.text for text in texts]), strict=True):
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -244,7 +244,7 @@ def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tupl
         yield encoding.ids, mask.tolist()
 
 
-def _by_pieces(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:
+def _tokenize_ranges(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:
     special = special_tokens(tokenizer)
     names = sorted(special, key=len, reverse=True)
     pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")")
@@ -255,7 +255,7 @@ def _by_pieces(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[li
         for number, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
             pieces = [piece for piece in pattern.split(text.text[begin:end]) if piece]
             plain = iter(tokenizer.tokenize_batch([piece for piece in pieces if piece not in special]))
-            new = [id for piece in pieces for id in ([special[piece]] if piece in special else next(plain))]
-            ids += new
-            mask += [number % 2] * len(new)
+            piece_ids = [id for piece in pieces for id in ([special[piece]] if piece in special else next(plain))]
+            ids += piece_ids
+            mask += [number % 2] * len(piece_ids)
         yield ids, mask

@@ -1,9 +1,9 @@
-"""GPT models and models of the Llama family in the checkpoints of other Megatrons, as models of this suite.
+"""Converts GPT and Llama models in checkpoints of other Megatrons to models of this suite.
 
-Shapes and names of the weights decide what they can of the configuration; the rest is in the saved arguments, or given
-by the user.
+The configuration follows from shapes and names of weights as far as possible; the rest is read from the saved arguments
+or given by the user.
 
-n heads, of a rank where shards are merged, g query groups, d size of a head, f inside the MLP, h hidden
+n heads (of one rank where shards are merged), g query groups, d head size, f hidden size of the MLP, h hidden size
 """
 
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ParameterSpec
 from megatron.tools.convert.megatron_files import HEAD, HEAD_COPY, Shards, State, tensor_of
-from megatron.tools.convert.whole_model import WholeModel, in_order
+from megatron.tools.convert.whole_model import WholeModel, in_layer_order
 
-_OTHER_MODELS = (
+_UNSUPPORTED = (
     *("geglu", "quick_geglu", "squared_relu", "apply_layernorm_1p", "num_experts", "multi_latent_attention"),
     *("rotary_interleaved", "window_size", "no_rope_freq", "qk_l2_norm", "mtp_num_layers", "attention_output_gate"),
 )
-"""Arguments that make another model, some of them of tensors with the same names."""
-_SAME = (
+"""Arguments of models that are not supported, although some have the same tensor names."""
+_SAME_MEANING = (
     *("apply_residual_connection_post_layernorm", "attention_dropout", "hidden_dropout", "init_method_std"),
     *("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"),
     *("use_rope_scaling", "rope_scaling_factor"),
 )
-"""Arguments that mean here what they mean there."""
+"""Arguments with the same meaning in this suite."""
 
 
 @dataclass(frozen=True)
 class GivenModel:
-    """Properties of the model given by the user; None means those in the files."""
+    """Properties of the model given by the user; None for properties that are read from the files."""
 
     heads: int | None = None
     vocab_size: int | None = None
@@ -50,13 +50,13 @@ class GivenModel:
 
 
 def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
-    """The model without padding.
+    """The configuration of the model, without vocabulary padding.
 
     Raises ConfigError if a property is neither in the files nor given, CheckpointError if the files contradict each
     other or have a model of another kind.
     """
     saved = vars(shards.args)
-    if wrong := [name for name in _OTHER_MODELS if saved.get(name) and saved[name] != [1]]:
+    if wrong := [name for name in _UNSUPPORTED if saved.get(name) and saved[name] != [1]]:
         flag = "--" + wrong[0].replace("_", "-")
         raise CheckpointError(f"{shards.folder} was trained with {flag}, and such a model is not supported")
     args = {name: value for name, value in saved.items() if isinstance(value, int | float)}
@@ -69,15 +69,17 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
     f = tensor_of(shards, "layers.0.mlp.dense_4h_to_h.weight").size(1)
     layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
     swiglu = len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight")) == 2 * f
-    found = {"num_layers": layers, "ffn_hidden_size": f * size, "swiglu": swiglu}
+    from_shapes = {"num_layers": layers, "ffn_hidden_size": f * size, "swiglu": swiglu}
     if args.get("group_query_attention"):
-        found["num_query_groups"] = groups
-    for name in found.keys() & args.keys():
-        if args[name] != found[name]:
+        from_shapes["num_query_groups"] = groups
+    for name in from_shapes.keys() & args.keys():
+        if args[name] != from_shapes[name]:
             flag = f"--{name.replace('_', '-')} {args[name]}"
-            raise CheckpointError(f"{shards.folder} holds weights of {flag.split()[0]} {found[name]}, not of {flag}")
+            raise CheckpointError(
+                f"{shards.folder} holds weights of {flag.split()[0]} {from_shapes[name]}, not of {flag}"
+            )
     has_bias = "layers.0.attention.dense.bias" in first
-    fields = {name: args[name] for name in _SAME if name in args} | _positions(shards, args, given)
+    fields = {name: args[name] for name in _SAME_MEANING if name in args} | _positions(shards, args, given)
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -91,7 +93,7 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
         add_qkv_bias=not has_bias and "layers.0.attention.query_key_value.bias" in first,
         qk_layernorm="layers.0.attention.q_layernorm.weight" in first,
         untie_embeddings_and_output_weights=_is_untied(shards, args),
-        # Fused with the bias, Megatron's GELU is the tanh approximation; not fused, it is exact.
+        # Megatron's GELU is the tanh approximation if it is fused with the bias, else exact.
         openai_gelu=given.openai_gelu or bool(args.get("openai_gelu") or args.get("bias_gelu_fusion")),
         layernorm_epsilon=given.layernorm_epsilon or args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
         **fields,
@@ -121,13 +123,13 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     elif not 0 < vocab_size <= rows:
         problems.append(f"the vocabulary has {vocab_size} tokens, but {shards.folder} only {rows} rows")
     if problems or not (heads and vocab_size):
-        is_of_files = heads and vocab_size and not (given.heads or given.vocab_size)
-        raise (CheckpointError if is_of_files else ConfigError)(problems)
+        is_from_files = heads and vocab_size and not (given.heads or given.vocab_size)
+        raise (CheckpointError if is_from_files else ConfigError)(problems)
     return heads, vocab_size
 
 
 def _is_untied(shards: Shards, args: Mapping[str, Any]) -> bool:
-    """Whether the output projection is another matrix than the table; if the arguments lack it, by comparison."""
+    """Whether the output projection is not the word embedding: by the saved argument, else by comparing weights."""
     if HEAD not in shards.states[0]:
         return False
     saved = args.get("untie_embeddings_and_output_weights")
@@ -159,7 +161,7 @@ def _positions(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> di
 
 
 def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
-    """The model in fp32.
+    """Convert the model, in fp32.
 
     Raises ConfigError if a property is neither in the files nor given, CheckpointError if weights are missing, have
     other shapes, or belong to another model.
@@ -169,15 +171,15 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
         if not config.max_position_embeddings:
             raise CheckpointError(f"{shards.folder}: position_embeddings.weight has no rows")
         names, specs = _our_names(config), GPT2.named_parameters(config)
-        words = names[HEAD_COPY] = names["word_embeddings.weight"]
-        names.setdefault(HEAD, words)
+        embedding = names[HEAD_COPY] = names["word_embeddings.weight"]
+        names.setdefault(HEAD, embedding)
         version = shards.version if given.version is None else given.version
         if version not in (0.0, 1.0, 2.0, 3.0):
             raise CheckpointError(f"{shards.folder} has checkpoint version {version:g}: give --checkpoint-version")
         weights: State = {}
         for name in sorted(shards.states[0], key=(HEAD, HEAD_COPY).__contains__):
             ours = names.get(name, name)
-            weight = _merged(shards, name, specs.get(ours), config, version)
+            weight = _merge(shards, name, specs.get(ours), config, version)
             if ours in weights and not weight.equal(weights[ours]):
                 raise CheckpointError(
                     f"{shards.folder}: the output projection is not the embedding table, as it is here"
@@ -186,11 +188,11 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     for name, spec in specs.items():
         if spec.is_vocabulary and name in weights:
             weights[name] = weights[name][: config.vocab_size]
-    return WholeModel(config, in_order(weights, config, str(shards.folder)))
+    return WholeModel(config, in_layer_order(weights, config, str(shards.folder)))
 
 
 def _our_names(config: ModelConfig) -> dict[str, str]:
-    """The names of ``megatron_files`` -> ours."""
+    """Names of weights in ``megatron_files`` -> names in this suite."""
     names: dict[str, str] = {}
     norms = dict.fromkeys(("LayerNorm", "RMSNorm"), "final_layernorm.")
     outer = {"WordEmbedding": "", "PositionEmbedding": "", "OutputLayer": HEAD.removesuffix("weight"), **norms}
@@ -203,11 +205,11 @@ def _our_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _merged(shards: Shards, name: str, spec: ParameterSpec | None, config: ModelConfig, version: float) -> Tensor:
-    """The full weight ``name`` in fp32, from the shards of all ranks."""
+def _merge(shards: Shards, name: str, spec: ParameterSpec | None, config: ModelConfig, version: float) -> Tensor:
+    """Merge the shards of all ranks into the full weight ``name``, in fp32."""
     dim = None if spec is None else spec.shard_dim
     parts = [
-        _rows(name, tensor_of(shards, name, rank=rank), config, version, len(shards.states))
+        _reorder_rows(name, tensor_of(shards, name, rank=rank), config, version, len(shards.states))
         for rank in range(len(shards.states))
     ]
     weight = (parts[0] if dim is None else torch.cat(parts, dim)).float()
@@ -215,17 +217,17 @@ def _merged(shards: Shards, name: str, spec: ParameterSpec | None, config: Model
     return weight
 
 
-_ORDERS: Mapping[float, tuple[tuple[int, ...], tuple[int, int]]] = {
+_QKV_ORDERS: Mapping[float, tuple[tuple[int, ...], tuple[int, int]]] = {
     0.0: ((3, 0, -1), (0, 1)),
     1.0: ((0, -1, 3), (1, 2)),
 }
-"""Checkpoint version -> sizes of the rows of query_key_value, 0 for n, and the dimensions to exchange."""
+"""Checkpoint version -> shape of the rows of query_key_value, with 0 for n, and the two dimensions to transpose."""
 
 
-def _rows(name: str, tensor: Tensor, config: ModelConfig, version: float, size: int) -> Tensor:
-    """A rank's tensor with the rows of query_key_value as [n, 3, d], and those of gate and up as [2, f, ..]."""
+def _reorder_rows(name: str, tensor: Tensor, config: ModelConfig, version: float, size: int) -> Tensor:
+    """A rank's tensor, with query_key_value in the order [n, 3, d], and gate and up projections as [2, f, ..]."""
     heads, is_grouped = config.num_attention_heads // size, config.query_groups < config.num_attention_heads
-    if "query_key_value" in name and version in _ORDERS and not is_grouped and len(tensor) % (3 * heads) == 0:
-        shape, dims = _ORDERS[version]
+    if "query_key_value" in name and version in _QKV_ORDERS and not is_grouped and len(tensor) % (3 * heads) == 0:
+        shape, dims = _QKV_ORDERS[version]
         return tensor.unflatten(0, [part or heads for part in shape]).transpose(*dims).flatten(0, 2)
     return tensor.unflatten(0, (2, -1)) if config.is_gated and "dense_h_to_4h" in name else tensor

@@ -1,4 +1,4 @@
-"""Tokenizer files of a Hugging Face folder, to and from ours. No torch here."""
+"""Converts tokenizer files from and to Hugging Face folders, and copies other files. No torch here."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ LOWER_CASE, CASED = BERT.tokenizers
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer that is written here: a byte-level BPE, BERT's WordPiece, or complete words. Others are copied."""
+    """A tokenizer that is converted: byte-level BPE, BERT's WordPiece, or words. Other tokenizers are copied."""
 
     kind: str
     """The value of ``--tokenizer-type``."""
@@ -31,11 +31,11 @@ class Vocabulary:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its files: vocabulary and, of a BPE, merges."""
+        """File names of the vocabulary and, for BPE, the merges."""
         return TOKENIZER_FILES[self.kind]
 
     def files(self) -> dict[str, str]:
-        """Name and content of each file."""
+        """Content of each file by name."""
         if self.kind in (LOWER_CASE, CASED):
             lines = sorted(self.tokens, key=self.tokens.__getitem__)
         else:
@@ -45,7 +45,7 @@ class Vocabulary:
         return dict(zip(self.names, texts, strict=False))
 
     def write(self, folder: Path, *, positions: int | None = None) -> None:
-        """Write the files, and for a context of ``positions`` tokens Hugging Face's ``tokenizer_config.json``."""
+        """Write the files and, if the context length ``positions`` is given, a ``tokenizer_config.json``."""
         for name, text in self.files().items():
             (folder / name).write_text(text, encoding="utf-8")
         if positions is None:
@@ -60,12 +60,12 @@ class Vocabulary:
 
     @property
     def model_settings(self) -> dict[str, Any]:
-        """What the model's ``config.json`` says of it."""
+        """Entries about the tokenizer in the model's ``config.json``."""
         return {} if self.kind == GPT2_BPE else {"pad_token_id": self.tokens[PAD]}
 
 
 def read_bpe(vocab_file: str | None, merge_file: str | None) -> Vocabulary:
-    """The tokenizer in two files. Raises DataError if they are missing or broken, or do not match."""
+    """Read a BPE from two files. Raises DataError if they are missing, broken, or do not match."""
     GPT2BPETokenizer(vocab_file, merge_file)
     assert vocab_file is not None and merge_file is not None, "the tokenizer has checked them"
     tokens = read_byte_vocabulary(vocab_file)
@@ -73,7 +73,7 @@ def read_bpe(vocab_file: str | None, merge_file: str | None) -> Vocabulary:
 
 
 def read_word_pieces(vocab_file: str, merge_file: str | None, *, lower_case: bool) -> Vocabulary:
-    """The tokenizer in a ``vocab.txt``. Raises DataError if it is missing or broken, or merges are given."""
+    """Read a WordPiece from a ``vocab.txt``. Raises DataError if it is missing or broken, or merges are given."""
     WordPieceTokenizer(vocab_file, merge_file, lower_case=lower_case)
     return Vocabulary(LOWER_CASE if lower_case else CASED, read_pieces(vocab_file))
 
@@ -81,10 +81,10 @@ def read_word_pieces(vocab_file: str, merge_file: str | None, *, lower_case: boo
 def read_run_tokenizer(
     description: Mapping[str, Any], config: ModelConfig, vocab_file: str | None, merge_file: str | None
 ) -> Vocabulary | None:
-    """The tokenizer of a training run, from the given files or those in its ``run.json``.
+    """The tokenizer of a training run, from the given files or the files in its ``run.json``.
 
-    None if it is no BPE of GPT-2 or WordPiece of BERT, or is T5's, whose sentinels transformers' WordPiece lacks.
-    Raises DataError as ``read_bpe``, and if its size is not that of the model.
+    None unless it is a BPE of GPT-2 or a WordPiece of BERT; T5's has sentinels, which transformers' WordPiece lacks.
+    Raises DataError as ``read_bpe``, and if its size differs from the vocabulary size of the model.
     """
     data = description["config"]["data"]
     kind, form = data["tokenizer_type"], format_of(config)
@@ -108,13 +108,13 @@ def read_run_tokenizer(
 
 
 def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | None:
-    """The tokenizer of a Hugging Face folder with the model ``config``, from its own files or ``tokenizer.json``.
+    """The tokenizer in a Hugging Face folder with the model ``config``: vocabulary files or ``tokenizer.json``.
 
-    None if it is not converted, or there is none. Raises CheckpointError or DataError if it cannot be used.
+    None if there is none, or a kind that is not converted. Raises CheckpointError or DataError if it cannot be used.
     """
     form = format_of(config)
     if form.keeps_rows:
-        return _own_bpe(folder, config)
+        return _llama_bpe(folder, config)
     if form is not GPT2_FORMAT and form is not BERT_FORMAT:
         return None
     kind = GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE
@@ -128,8 +128,8 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     return read_word_pieces(str(paths[0]), None, lower_case=bool(settings.get("do_lower_case", True)))
 
 
-def _own_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
-    """GPT-2's BPE beside a model of the Llama family that was trained here; published ones have one file."""
+def _llama_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
+    """GPT-2's BPE next to a Llama model of this suite; None for published models, whose tokenizer is one file."""
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE]]
     if any((folder / name).exists() for name in (TOKENIZER, "tokenizer.model")) or not all(map(Path.is_file, paths)):
         return None
@@ -138,21 +138,21 @@ def _own_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
 
 
 def _read_tokenizer_json(file: Path, *, is_bpe: bool) -> Vocabulary:
-    """The tokenizer in a ``tokenizer.json``, added tokens included.
+    """Read a ``tokenizer.json``, including its added tokens.
 
-    Raises CheckpointError unless it is GPT-2's kind, or BERT's; DataError for ids with gaps.
+    Raises CheckpointError unless it is a BPE or, without ``is_bpe``, a WordPiece; DataError for ids with gaps.
     """
     tree, merges = read_json(file), []
     try:
         model, normalizer = tree["model"], tree.get("normalizer")
         tokens = {**model["vocab"], **{token["content"]: token["id"] for token in tree.get("added_tokens", ())}}
-        is_right = model["type"] == ("BPE" if is_bpe else "WordPiece")
-        if is_bpe and is_right:
+        is_expected = model["type"] == ("BPE" if is_bpe else "WordPiece")
+        if is_bpe and is_expected:
             pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
             merges = [(left, right) for left, right in pairs]
     except (KeyError, TypeError, AttributeError, ValueError):
-        is_right = False
-    if not is_right:
+        is_expected = False
+    if not is_expected:
         what = "a byte-level BPE, which GPT-2 uses" if is_bpe else "a WordPiece, which BERT uses"
         raise CheckpointError(f"{file} is not {what}; move the file away to convert without it")
     check_ids(str(file), tokens)
@@ -176,31 +176,31 @@ CARRIED = (
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """The files in ``folder`` that are copied, by name. Raises CheckpointError for one that is too large."""
-    found = {name: folder / name for name in CARRIED if (folder / name).is_file()}
-    if large := [file for file in found.values() if file.stat().st_size > LARGEST_JSON]:
+    """The files of ``folder`` to copy, by name. Raises CheckpointError for one that is too large."""
+    files = {name: folder / name for name in CARRIED if (folder / name).is_file()}
+    if large := [file for file in files.values() if file.stat().st_size > LARGEST_JSON]:
         raise CheckpointError(f"{large[0]}: more than the {LARGEST_JSON:,} bytes that such a file has")
-    return found
+    return files
 
 
 def files_for_huggingface(folder: Path | None, description: Mapping[str, Any]) -> dict[str, Path]:
     """The files to copy for a model with this ``run.json``, saved in ``folder``.
 
-    They are there if from-hf has written it; otherwise in the folder that the run trained on from or, without a
-    config.json, in that of its tokenizer.
+    They are in ``folder`` if from-hf has written it, else in the folder from which the run loaded its model, else in
+    the folder of its tokenizer.
     """
     config = description["config"]
     loaded = (config.get("checkpoint", {}).get(name) for name in ("load_hf", "load"))
     for place in (folder, *loaded):
-        if place is not None and HF_CONFIG in (found := carried_files(Path(place))):
-            return found
+        if place is not None and HF_CONFIG in (files := carried_files(Path(place))):
+            return files
     tokenizer = config.get("data", {}).get("tokenizer_model")
     return carried_files(Path(tokenizer)) if tokenizer is not None else {}
 
 
 def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
-    """Put the chat template that a model with this ``run.json`` was fine-tuned with, and the special tokens that it
-    used, into the tokenizer's settings in ``folder``, instead of any other."""
+    """Write the chat template with which a model was fine-tuned, and its special tokens, into the tokenizer's settings
+    in ``folder``, in place of any other template. ``description`` is the ``run.json`` of the model."""
     if not (record := description["config"]["data"].get("chat_template")):
         return
     content = json.loads(record)
@@ -212,7 +212,7 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 def count_tokens(folder: Path) -> int | None:
-    """Tokens of the ``tokenizer.json`` in a Hugging Face folder, added ones included; None if there is none.
+    """The number of tokens of the ``tokenizer.json`` in a folder, including added tokens; None if there is none.
 
     Raises CheckpointError if it is broken.
     """

@@ -1,4 +1,4 @@
-"""The format of a checkpoint, and what is known of it without reading its weights. No torch here."""
+"""Detects the format of a checkpoint, and reads its metadata without reading weights. No torch here."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,26 +22,26 @@ from megatron.tools.command_line import progress_bar
 
 
 @dataclass(frozen=True)
-class Found:
-    """A path, and its format."""
+class FoundCheckpoint:
+    """A checkpoint at a path, and its format."""
 
     path: Path
     kind: str
     """A name in ``KINDS``."""
     saved: SavedRun | None = None
-    """The checkpoint of this suite that it is, or points to."""
+    """The checkpoint of this suite at the path, or to which the path points."""
 
     @property
     def what(self) -> str:
-        """The kind for messages."""
-        return KINDS[self.kind].words
+        """The name of the kind in messages."""
+        return KINDS[self.kind].title
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A format of checkpoints: how it is recognized, and its name for messages."""
+    """A format of checkpoints: its name in messages, and functions that recognize and open it."""
 
-    words: str
+    title: str
     matches: Callable[[Path], bool]
     saved: Callable[[Path], SavedRun | None] = lambda path: None
 
@@ -58,33 +58,33 @@ def _is_folder(path: Path) -> bool:
     return _has(LATEST, TRACKER)(path) or path.is_dir() and any(path.glob(f"*/{RUN_FILE}"))
 
 
-def _source(path: Path) -> SavedRun | None:
-    """The tag next to a universal checkpoint, whose ``run.json`` describes both."""
+def _source_tag(path: Path) -> SavedRun | None:
+    """The tag from which a universal checkpoint was converted, next to it."""
     tag = path.with_name(path.name.removesuffix("_universal"))
     return next((tag_at(folder) for folder in (path, tag) if (folder / RUN_FILE).exists()), None)
 
 
 KINDS = {
-    "universal": Kind("a universal checkpoint", _has("zero"), _source),
+    "universal": Kind("a universal checkpoint", _has("zero"), _source_tag),
     "tag": Kind("one checkpoint", _has(RUN_FILE), tag_at),
     "folder": Kind("a folder of checkpoints", _is_folder, newest),
     "huggingface": Kind("a Hugging Face folder", _has(HF_CONFIG)),
     "safetensors": Kind("weights in one piece (safetensors)", _is_safetensors),
 }
-"""In the order in which they are matched."""
+"""Formats by name, in the order in which they are tried."""
 
 
-def find(path: Path) -> Found:
-    """The format of ``path``.
+def find(path: Path) -> FoundCheckpoint:
+    """Detect the format of the checkpoint at ``path``.
 
-    Raises CheckpointError if it has none of the known formats, or is an incomplete checkpoint of this suite.
+    Raises CheckpointError if there is no known format, or an incomplete checkpoint of this suite.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder; name a checkpoint")
-    path = path.resolve() if path.name in ("", "..") else path  # a tag is known by its name
+    path = path.resolve() if path.name in ("", "..") else path  # the name of a tag is needed
     for name, kind in KINDS.items():
         if kind.matches(path):
-            return Found(path, name, kind.saved(path))
+            return FoundCheckpoint(path, name, kind.saved(path))
     if path.is_dir() and any(path.glob("*_model_states.pt")):
         tag_at(path)  # raises with what is missing
     raise CheckpointError(
@@ -93,7 +93,7 @@ def find(path: Path) -> Found:
 
 
 _FILES_AT_ONCE = 4
-"""Each read by several threads."""
+"""Files that are checked at the same time; several threads read each of them."""
 
 
 def verify(tag_folder: Path, pattern: str = "*") -> str:
@@ -114,40 +114,40 @@ def verify(tag_folder: Path, pattern: str = "*") -> str:
 
     bar = progress_bar(total=total, unit="B", unit_scale=True, desc="checking")
     with bar as progress, ThreadPoolExecutor(_FILES_AT_ONCE, "verify") as threads:
-        for name, found in zip(manifest, threads.map(check, manifest), strict=True):
-            problems += found
+        for name, messages in zip(manifest, threads.map(check, manifest), strict=True):
+            problems += messages
             progress.update(manifest[name].size)
     if problems:
         raise CheckpointError(problems)
     return f"yes: {counted(len(manifest), 'file')}, {total:,} bytes, as {MANIFEST} says"
 
 
-def integrity(found: Found) -> str:
-    """A line on whether the files are undamaged. Raises CheckpointError if they are not."""
+def integrity(found: FoundCheckpoint) -> str:
+    """Verify the files, and return a line about the result. Raises CheckpointError if they are damaged."""
     if found.saved and found.kind != "universal":
         return verify(found.saved.path)
     return "no manifest: what was saved is not known"
 
 
 RUN_KEY = "run"
-"""The key of ``run.json`` in the header of merged weights."""
+"""Key in the header of merged weights that contains ``run.json``."""
 
 
-def read_config(found: Found) -> ModelConfig | None:
-    """The configuration of the model, if known."""
+def read_config(found: FoundCheckpoint) -> ModelConfig | None:
+    """The configuration of the model; None if the checkpoint does not contain it."""
     if found.kind == "huggingface":
         return read_folder_config(found.path)
     description = read_description(found)
     if description is None:
         return None
     config = SavedRun(found.path.parent, found.path.name, description).whole_model_config()
-    if description["config"]["data"].get("sft"):  # the data told documents apart; in a prompt nothing does
+    if description["config"]["data"].get("sft"):  # segment ids come from the data: a prompt has none
         return replace(config, reset_attention_mask=False, reset_position_ids=False)
     return config
 
 
-def read_description(found: Found) -> Mapping[str, Any] | None:
-    """The ``run.json`` of the training run, if this suite trained it; merged weights have it in their header."""
+def read_description(found: FoundCheckpoint) -> Mapping[str, Any] | None:
+    """The ``run.json`` of the training run, which merged weights have in their header; None for other programs."""
     if found.kind != "safetensors":
         return found.saved.description if found.saved else None
     try:
@@ -160,7 +160,7 @@ def read_description(found: Found) -> Mapping[str, Any] | None:
 
 
 def _header(path: Path) -> dict[str, str]:
-    """The metadata in the header of a safetensors file, or of the first of several."""
+    """The metadata in the header of a safetensors file, or of the first file of a folder."""
     file = files_with(path, SAFETENSORS)[0]
     try:
         check_regular(file)

@@ -1,4 +1,4 @@
-"""A LLaVA from an encoder of images and a language model, each in a folder of Hugging Face's, with a new projector."""
+"""Joins a vision encoder and a language model in Hugging Face folders into a LLaVA with a new projector."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,39 +21,39 @@ from megatron.tools.convert.load_and_save import read_huggingface
 from megatron.tools.convert.whole_model import WholeModel, read_tensors
 
 _MULTIPLE = 64
-"""A table that gets rows for the placeholder has a multiple of so many."""
-_TABLES = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
+"""If the word embedding gets rows for the placeholder, their number is rounded up to a multiple of this."""
+_EMBEDDINGS = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
 
 
 def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer: int, seed: int) -> WholeModel:
-    """LLaVA with the weights of both folders, and a projector drawn from ``seed``.
+    """Build a LLaVA with the weights of both folders, and a projector initialized from ``seed``.
 
-    If the vocabulary does not have the placeholder ``image_token``, it gets rows that are the mean of all others.
-    Raises CheckpointError for a folder that is none of an encoder or of the Llama family.
+    If the vocabulary does not contain the placeholder ``image_token``, the embedding gets new rows with the mean of all
+    others. Raises CheckpointError unless the folders have a vision encoder and a model of the Llama family.
     """
     text = read_huggingface(language).config
     try:
         family_of(text)
     except ConfigError as error:
-        raise CheckpointError(f"{language}: it is no model of the Llama family: {error.messages[0]}") from error
+        raise CheckpointError(f"{language}: it is not a model of the Llama family: {error.messages[0]}") from error
     config = replace(_with_encoder(text, encoder, feature_layer), image_token_id=image_token)
     if image_token >= config.vocab_size:
         rows = -(-(image_token + 1) // _MULTIPLE) * _MULTIPLE
         config = replace(config, vocab_size=rows, padded_vocab_size=rows)
     tensors = {f"language_model.{name}": tensor for name, tensor in read_tensors(language).items()}
     tensors |= {f"{TOWER}{name}": tensor for name, tensor in _encoder_tensors(encoder).items()}
-    for name in _TABLES:
+    for name in _EMBEDDINGS:
         if name in tensors:
             table = tensors[name]
-            more = table.mean(0, keepdim=True).expand(config.vocab_size - len(table), -1)
-            tensors[name] = torch.cat([table, more.to(table.dtype)])
-    dtype = tensors[_TABLES[0]].dtype
+            new_rows = table.mean(0, keepdim=True).expand(config.vocab_size - len(table), -1)
+            tensors[name] = torch.cat([table, new_rows.to(table.dtype)])
+    dtype = tensors[_EMBEDDINGS[0]].dtype
     tensors |= {name: tensor.to(dtype) for name, tensor in _new_projector(config, seed).items()}
     return WholeModel(config, our_weights(tensors, config, f"{encoder} and {language}"))
 
 
 def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelConfig:
-    """The config of ``text`` with the encoder of ``folder``, a model with texts or the encoder alone."""
+    """The config of ``text`` with the encoder in ``folder``, which may also contain a text model, as CLIP does."""
     tree = read_json(folder / HF_CONFIG)
     kind = str(tree.get("model_type")).removesuffix("_vision_model")
     vision: Mapping[str, Any] = tree.get("vision_config", tree)
@@ -74,7 +74,7 @@ def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelC
 
 
 def _encoder_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights of the encoder by their names in it, without those of a text model and of a pooling head."""
+    """The weights of the encoder by name, without weights of a text model or a pooling head."""
     tensors, prefix = read_tensors(folder), "vision_model."
     names = [name for name in tensors if name.startswith(prefix)] or list(tensors)
     known = ("embeddings.", "encoder.", "pre_layrnorm.", "post_layernorm.")

@@ -1,4 +1,4 @@
-"""Read the model at a path, in any of the formats; write one as a checkpoint, or as a Hugging Face folder."""
+"""Reads models in any checkpoint format, and writes them as checkpoints or Hugging Face folders."""
 
 import json
 import mmap
@@ -30,20 +30,20 @@ from megatron.model.huggingface import HF_CONFIG, read_json, write_config
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.tools.command_line import progress_bar
 from megatron.tools.convert.huggingface_files import Vocabulary, keep_chat_template
-from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
+from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
 from megatron.tools.convert.whole_model import (
     WholeModel,
     check_sizes,
     check_space_for,
-    in_order,
+    in_layer_order,
     read_tensors,
     without_padding,
     write_tensors,
 )
 
 
-def read_model(found: Found) -> WholeModel:
-    """The full model. Raises CheckpointError if it is incomplete or damaged."""
+def read_model(found: FoundCheckpoint) -> WholeModel:
+    """Read the full model. Raises CheckpointError if it is incomplete or damaged."""
     if found.kind == "huggingface":
         return read_huggingface(found.path)
     config = found.saved.whole_model_config() if found.saved else read_config(found)
@@ -59,22 +59,21 @@ def read_model(found: Found) -> WholeModel:
     else:
         weights = read_tensors(found.path)
         check_sizes(config, len(weights), str(found.path))
-    return WholeModel(config, in_order(weights, config, str(found.path)), read_description(found))
+    return WholeModel(config, in_layer_order(weights, config, str(found.path)), read_description(found))
 
 
-def read_weights(found: Found) -> Mapping[str, Tensor]:
-    """All weights by name, even if the model is unknown. Raises as ``read_model``."""
+def read_weights(found: FoundCheckpoint) -> Mapping[str, Tensor]:
+    """All weights by name, even if the configuration is unknown. Raises as ``read_model``."""
     if found.kind == "universal" and found.saved is None:
         return _universal_weights(found.path)
     return read_model(found).weights
 
 
 def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeModel:
-    """The model in a Hugging Face folder.
+    """Read the model in a Hugging Face folder.
 
-    If its tokenizer has only ``vocab_size`` tokens, further rows of the table of GPT-2 and BERT, which are padding, are
-    dropped.
-    Raises CheckpointError for a model that is none of ours, and for files that are missing or not whole.
+    If its tokenizer has ``vocab_size`` tokens, the embedding of GPT-2 and BERT is cut to ``vocab_size`` rows, since
+    further rows are padding. Raises CheckpointError for a model that is not supported, and for damaged files.
     """
     config, tensors = read_folder_config(folder, vocab_size=vocab_size), read_tensors(folder)
     check_sizes(config, len(tensors), str(folder))
@@ -82,8 +81,8 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
     return WholeModel(config, without_padding(weights, config))
 
 
-def read_versions(found: Found) -> dict[str, Any] | None:
-    """The version of DeepSpeed that wrote it, and Megatron's checkpoint version. Its files are verified."""
+def read_versions(found: FoundCheckpoint) -> dict[str, Any] | None:
+    """DeepSpeed's version and Megatron's checkpoint version of a checkpoint, whose files must be verified."""
     if found.saved is None or found.kind == "universal":
         return None
     state = read_file(model_file(found.saved.path, found.saved.layout, 0), outlines=True)
@@ -91,18 +90,18 @@ def read_versions(found: Found) -> dict[str, Any] | None:
 
 
 def run_metadata(model: WholeModel) -> dict[str, str]:
-    """The header of merged weights, from which ``read_model`` knows the model."""
+    """The header of merged weights, from which ``read_model`` reads the configuration."""
     return {RUN_KEY: json.dumps(model.description)}
 
 
-def check_optimizer(found: Found) -> None:
-    """Raises CheckpointError if tensor-parallel ranks differ in what they should have alike. The files are verified."""
+def check_optimizer(found: FoundCheckpoint) -> None:
+    """Raises CheckpointError if replicated state differs between tensor-parallel ranks. The files must be verified."""
     if found.saved and found.kind != "universal":
         check_copies(SavedStates(found.saved, verified=True))
 
 
 def lazy_weights(saved: SavedRun) -> LazyTensors:
-    """The weights of a checkpoint without shards and padding, each read when it is asked for.
+    """The full weights of a checkpoint, without shards and padding, each read on access.
 
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
@@ -116,11 +115,11 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
         with form_errors(saved.path):
             return weights[name].read_all()
 
-    return in_order(LazyTensors(outlines, read), config, str(saved.path))
+    return in_layer_order(LazyTensors(outlines, read), config, str(saved.path))
 
 
 def _universal_weights(path: Path) -> LazyTensors:
-    """``zero/NAME/fp32.pt`` of each weight, in the order of the layer numbers in their names."""
+    """The weights in ``zero/NAME/fp32.pt``, in the order of the layer numbers in their names."""
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
     names = sorted(files, key=lambda name: (number[name], name))
@@ -148,11 +147,11 @@ def write_checkpoint(
     tokenizer_type: str | None = None,
     chat_template: str = "",
 ) -> None:
-    """Write a checkpoint of iteration 0 without optimizer, as one process without a pipeline would.
+    """Write a checkpoint of iteration 0 without optimizer state, for one process without a pipeline.
 
-    The weights keep their type, and one is in memory at a time. The two files are the tokenizer's, and ``source`` is
-    the Hugging Face folder that it is from, for ``run.json``. Without ``tokenizer_type`` the files decide. Raises
-    ResourceError if there is not enough disk space.
+    Weights keep their type, and one is in memory at a time. ``run.json`` records the tokenizer's files, its type (by
+    default determined by the files), and the Hugging Face folder ``source``. Raises ResourceError if the disk has too
+    little space.
     """
     run = _run(model, vocab_file, merge_file, source)
     run = replace(run, data=replace(run.data, chat_template=chat_template))
@@ -183,13 +182,15 @@ def write_checkpoint(
 def _write_states(
     file: Path, state: Mapping[str, Any], outlines: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> None:
-    """Write DeepSpeed's file of a rank: first its structure, then each weight in its place."""
+    """Write DeepSpeed's model file of a rank: first with uninitialized weights, then each weight in place."""
     with FakeTensorMode():
-        module = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in outlines.items()}
+        module = {name: torch.empty(outline.shape, dtype=outline.dtype) for name, outline in outlines.items()}
     with skip_data(materialize_fake_tensors=True):
         torch.save({"module": module, **state}, file)
     with file.open("r+b") as opened:
-        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)  # a full disk is an error here, and a signal below
+        os.posix_fallocate(
+            opened.fileno(), 0, file.stat().st_size
+        )  # a full disk raises an error here, but SIGBUS below
     with set_default_mmap_options(mmap.MAP_SHARED):
         mapped = read_file(file, mapped=True)["module"]
     for name in progress_bar(outlines, desc="writing"):
@@ -199,7 +200,7 @@ def _write_states(
 
 
 def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
-    """The run that would have saved it."""
+    """The configuration of a run that would have saved the model."""
     config = model.config
     kinds = {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE}
     kind = kinds.get(vocab_file.name if vocab_file else "", architecture_of(config).tokenizers[0])
@@ -234,10 +235,10 @@ def write_huggingface(
     max_shard_size: int,
     carried: Mapping[str, Path],
 ) -> None:
-    """Write ``config.json``, the weights, the tokenizer if there is one, and ``carried`` files, into a new ``folder``.
+    """Write ``config.json``, the weights, the tokenizer if there is one, and the files ``carried`` into ``folder``.
 
-    A config.json among them is that of the folder that the model was read from. Raises ConfigError if Hugging Face's
-    model does not support a setting, ResourceError if the disk is too small.
+    A config.json in ``carried`` is the config of the folder from which the model was read. Raises ConfigError if
+    Hugging Face's model does not support a setting, ResourceError if the disk is too small.
     """
     dtype = str(next(iter(outlines_of(model.weights).values())).dtype).removeprefix("torch.")
     source = carried.get(HF_CONFIG)

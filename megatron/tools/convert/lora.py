@@ -1,4 +1,4 @@
-"""Adapters of a model (LoRA): merged into its weights, or as a folder that ``peft`` loads onto the Hugging Face model.
+"""Exports LoRA adapters: merged into the weights, or as a folder that ``peft`` loads onto the Hugging Face model.
 
 r rank, i inputs, o outputs
 """
@@ -20,10 +20,10 @@ from megatron.model.huggingface.llama import family_of
 from megatron.tools.convert.whole_model import WholeModel
 
 
-def merged(model: WholeModel) -> WholeModel:
-    """``model`` without adapters, each added to the weight of its layer: W + alpha / r x B A.
+def merge_adapters(model: WholeModel) -> WholeModel:
+    """Merge the adapters of ``model`` into the weights of their layers: W + alpha / r x B A.
 
-    Raises ConfigError if it has none.
+    Raises ConfigError if the model has no adapters.
     """
     _check_adapters(model)
     weights = {name: weight for name, weight in model.weights.items() if ".lora." not in name}
@@ -37,8 +37,8 @@ def merged(model: WholeModel) -> WholeModel:
 def write_peft(folder: Path, model: WholeModel, base: str | None) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    A of a fused layer is that of each of its matrices, which have the rows of B that belong to them; so both compute
-    the same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model has no
+    A fused layer is split into its matrices, which all get A, and the rows of B for their outputs; this computes the
+    same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model has no
     adapters, or is not of the Llama family.
     """
     _check_adapters(model)
@@ -70,7 +70,7 @@ def write_peft(folder: Path, model: WholeModel, base: str | None) -> None:
 
 
 def _adapters(model: WholeModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The name of each adapted layer, A [r, i], and B [o, r] or of several matrices [parts, o, r]."""
+    """Name, A [r, i] and B [o, r] of each adapted layer; B is [parts, o, r] for a layer of several matrices."""
     for name, a in model.weights.items():
         if name.endswith(".lora.A"):
             layer = name.removesuffix(".lora.A")

@@ -1,7 +1,7 @@
-"""The weights in checkpoints of other Megatrons, under one set of names.
+"""Reads weights in checkpoints of other Megatrons, with common names for all formats.
 
-The names are word_embeddings.weight, position_embeddings.weight, layers.N. and then those of our layers,
-final_layernorm.weight and .bias, and head.weight for an output projection, or head_copy.weight if it is the embedding.
+The names are word_embeddings.weight, position_embeddings.weight, layers.N.NAME with NAME as in our layers,
+final_layernorm.weight and .bias, and for the output projection head.weight, or head_copy.weight if it is tied.
 """
 
 import re
@@ -24,11 +24,11 @@ from megatron.common.reading import check_archive
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
 
 _STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")
-"""Packages whose objects are in the files: enumerations, loss scalers, random states. None of them is needed."""
+"""Packages whose objects in the files (enumerations, loss scalers, random states) are not needed."""
 
 
 class _Stub:
-    """Replaces an object of one of ``_STUBBED`` packages: accepts any arguments, and does nothing."""
+    """Replaces objects of the packages ``_STUBBED``: accepts any arguments, and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -38,10 +38,10 @@ class _Stub:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of ``path``. Raises CheckpointError unless it is tensors, plain values, arguments and stubs only."""
+    """Read a pickled file. Raises CheckpointError if it has other content than tensors, plain values and arguments."""
     try:
         check_archive(path)
-        # Names in files written before torch 1.6 cannot be listed, but torch refuses them while it loads.
+        # Files written before torch 1.6 do not list their globals; torch rejects unsafe ones when it loads.
         is_listed = zipfile.is_zipfile(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_listed else []
         stubs = [(_Stub, name) for name in names if name.startswith(_STUBBED)]
@@ -84,9 +84,9 @@ _OUR_MODULES = {
     "post_attention_norm.": "post_attention_layernorm.",
     "final_norm.": "final_layernorm.",
 }
-"""Modules of megatron-core and of later Megatron-LM -> ours; the first one that a name has is replaced."""
+"""Modules of megatron-core and later Megatron-LM -> ours; the first one found in a name is replaced."""
 _NO_WEIGHT = ("_extra_state", "inv_freq")
-"""How the names of tensors end that are states of the FP8 library, or follow from the rotation's base."""
+"""Name suffixes of tensors that are not weights: states of the FP8 library, and frequencies of RoPE."""
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,21 @@ class Shards:
 
     folder: Path
     states: list[State]
-    """One for each tensor-parallel rank."""
+    """Weights of each tensor-parallel rank."""
     args: Namespace
-    """The arguments of the run, as far as they were saved."""
+    """The saved arguments of the run; empty if none were saved."""
     version: float
-    """The checkpoint version, which decides the order of query_key_value; the format's default if none was saved."""
+    """The checkpoint version, which determines the row order of query_key_value; by default as of the format."""
 
 
 def read_shards(path: Path) -> Shards:
-    """All weights under ``path``, a folder of checkpoints or one of them.
+    """Read all weights of the checkpoint at ``path``, or of the newest one in the folder ``path``.
 
     Raises CheckpointError if there is no known format, or a file is missing or damaged, or could run code.
     """
     folder, version = _folder_with_files(path), 3.0
     if (folder / METADATA).is_file():
-        return _of_torch_dist(folder)
+        return _read_torch_dist(folder)
     layers: dict[int, dict[int, Path]] = {}
     for file in folder.glob("layer_*-model_states.pt"):
         if match := _LAYER_FILE.fullmatch(file.name):
@@ -117,12 +117,12 @@ def read_shards(path: Path) -> Shards:
     files = [_read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))[: 1 if layers else None]]
     if layers:
         _check_gapless([-1, *layers], f"{folder}/layer_LL-model_XX-model_states.pt")
-        states = [_of_layers(folder, rank, numbered) for rank, numbered in sorted(layers.items())]
+        states = [_read_layer_files(folder, rank, numbered) for rank, numbered in sorted(layers.items())]
     elif files:  # DeepSpeed without a pipeline
-        states = [_of_stages(folder, [file], "module") for file in files]
+        states = [_concatenate_stages(folder, [file], "module") for file in files]
     else:
-        stages = [[_read(file) for file in of_rank] for of_rank in _rank_files(folder)]
-        states, files, version = [_of_stages(folder, of_rank, "model") for of_rank in stages], stages[0], 0.0
+        ranks = [[_read(file) for file in stages] for stages in _rank_files(folder)]
+        states, files, version = [_concatenate_stages(folder, stages, "model") for stages in ranks], ranks[0], 0.0
     return _with_args(folder, states, files[0] if files else {}, version)
 
 
@@ -134,13 +134,13 @@ def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], versi
     return Shards(folder, states, args if isinstance(args, Namespace) else Namespace(), version)
 
 
-def _of_torch_dist(folder: Path) -> Shards:
-    """The torch_dist format: full weights, those of equal layers as one tensor [l, ..]; the arguments in common.pt."""
+def _read_torch_dist(folder: Path) -> Shards:
+    """Read the torch_dist format: full weights, stacked over layers as [l, ..]; arguments are in common.pt."""
     state: State = {}
     for name, tensor in _named(read_torch_dist(folder)).items():
         if match := _STACKED_NAME.fullmatch(name):
             layers = tensor.unbind() if tensor.dim() else ()
-            state |= {f"layers.{number}.{match[1]}": one for number, one in enumerate(layers)}
+            state |= {f"layers.{number}.{match[1]}": layer for number, layer in enumerate(layers)}
         else:
             state[name] = tensor
     common = folder / "common.pt"
@@ -151,7 +151,7 @@ def _folder_with_files(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     if any(path.glob(RUN_FILE)) or any(path.glob(f"*/{RUN_FILE}")):
-        raise CheckpointError(f"{path} is a checkpoint of this suite: --load it as it is")
+        raise CheckpointError(f"{path} is a checkpoint of this suite: --load it directly")
     for folder in (path, *_tracked(path)):
         if (folder / METADATA).is_file() or any(folder.glob("mp_rank_*")) or any(folder.glob(_LAYER_FILES)):
             return folder
@@ -162,7 +162,7 @@ def _folder_with_files(path: Path) -> Path:
 
 
 def _tracked(path: Path) -> Iterator[Path]:
-    """The folders that a tracker file may name."""
+    """Folders that the tracker files in ``path`` may name."""
     for tracker in _TRACKERS:
         is_short = (path / tracker).is_file() and (path / tracker).stat().st_size < 4096
         name = (path / tracker).read_text(errors="replace").strip() if is_short else ""
@@ -174,23 +174,23 @@ def _tracked(path: Path) -> Iterator[Path]:
 
 
 def _rank_files(folder: Path) -> list[list[Path]]:
-    """The files of each tensor-parallel rank, in the order of the stages."""
-    found: dict[int, dict[int, Path]] = {}
+    """For each tensor-parallel rank its files, in the order of pipeline stages."""
+    files: dict[int, dict[int, Path]] = {}
     for file in folder.glob("mp_rank_*/model_*rng.pt"):
         if match := _RANK_FOLDER.fullmatch(file.parent.name):
-            other = found.setdefault(int(match[1]), {}).setdefault(int(match[2] or 0), file)
+            other = files.setdefault(int(match[1]), {}).setdefault(int(match[2] or 0), file)
             if other is not file:
                 raise CheckpointError(f"{file.parent} and {other.parent} are of the same rank: remove one of them")
-    if not found:
+    if not files:
         raise CheckpointError(f"{folder}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
-    _check_gapless([-1, *found], f"{folder}/mp_rank_XX")
-    for rank, stages in found.items():
+    _check_gapless([-1, *files], f"{folder}/mp_rank_XX")
+    for rank, stages in files.items():
         _check_gapless([-1, *stages], f"{folder}/mp_rank_{rank:02d}_PPP")
-    return [[stages[stage] for stage in sorted(stages)] for _, stages in sorted(found.items())]
+    return [[stages[stage] for stage in sorted(stages)] for _, stages in sorted(files.items())]
 
 
-def _of_stages(folder: Path, files: Sequence[Mapping[str, Any]], key: str) -> State:
-    """Concatenate the weights of stages, each of which numbers its layers from 0."""
+def _concatenate_stages(folder: Path, files: Sequence[Mapping[str, Any]], key: str) -> State:
+    """Join the weights of pipeline stages, each of which numbers its layers from 0."""
     state: State = {}
     first = 0
     for file in files:
@@ -208,20 +208,20 @@ def _of_stages(folder: Path, files: Sequence[Mapping[str, Any]], key: str) -> St
     return state
 
 
-def _of_layers(folder: Path, rank: int, files: Mapping[int, Path]) -> State:
-    """Read the files of layers in order. The kind of a layer follows from parameter names: numbers differ."""
+def _read_layer_files(folder: Path, rank: int, files: Mapping[int, Path]) -> State:
+    """Read layer files in order. Parameter names tell the kind of a layer, since numbers vary between versions."""
     state: State = {}
     numbers: list[int] = []
     for number, file in sorted(files.items()):
-        own, prefix = _named(_read(file)), ""
-        if "input_layernorm.weight" in own:
+        layer, prefix = _named(_read(file)), ""
+        if "input_layernorm.weight" in layer:
             prefix = f"layers.{len(numbers)}."
             numbers.append(number)
-        elif "weight" in own and own["weight"].dim() == 1:
+        elif "weight" in layer and layer["weight"].dim() == 1:
             prefix = "final_layernorm."
-        elif "word_embeddings.weight" in own and "word_embeddings.weight" in state:
-            own = {HEAD_COPY: own["word_embeddings.weight"]}
-        state |= {prefix + name: tensor for name, tensor in own.items()}
+        elif "word_embeddings.weight" in layer and "word_embeddings.weight" in state:
+            layer = {HEAD_COPY: layer["word_embeddings.weight"]}
+        state |= {prefix + name: tensor for name, tensor in layer.items()}
     _check_gapless(numbers, f"{folder}/layer_LL-model_{rank:02d}-model_states.pt")
     return state
 
@@ -234,7 +234,7 @@ def _check_gapless(numbers: Sequence[int], files: str) -> None:
 
 
 def _named(tree: Mapping[str, Any], prefix: str = "") -> State:
-    """The tensors of a tree under the names of this module; other values among them are no weights."""
+    """The tensors in nested dictionaries, with the names of this module; other values are dropped."""
     state: State = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -248,7 +248,7 @@ def _named(tree: Mapping[str, Any], prefix: str = "") -> State:
 
 
 def tensor_of(shards: Shards, name: str, *, rank: int = 0) -> Tensor:
-    """The tensor ``name`` of a rank. Raises CheckpointError if it is missing, or holds no floats."""
+    """The tensor ``name`` of a rank. Raises CheckpointError if it is missing or not of floats."""
     if name not in shards.states[rank]:
         raise CheckpointError(f"{shards.folder} holds no {name}")
     if problems := no_floats(shards.states[rank], [name], str(shards.folder)):

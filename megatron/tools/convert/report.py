@@ -1,4 +1,4 @@
-"""What tools/inspect_checkpoint.py prints: facts and parameters of a checkpoint, or the differences between two."""
+"""Reports of tools/inspect_checkpoint.py: properties and parameters of a checkpoint, or differences between two."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from megatron.checkpoint.run_file import RUN_FILE
 from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.model.huggingface import model_title
 from megatron.tools.command_line import progress_bar
-from megatron.tools.convert.inspection import Found, read_config, read_description
+from megatron.tools.convert.inspection import FoundCheckpoint, read_config, read_description
 from megatron.tools.convert.whole_model import SIZES
 from megatron.training.summary import layer_kinds
 
@@ -25,13 +25,13 @@ _LOADERS = {
     "safetensors": ("safetensors.torch.load_file", _GENERATE, f"{_CONVERT} to-hf"),
     "huggingface": ("{program} --load-hf", "transformers.{auto_class}", _GENERATE, f"{_CONVERT} from-hf"),
 }
-"""Programs that load each kind of checkpoint, besides the training program."""
+"""Programs, in addition to the training program, that load each kind of checkpoint."""
 _AUTO_CLASSES = {GPT2.name: "AutoModelForCausalLM", T5.name: "AutoModelForSeq2SeqLM"}
-"""The classes of transformers for the architectures that generate text."""
+"""Classes of transformers for the architectures that generate text."""
 
 
-def facts(found: Found) -> dict[str, Any]:
-    """The facts about a checkpoint in ``run.json``, or in the header of merged weights."""
+def describe_checkpoint(found: FoundCheckpoint) -> dict[str, Any]:
+    """Properties of a checkpoint, from ``run.json`` or the header of merged weights, and the programs that load it."""
     description, config = read_description(found), read_config(found)
     known: dict[str, Any] = {"path": str(found.path), "kind": found.what}
     if found.kind == "folder" and found.saved:
@@ -46,7 +46,7 @@ def facts(found: Found) -> dict[str, Any]:
         known["holds"] = ["weights", *["the optimizer"] * bool(has_optimizer), *["random streams"] * bool(has_rng)]
     if config is not None:
         known["family"] = model_title(config)
-        known["model"] = {words: getattr(config, name) for name, words in SIZES.items()}
+        known["model"] = {label: getattr(config, name) for name, label in SIZES.items()}
         if config.query_groups != config.num_attention_heads:
             known["model"]["query groups"] = config.query_groups
         if config.head_size * config.num_attention_heads != config.hidden_size:
@@ -84,16 +84,16 @@ _TITLES = {
 }
 
 
-def heading(facts: Mapping[str, Any]) -> str:
-    """The lines above the parameters: the facts of a checkpoint."""
-    lines = [f"{facts['path']}: {facts['kind']}"]
-    lines += [f"  {title:12}{_shown(facts[name])}" for name, title in _TITLES.items() if facts.get(name) is not None]
+def heading(known: Mapping[str, Any]) -> str:
+    """The properties of ``describe_checkpoint`` as lines of text, printed above the parameters."""
+    lines = [f"{known['path']}: {known['kind']}"]
+    lines += [f"  {title:12}{_as_text(known[name])}" for name, title in _TITLES.items() if known.get(name) is not None]
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        # Settings that are off are not shown; compared by identity, since 0 equals False.
+        # Settings that are off are left out; compared by identity, since 0 equals False.
         entries = {
             key: entry
             for key, entry in value.items()
@@ -116,22 +116,22 @@ class Parameter(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """The first part of its name, which the parameters of a layer share."""
+        """The first part of the name, which all parameters of a layer share."""
         return self.name.removeprefix("tied_modules.").split(".")[0]
 
 
 def parameters(weights: Mapping[str, Tensor]) -> list[Parameter]:
-    """The parameters of a checkpoint, in its order."""
-    found = []
+    """The parameters of a checkpoint, in its order, with their norms."""
+    measured = []
     for name, tensor in progress_bar(weights.items(), desc="measuring"):
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-        found.append(Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), norm))
-    return found
+        measured.append(Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), norm))
+    return measured
 
 
-def listing(found: list[Parameter]) -> str:
-    """A line for each parameter and each layer."""
-    rows = list(_rows(found))
+def listing(measured: list[Parameter]) -> str:
+    """A table with a line for each parameter and each layer."""
+    rows = list(_rows(measured))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         f"{name:{widths[0]}}  {shape:>{widths[1]}}  {dtype:{widths[2]}}  {norm}" for name, shape, dtype, norm in rows
@@ -139,15 +139,15 @@ def listing(found: list[Parameter]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _rows(found: list[Parameter]) -> Iterator[tuple[str, str, str, str]]:
+def _rows(measured: list[Parameter]) -> Iterator[tuple[str, str, str, str]]:
     yield "layer", "shape", "type", "norm"
-    for layer, parameters_of_layer in groupby(found, key=lambda parameter: parameter.layer):
+    for layer, parameters_of_layer in groupby(measured, key=lambda parameter: parameter.layer):
         group = list(parameters_of_layer)
         yield layer, *_total(group)
         for parameter in group:
             name = parameter.name.removeprefix("tied_modules.").removeprefix(f"{layer}.")
             yield f"  {name}", " x ".join(map(str, parameter.shape)), parameter.dtype, f"{parameter.norm:.6g}"
-    yield "all", *_total(found)
+    yield "all", *_total(measured)
 
 
 def _total(group: list[Parameter]) -> tuple[str, str, str]:
@@ -155,14 +155,14 @@ def _total(group: list[Parameter]) -> tuple[str, str, str]:
     return f"{sum(math.prod(parameter.shape) for parameter in group):,}", "", f"{norm:.6g}"
 
 
-def parameters_as_json(facts: Mapping[str, Any], found: list[Parameter]) -> str:
-    """Facts and parameters as JSON. A norm that is not finite is null."""
-    listed = [one._asdict() | ({} if math.isfinite(one.norm) else {"norm": None}) for one in found]
-    return json.dumps({**facts, "parameters": listed}, indent=2)
+def parameters_as_json(known: Mapping[str, Any], measured: list[Parameter]) -> str:
+    """Properties and parameters as JSON. A norm that is not finite is null."""
+    listed = [row._asdict() | ({} if math.isfinite(row.norm) else {"norm": None}) for row in measured]
+    return json.dumps({**known, "parameters": listed}, indent=2)
 
 
 class Difference(NamedTuple):
-    """The difference of a tensor between two checkpoints, a and b."""
+    """The difference between a tensor of checkpoint a and the same tensor of checkpoint b."""
 
     name: str
     absolute: float
@@ -170,11 +170,11 @@ class Difference(NamedTuple):
     relative: float
     """max |b - a| / max |a|; infinite if a value is not finite."""
     note: str = ""
-    """Why they cannot be compared."""
+    """Why the tensors cannot be compared; empty if they can."""
 
 
 def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[Difference]:
-    """One for each tensor, in the order of the first, followed by tensors that only the second has."""
+    """A difference for each tensor, in the order of ``first``, followed by tensors that only ``second`` has."""
     found = [_difference(name, first[name], second.get(name)) for name in progress_bar(first, desc="comparing")]
     return found + [Difference(name, math.inf, math.inf, "only in the second") for name in second if name not in first]
 

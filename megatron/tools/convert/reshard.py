@@ -1,6 +1,6 @@
-"""Write a checkpoint for another layout without training: ranks of the new layout load it and save it, on CPUs.
+"""Reshards a checkpoint without training: on CPUs, ranks of the new layout load it and save it.
 
-Each rank loads as a run that resumes on the new layout does, through the universal form beside the checkpoint.
+Each rank loads like a run that resumes on the new layout, from the universal checkpoint next to the checkpoint.
 """
 
 import math
@@ -22,36 +22,38 @@ from megatron.config.model import padded_vocabulary
 from megatron.launch.environment import prepare_environment
 from megatron.model.architectures import ARCHITECTURES
 
-_NEW = ("parallel", "checkpoint", "logging", "observe")
-"""Sections of the configuration that the new run does not take over."""
-_OF_BATCHES = ("batch-size", "gas", "compile")
-"""Flags that depend on the layout or the device, and on which no weight depends."""
+_NEW_SECTIONS = ("parallel", "checkpoint", "logging", "observe")
+"""Sections of the configuration that are not taken from the saved run."""
+_BATCH_FLAGS = ("batch-size", "gas", "compile")
+"""Flags that depend on the layout or the device, but do not change the weights."""
 
 
-def resharded_run(saved: SavedRun, words: Sequence[str], replica: int, copies: int, output: Path) -> RunConfig:
-    """The run that saved ``saved`` on the layout of the flags ``words``, with ``copies`` replicas of ``replica`` ranks.
+def resharded_run(saved: SavedRun, flags: Sequence[str], replica: int, copies: int, output: Path) -> RunConfig:
+    """The run of ``saved`` on the layout that ``flags`` set, with ``copies`` replicas of ``replica`` ranks.
 
-    Raises ConfigError for flags that the program or its rules reject, CheckpointError if the run cannot be changed so.
+    Raises ConfigError for flags that the program or its rules reject, CheckpointError if the run cannot be resharded.
     """
     architecture = ARCHITECTURES.get(saved.model["architecture"])
     if architecture is None or not architecture.is_language_model or not saved.config.get("settings"):
         raise CheckpointError(
             f"{saved.path} does not have the flags of a run of this suite: use --load on the new layout"
         )
-    new = {flag_name(field)[2:] for name in _NEW for field in fields(sections()[name]) if "flag" in field.metadata}
-    settings = {name: value for name, value in saved.config["settings"].items() if name not in {*new, *_OF_BATCHES}}
+    new = {
+        flag_name(field)[2:] for name in _NEW_SECTIONS for field in fields(sections()[name]) if "flag" in field.metadata
+    }
+    settings = {name: value for name, value in saved.config["settings"].items() if name not in {*new, *_BATCH_FLAGS}}
     size, micro = (saved.config["train"][name] for name in ("global_batch_size", "micro_batch_size"))
     if size % copies:
         raise ConfigError(f"--data-parallel-size {copies} does not divide the global batch of {size} samples")
-    words = [*words, "--batch-size", str(math.gcd(micro, size // copies)), "--save", str(output)]
-    words += ["--load", str(saved.folder), *([] if saved.has_optimizer else ["--no-load-optim", "--no-save-optim"])]
-    words += [] if saved.has_rng else ["--no-load-rng"]
-    words += [] if "step-batch-size-schedule" in settings else ["--global-batch-size", str(size)]
+    flags = [*flags, "--batch-size", str(math.gcd(micro, size // copies)), "--save", str(output)]
+    flags += ["--load", str(saved.folder), *([] if saved.has_optimizer else ["--no-load-optim", "--no-save-optim"])]
+    flags += [] if saved.has_rng else ["--no-load-rng"]
+    flags += [] if "step-batch-size-schedule" in settings else ["--global-batch-size", str(size)]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(replica * copies)}
     with NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(settings, file)
         file.flush()
-        run = read_run(["--config", file.name, *words], environ, architecture).checked()
+        run = read_run(["--config", file.name, *flags], environ, architecture).checked()
     before, data = saved.whole_model_config(), saved.config["data"]
     vocabulary = padded_vocabulary(
         before.vocab_size, run.parallel.model_parallel_size, run.model.make_vocab_size_divisible_by
@@ -68,7 +70,7 @@ def resharded_run(saved: SavedRun, words: Sequence[str], replica: int, copies: i
 
 
 def reshard(saved: SavedRun, run: RunConfig) -> None:
-    """Load ``saved`` and save it on the layout of ``run``. Every rank must call it."""
+    """Load ``saved`` on the layout of ``run`` and save it there. Every rank must call it."""
     prepare_environment(os.environ, run.parallel)
 
     from megatron.checkpoint.collective_errors import on_all_ranks

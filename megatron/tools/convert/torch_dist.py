@@ -1,6 +1,6 @@
-"""The weights in a folder of torch.distributed.checkpoint, as megatron-core's torch_dist format writes them.
+"""Reads weights in folders of torch.distributed.checkpoint, which megatron-core's torch_dist format is.
 
-A pickle, .metadata, lists the tensors and where in the .distcp files their parts are.
+The pickle .metadata lists the tensors and the locations of their parts in .distcp files.
 """
 
 import io
@@ -24,9 +24,9 @@ from megatron.common.reading import read_bytes
 
 METADATA = ".metadata"
 _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
-"""How the names of other states begin."""
+"""Name prefixes of states that are not weights."""
 _MODULES: dict[str, ModuleType] = {module.__name__: module for module in (metadata, planner, filesystem)}
-_OTHERS = {
+_ALLOWED = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): dict,
@@ -35,21 +35,21 @@ _OTHERS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the data classes and enumerations of torch's metadata, sizes and types; nothing that could run code."""
+    """Loads only data classes and enumerations of torch's metadata, sizes and dtypes: nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OTHERS:
-            return _OTHERS[module, name]
-        found = getattr(torch if module == "torch" else _MODULES.get(module), name, None)
-        if isinstance(found, torch.dtype):
-            return found
-        if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, Enum)):
-            return found
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        value = getattr(torch if module == "torch" else _MODULES.get(module), name, None)
+        if isinstance(value, torch.dtype):
+            return value
+        if isinstance(value, type) and value.__module__ == module and (is_dataclass(value) or issubclass(value, Enum)):
+            return value
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, with metadata that have been read already."""
+    """torch's reader, with metadata that have already been read and checked."""
 
     def __init__(self, folder: Path, content: Metadata):
         super().__init__(folder)
@@ -60,29 +60,29 @@ class _Reader(FileSystemReader):
 
 
 def read_torch_dist(folder: Path) -> dict[str, Tensor]:
-    """All weights in ``folder``, full.
+    """Read all full weights in ``folder``.
 
     Raises CheckpointError if a file is missing or damaged, or could run code.
     """
     content = _read_metadata(folder / METADATA)
     size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     try:
-        found = {
+        entries = {
             name: entry
             for name, entry in content.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(_NO_WEIGHTS)
         }
-        for name, entry in found.items():
+        for name, entry in entries.items():
             _check_parts(name, entry, size)
         for info in content.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"it names the file {info.relative_path!r}, which is not in the same folder")
-    except Exception as error:  # whatever the fields are
+    except Exception as error:  # damaged fields may raise anything
         raise CheckpointError(f"{folder / METADATA} is damaged ({first_line(error)})") from error
-    weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
+    weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+            warnings.simplefilter("ignore")  # about the missing process group
             checkpoint.load(weights, storage_reader=_Reader(folder, content), no_dist=True)
     except (Exception, CheckpointException) as error:  # torch raises many types for a damaged file
         raise CheckpointError(f"{folder} cannot be read ({_reason(error)})") from error
@@ -94,16 +94,16 @@ def _read_metadata(file: Path) -> Metadata:
         content = _Unpickler(io.BytesIO(read_bytes(file))).load()
         if not isinstance(content, Metadata):
             raise ValueError(f"it holds a {type(content).__name__}, and should hold metadata")
-    except Exception as error:  # a damaged pickle raises any
+    except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{file} cannot be read ({first_line(error)})") from error
     content.storage_meta = StorageMeta()
     return content
 
 
 def _check_parts(name: str, entry: TensorStorageMetadata, size: int) -> None:
-    """Raises ValueError unless the parts of a tensor fill it, and ``size`` bytes of files can hold it."""
+    """Raises ValueError unless the parts of a tensor fill it, and it fits into files of ``size`` bytes."""
     numel = math.prod(entry.size)
-    # Also an empty tensor may not be a billion layers.
+    # Includes the sizes themselves: an empty tensor may claim a billion layers.
     if max(numel * entry.properties.dtype.itemsize, *entry.size, 0) > size:
         raise ValueError(f"{name} is {list(entry.size)}, which is more than the .distcp files there hold")
     if sum(math.prod(part.sizes) for part in entry.chunks) != numel:
@@ -111,7 +111,7 @@ def _check_parts(name: str, entry: TensorStorageMetadata, size: int) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, or of the error of the only process, which torch wraps."""
+    """The first line of an error; torch wraps the error of the only process in a CheckpointException."""
     if isinstance(error, CheckpointException):
         ((error, _),) = error.failures.values()
     return first_line(error) if isinstance(error, Exception) else type(error).__name__

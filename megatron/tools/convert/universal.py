@@ -1,13 +1,13 @@
-"""DeepSpeed's universal format: a checkpoint independent of the layout, with every full parameter in its own files.
+"""Converts checkpoints to DeepSpeed's universal format, which has files for each full parameter, for any layout.
 
     FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": full fp32 tensor, "cat_dim": sharded dimension}
-    FOLDER/zero/NAME/step.pt                               updates so far
+    FOLDER/zero/NAME/step.pt                               number of updates
     FOLDER/zero/optimizer_state.pt                         the optimizer's groups and loss scale
-    FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state common to all ranks
-    FOLDER/source.txt                                      a hash of the files it was made from; written last
+    FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state that all ranks share
+    FOLDER/source.txt                                      a hash of the source files; written last
 
 The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepSpeed itself reads such a folder
-("checkpoint": {"load_universal": true}); at 3 it does not pad the vocabulary again.
+("checkpoint": {"load_universal": true}); at ZeRO 3 it does not pad the vocabulary again.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ _SHARED = (
     "ds_version",
     "universal_checkpoint_info",
 )
-"""Keys in DeepSpeed's file of a rank that have the same value on all ranks."""
+"""Keys in DeepSpeed's model files that have the same value on all ranks."""
 _OPTIMIZER = (
     "loss_scaler",
     "dynamic_loss_scale",
@@ -65,10 +65,10 @@ _OPTIMIZER = (
 )
 
 
-def cached(saved: SavedRun) -> tuple[Path, bool]:
-    """The universal form of ``saved``, next to its tag, and whether it was converted just now.
+def cached_universal(saved: SavedRun) -> tuple[Path, bool]:
+    """The universal checkpoint next to ``saved``, and whether it was converted now, as it was absent or outdated.
 
-    One process calls it. Raises CheckpointError if ``saved`` is damaged, ResourceError without space or permission.
+    Only one process may call it. Raises CheckpointError if ``saved`` is damaged, ResourceError without disk space.
     """
     target = saved.folder / f"{saved.tag}{UNIVERSAL}"
     try:
@@ -81,9 +81,9 @@ def cached(saved: SavedRun) -> tuple[Path, bool]:
 
 
 def convert(saved: SavedRun, target: Path) -> None:
-    """Write the universal form of ``saved`` as ``target``, which appears or is replaced only when it is complete."""
+    """Convert ``saved`` to the universal checkpoint ``target``, which is replaced only when it is complete."""
     try:
-        # If this is killed, the next save into the folder removes what is unfinished.
+        # If this process is killed, the next save into the folder removes the unfinished files.
         with tempfile.TemporaryDirectory(
             suffix=UNFINISHED, prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
         ) as name:
@@ -97,7 +97,7 @@ def convert(saved: SavedRun, target: Path) -> None:
             temporary.rename(target)
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise  # not of torch's writer, which raises this type if a disk is full
+            raise  # torch's writer raises a RuntimeError that names inline_container if the disk is full
         reason = getattr(error, "strerror", None) or first_line(error)
         raise ResourceError(
             f"{target}: cannot be written ({reason}); {saved.path} has to be converted: "
@@ -117,11 +117,11 @@ def _write(saved: SavedRun, folder: Path) -> None:
     source, states = _source_hash(saved), SavedStates(saved)
     check_copies(states)
     with form_errors(saved.path):
-        counted: set[int | None] = set()
+        step_counts: set[int | None] = set()
         for name, spec in states.specs.items():
             state = in_memory(states.shard(name, spec.shape))
-            counted.add(check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration)))
-            check_steps(saved.path, counted)
+            step_counts.add(check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration)))
+            check_steps(saved.path, step_counts)
             _write_parameter(folder / "zero" / name, spec, state)
         shared = states.read(model_file(saved.path, saved.layout, 0))
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
@@ -133,15 +133,15 @@ def _write(saved: SavedRun, folder: Path) -> None:
 
 def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
     folder.mkdir(parents=True)
-    remarks: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
-    remarks |= {"vocab_tensor": True} if spec.is_vocabulary else {}
+    entries: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
+    entries |= {"vocab_tensor": True} if spec.is_vocabulary else {}
     for key, value in state.items():
         is_tensor = isinstance(value, Tensor) and value.dim()
-        torch.save({"param": value, **remarks} if is_tensor else value, folder / f"{key}.pt")
+        torch.save({"param": value, **entries} if is_tensor else value, folder / f"{key}.pt")
 
 
 def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[str, Any]:
-    """Hyperparameters and loss scale, under the names that DeepSpeed looks for at each of its stages."""
+    """Hyperparameters and loss scale, under the names that DeepSpeed reads at its ZeRO stages."""
     saved = states.saved
     if saved.layout.has_optimizer_partitions:
         state = states.read(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]

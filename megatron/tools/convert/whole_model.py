@@ -1,4 +1,4 @@
-"""The weights of a full model, and the files they are in: safetensors, or the pickles of older Hugging Face models."""
+"""Reads and writes the full weights of a model: safetensors, or pickles of older Hugging Face models."""
 
 import json
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from megatron.tools.command_line import progress_bar
 
 @dataclass(frozen=True)
 class WholeModel:
-    """The weights of a model without shards and padding, and its configuration."""
+    """The full weights of a model, without shards and padding, and its configuration."""
 
     config: ModelConfig
-    """With ``padded_vocab_size`` equal to ``vocab_size``."""
+    """The configuration, with ``padded_vocab_size`` equal to ``vocab_size``."""
     weights: Mapping[str, Tensor]
-    """In the order of the layers; of a ``LazyTensors`` each is read when it is asked for."""
+    """The weights in the order of the layers; ``LazyTensors`` reads each one on access."""
     description: Mapping[str, Any] | None = None
     """``run.json`` of the training run, if this suite trained it."""
 
@@ -39,39 +39,39 @@ SIZES = {
     "max_position_embeddings": "positions",
     "vocab_size": "tokens",
 }
-"""The fields with the sizes of a model, and their names for people."""
+"""Fields with the sizes of a model, and their names in reports."""
 _LARGEST = 1 << 24
-"""Larger than any size of a model; products of such sizes do not overflow."""
+"""Upper bound of the sizes of a model, whose products do not overflow."""
 
 
 def check_sizes(config: ModelConfig, count: int, source: str) -> None:
-    """Raises CheckpointError if ``config`` cannot be that of ``count`` tensors, before memory is allocated for it."""
+    """Raises CheckpointError if ``config`` cannot describe ``count`` tensors, before memory is allocated."""
     sizes = tuple(getattr(config, name) for name in SIZES)
     if config.num_layers > count or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes):
         raise CheckpointError(f"{source} holds {count} tensors, which cannot be the model of {sizes} that it describes")
 
 
 def without_padding(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
-    """``weights`` without the rows of the vocabulary beyond that of ``config``."""
+    """``weights`` without the rows beyond the vocabulary size of ``config``."""
     specs, outlines = architecture_of(config).named_parameters(config), outlines_of(weights)
 
     def cut(name: str, tensor: Tensor) -> Tensor:
         is_padded = name in specs and specs[name].is_vocabulary and tensor.dim() and len(tensor) > config.vocab_size
         return tensor[: config.vocab_size] if is_padded else tensor
 
-    cut_outlines = {name: cut(name, one.to("meta")) for name, one in outlines.items()}
+    cut_outlines = {name: cut(name, outline.to("meta")) for name, outline in outlines.items()}
     return LazyTensors(cut_outlines, lambda name: cut(name, weights[name]))
 
 
-def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
+def in_layer_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
     """``weights`` in the order of the layers of ``config``.
 
     Args:
-        source: where they come from, for messages.
+        source: where the weights come from, for messages.
 
     Raises:
-        CheckpointError: with a line for each of the first weights that are missing, unknown or of another shape; later,
-            when one is read, if it is not finite.
+        CheckpointError: with a line for each of the first few weights that are missing, unknown or of another shape;
+            later, when a weight is read, if it is not finite.
     """
     expected = architecture_of(config).named_parameters(config)
     outlines = outlines_of(weights)
@@ -102,7 +102,7 @@ PICKLED = "pytorch_model.bin"
 
 
 def read_tensors(path: Path) -> Mapping[str, Tensor]:
-    """The tensors in a file, or in the files of a folder, each read when it is asked for.
+    """The tensors in a file, or in the files of a folder, each read on access.
 
     Raises CheckpointError if a file is missing or damaged.
     """
@@ -113,7 +113,7 @@ def read_tensors(path: Path) -> Mapping[str, Tensor]:
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, in memory only while they are used."""
+    """The tensors of a pickled file, mapped into memory."""
     tensors = read_file(path, mapped=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
@@ -125,10 +125,10 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 def write_tensors(
     tensors: Mapping[str, Tensor], output: Path, *, max_shard_size: int | None, metadata: Mapping[str, str]
 ) -> None:
-    """Write the safetensors file ``output``, or a folder of files of at most ``max_shard_size`` bytes each.
+    """Write the safetensors file ``output`` or, with ``max_shard_size``, a folder of files of at most that many bytes.
 
-    Several have an index, and a larger tensor its own file. One tensor is in memory at a time. Creates a folder. Raises
-    ResourceError if there is not enough disk space.
+    The folder is created if it is absent. Several files have an index; a tensor that is larger has its own file. One
+    tensor is in memory at a time. Raises ResourceError if there is not enough disk space.
     """
     outlines = outlines_of(tensors)
     check_space_for(outlines, output)
@@ -153,7 +153,7 @@ _TYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
 
 
 def _write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    # Not by the library, which takes all tensors of a file at once. Larger types come first, so that all are aligned.
+    # The safetensors library needs all tensors of a file in memory. Larger types come first, so that all are aligned.
     outlines = dict(sorted(outlines_of(tensors).items(), key=lambda item: -item[1].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -171,7 +171,7 @@ def _write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str
 
 
 def _split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor]]:
-    """The tensors in order, in parts of at most ``max_size`` bytes, or of one tensor that is larger."""
+    """Split the tensors, in order, into parts of at most ``max_size`` bytes, or of one tensor that is larger."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -184,6 +184,6 @@ def _split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tenso
 
 
 def check_space_for(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises ResourceError if the disk of ``path`` has not enough space for ``tensors``, of which none is read."""
+    """Raises ResourceError if the disk of ``path`` has too little space for ``tensors``; reads none of them."""
     size = sum(tensor.nbytes for tensor in outlines_of(tensors).values())
     check_disk_space(path.parent, f"{path.parent}: the output", size, "name a folder on another disk")

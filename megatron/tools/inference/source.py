@@ -27,7 +27,7 @@ from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import Vocabulary, read_bpe, read_folder_tokenizer
-from megatron.tools.convert.inspection import Found, find, read_config, read_description
+from megatron.tools.convert.inspection import FoundCheckpoint, find, read_config, read_description
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TokenizerFiles:
 class Source:
     """An opened model: a checkpoint of any layout, merged weights or a Hugging Face folder."""
 
-    found: Found
+    found: FoundCheckpoint
     config: ModelConfig
     """The model's configuration, with fp32 and an unpadded vocabulary."""
     tokenizer: Tokenizer

@@ -13,7 +13,7 @@ from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of as from_huggingface
 from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.huggingface_files import carried_files
-from megatron.tools.convert.inspection import Found
+from megatron.tools.convert.inspection import FoundCheckpoint
 from megatron.tools.convert.load_and_save import read_huggingface, read_weights
 from megatron.tools.convert.whole_model import read_tensors
 
@@ -57,7 +57,7 @@ def test_a_universal_weight_that_is_no_tensor(tmp_path: Path, content: object):
     (file := tmp_path / "zero" / "2.weight" / "fp32.pt").parent.mkdir(parents=True)
     torch.save(content, file)
     with pytest.raises(CheckpointError, match=f"{file} holds .*, and should hold a tensor"):
-        read_weights(Found(tmp_path, "universal"))
+        read_weights(FoundCheckpoint(tmp_path, "universal"))
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path):
