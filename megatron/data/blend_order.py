@@ -44,9 +44,7 @@ class BlendWindow:
         """For each sample, the number of earlier samples from its data set; ``sources`` are the data sets, [length]."""
         places = np.empty(self.length, np.uint32 if self.first + self.length < 1 << 32 else np.int64)
         counts = np.bincount(sources, minlength=len(self.shares))
-        first = (
-            np.cumsum(counts) - counts - np.array(self._taken)
-        )  # one pass: a loop over thousands of data sets is slow
+        first = np.cumsum(counts) - counts - np.array(self._taken)  # for all data sets, of which there may be thousands
         places[np.argsort(sources, kind="stable")] = np.arange(self.length) - np.repeat(first, counts)
         return places
 

@@ -83,7 +83,7 @@ def blend_hash(contents: Sequence[Sequence[str]], cache_of: Callable[[str], Path
 def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str:
     """SHA-256 over the kind of a tokenizer and the content of its files.
 
-    For a kind of ``PUBLISHED`` also over ``eod``, the end-of-document token: config files beside them choose it.
+    For a kind of ``PUBLISHED`` also over ``eod``, the end-of-document token: config files next to them choose it.
     """
     digest = hashlib.sha256(kind.encode())
     if kind in PUBLISHED:

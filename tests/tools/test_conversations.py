@@ -129,7 +129,7 @@ def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:
 def test_a_template_of_another_tokenizer_is_an_error(chat_folder: Path) -> None:
     (chat_folder / "chatml.jinja").write_text(CHATML)
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
-    with pytest.raises(ConfigError, match=r"writes <\|im_start\|>, which is no token of the tokenizer"):
+    with pytest.raises(ConfigError, match=r"writes <\|im_start\|>, which is not a token of the tokenizer"):
         chat_template(str(chat_folder / "chatml.jinja"), tokenizer)
 
 

@@ -83,9 +83,9 @@ def batch_as_text(batch: dict[str, Any], characters: int) -> Iterator[str]:
         for piece in row["pieces"]:
             start, stop = piece["tokens"]
             text = piece["text"]
-            shown = text if not characters or len(text) <= characters else text[:characters] + " ..."
+            excerpt = text if not characters or len(text) <= characters else text[:characters] + " ..."
             where = f"document {piece['document']}, {_sentences(piece)}tokens {start} to {stop - 1}"
-            yield f"  {piece['data']} {where}: {shown!r}"
+            yield f"  {piece['data']} {where}: {excerpt!r}"
 
 
 def _sentences(piece: dict[str, Any]) -> str:

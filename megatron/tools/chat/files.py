@@ -34,14 +34,14 @@ def recorded_template(record: str, tokenizer: Tokenizer) -> ChatTemplate:
     return _build_template("the checkpoint", content["chat_template"], content["special_tokens"], tokenizer)
 
 
-def template_of_model(found: FoundCheckpoint, tokenizer: Tokenizer, chosen: str | None) -> ChatTemplate:
+def template_of_model(checkpoint: FoundCheckpoint, tokenizer: Tokenizer, chosen: str | None) -> ChatTemplate:
     """The chat template of a model: the file ``chosen``, the template of its fine-tuning, or of its tokenizer.
 
     Raises ConfigError if there is none.
     """
-    folder = found.path
-    if found.kind != "huggingface":
-        data = (read_description(found) or {})["config"]["data"]
+    folder = checkpoint.path
+    if checkpoint.kind != "huggingface":
+        data = (read_description(checkpoint) or {})["config"]["data"]
         if chosen is None and data.get("chat_template"):
             return recorded_template(data["chat_template"], tokenizer)
         folder = Path(data.get("vocab_file") or ".").parent

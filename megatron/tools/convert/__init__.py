@@ -1,1 +1,1 @@
-"""Weights in one piece, whoever wrote them, and the formats that others read."""
+"""Converts checkpoints: universal, merged and resharded ones, Hugging Face folders, and files of other Megatrons."""

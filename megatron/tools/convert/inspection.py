@@ -122,10 +122,10 @@ def verify(tag_folder: Path, pattern: str = "*") -> str:
     return f"yes: {counted(len(manifest), 'file')}, {total:,} bytes, as {MANIFEST} says"
 
 
-def integrity(found: FoundCheckpoint) -> str:
+def integrity(checkpoint: FoundCheckpoint) -> str:
     """Verify the files, and return a line about the result. Raises CheckpointError if they are damaged."""
-    if found.saved and found.kind != "universal":
-        return verify(found.saved.path)
+    if checkpoint.saved and checkpoint.kind != "universal":
+        return verify(checkpoint.saved.path)
     return "no manifest: what was saved is not known"
 
 
@@ -133,30 +133,31 @@ RUN_KEY = "run"
 """Key in the header of merged weights that contains ``run.json``."""
 
 
-def read_config(found: FoundCheckpoint) -> ModelConfig | None:
+def read_config(checkpoint: FoundCheckpoint) -> ModelConfig | None:
     """The configuration of the model; None if the checkpoint does not contain it."""
-    if found.kind == "huggingface":
-        return read_folder_config(found.path)
-    description = read_description(found)
+    if checkpoint.kind == "huggingface":
+        return read_folder_config(checkpoint.path)
+    description = read_description(checkpoint)
     if description is None:
         return None
-    config = SavedRun(found.path.parent, found.path.name, description).whole_model_config()
+    config = SavedRun(checkpoint.path.parent, checkpoint.path.name, description).whole_model_config()
     if description["config"]["data"].get("sft"):  # segment ids come from the data: a prompt has none
         return replace(config, reset_attention_mask=False, reset_position_ids=False)
     return config
 
 
-def read_description(found: FoundCheckpoint) -> Mapping[str, Any] | None:
+def read_description(checkpoint: FoundCheckpoint) -> Mapping[str, Any] | None:
     """The ``run.json`` of the training run, which merged weights have in their header; None for other programs."""
-    if found.kind != "safetensors":
-        return found.saved.description if found.saved else None
+    if checkpoint.kind != "safetensors":
+        return checkpoint.saved.description if checkpoint.saved else None
     try:
-        description = parse_json(_header(found.path)[RUN_KEY])
+        description = parse_json(_header(checkpoint.path)[RUN_KEY])
     except (KeyError, ValueError):
         raise CheckpointError(
-            f"{found.path} does not describe its model; files of merge do, and from-hf reads a folder with config.json"
+            f"{checkpoint.path} does not describe its model; files of merge do, and from-hf reads a folder with "
+            "config.json"
         ) from None
-    return checked_description(description, str(found.path))
+    return checked_description(description, str(checkpoint.path))
 
 
 def _header(path: Path) -> dict[str, str]:

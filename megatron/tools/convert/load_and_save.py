@@ -42,31 +42,31 @@ from megatron.tools.convert.whole_model import (
 )
 
 
-def read_model(found: FoundCheckpoint) -> WholeModel:
+def read_model(checkpoint: FoundCheckpoint) -> WholeModel:
     """Read the full model. Raises CheckpointError if it is incomplete or damaged."""
-    if found.kind == "huggingface":
-        return read_huggingface(found.path)
-    config = found.saved.whole_model_config() if found.saved else read_config(found)
+    if checkpoint.kind == "huggingface":
+        return read_huggingface(checkpoint.path)
+    config = checkpoint.saved.whole_model_config() if checkpoint.saved else read_config(checkpoint)
     if config is None:
         raise CheckpointError(
-            f"{found.path} does not describe its model, and there is no tag next to it: name that tag"
+            f"{checkpoint.path} does not describe its model, and there is no tag next to it: name that tag"
         )
     weights: Mapping[str, Tensor]
-    if found.kind == "universal":
-        weights = without_padding(_universal_weights(found.path), config)
-    elif found.saved:
-        return WholeModel(config, lazy_weights(found.saved), found.saved.description)
+    if checkpoint.kind == "universal":
+        weights = without_padding(_universal_weights(checkpoint.path), config)
+    elif checkpoint.saved:
+        return WholeModel(config, lazy_weights(checkpoint.saved), checkpoint.saved.description)
     else:
-        weights = read_tensors(found.path)
-        check_sizes(config, len(weights), str(found.path))
-    return WholeModel(config, in_layer_order(weights, config, str(found.path)), read_description(found))
+        weights = read_tensors(checkpoint.path)
+        check_sizes(config, len(weights), str(checkpoint.path))
+    return WholeModel(config, in_layer_order(weights, config, str(checkpoint.path)), read_description(checkpoint))
 
 
-def read_weights(found: FoundCheckpoint) -> Mapping[str, Tensor]:
+def read_weights(checkpoint: FoundCheckpoint) -> Mapping[str, Tensor]:
     """All weights by name, even if the configuration is unknown. Raises as ``read_model``."""
-    if found.kind == "universal" and found.saved is None:
-        return _universal_weights(found.path)
-    return read_model(found).weights
+    if checkpoint.kind == "universal" and checkpoint.saved is None:
+        return _universal_weights(checkpoint.path)
+    return read_model(checkpoint).weights
 
 
 def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeModel:
@@ -81,11 +81,11 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
     return WholeModel(config, without_padding(weights, config))
 
 
-def read_versions(found: FoundCheckpoint) -> dict[str, Any] | None:
+def read_versions(checkpoint: FoundCheckpoint) -> dict[str, Any] | None:
     """DeepSpeed's version and Megatron's checkpoint version of a checkpoint, whose files must be verified."""
-    if found.saved is None or found.kind == "universal":
+    if checkpoint.saved is None or checkpoint.kind == "universal":
         return None
-    state = read_file(model_file(found.saved.path, found.saved.layout, 0), outlines=True)
+    state = read_file(model_file(checkpoint.saved.path, checkpoint.saved.layout, 0), outlines=True)
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 
@@ -94,10 +94,10 @@ def run_metadata(model: WholeModel) -> dict[str, str]:
     return {RUN_KEY: json.dumps(model.description)}
 
 
-def check_optimizer(found: FoundCheckpoint) -> None:
+def check_optimizer(checkpoint: FoundCheckpoint) -> None:
     """Raises CheckpointError if replicated state differs between tensor-parallel ranks. The files must be verified."""
-    if found.saved and found.kind != "universal":
-        check_copies(SavedStates(found.saved, verified=True))
+    if checkpoint.saved and checkpoint.kind != "universal":
+        check_copies(SavedStates(checkpoint.saved, verified=True))
 
 
 def lazy_weights(saved: SavedRun) -> LazyTensors:

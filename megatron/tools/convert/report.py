@@ -30,16 +30,16 @@ _AUTO_CLASSES = {GPT2.name: "AutoModelForCausalLM", T5.name: "AutoModelForSeq2Se
 """Classes of transformers for the architectures that generate text."""
 
 
-def describe_checkpoint(found: FoundCheckpoint) -> dict[str, Any]:
+def describe_checkpoint(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     """Properties of a checkpoint, from ``run.json`` or the header of merged weights, and the programs that load it."""
-    description, config = read_description(found), read_config(found)
-    known: dict[str, Any] = {"path": str(found.path), "kind": found.what}
-    if found.kind == "folder" and found.saved:
-        known["newest"] = found.saved.tag
-        known["tags"] = sorted(file.parent.name for file in found.path.glob(f"*/{RUN_FILE}"))
+    description, config = read_description(checkpoint), read_config(checkpoint)
+    known: dict[str, Any] = {"path": str(checkpoint.path), "kind": checkpoint.what}
+    if checkpoint.kind == "folder" and checkpoint.saved:
+        known["newest"] = checkpoint.saved.tag
+        known["tags"] = sorted(file.parent.name for file in checkpoint.path.glob(f"*/{RUN_FILE}"))
     if description is not None:
         known |= {name: description.get(name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
-        is_merged, is_universal = found.kind == "safetensors", found.kind == "universal"
+        is_merged, is_universal = checkpoint.kind == "safetensors", checkpoint.kind == "universal"
         has_optimizer = description.get("has_optimizer") and not is_merged
         has_rng = description.get("has_rng") and not (is_merged or is_universal)
         known["layout"] = description["layout"]
@@ -57,12 +57,12 @@ def describe_checkpoint(found: FoundCheckpoint) -> dict[str, Any]:
     auto_class = _AUTO_CLASSES.get(architecture.name)
     known["loaded_by"] = [
         program.format(program=architecture.program, auto_class=auto_class or "AutoModelForPreTraining")
-        for program in _LOADERS[found.kind]
+        for program in _LOADERS[checkpoint.kind]
         if auto_class or program != _GENERATE
     ]
-    if description is not None and found.kind in ("folder", "tag"):
+    if description is not None and checkpoint.kind in ("folder", "tag"):
         how = "to resume" if description.get("has_optimizer") else "with --finetune, for it has no optimizer"
-        via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
+        via = "" if checkpoint.kind == "folder" else f", where {checkpoint.path.parent / 'latest'} names it"
         known["loaded_by"].insert(0, f"{architecture.program} --load {how}{via}")
     return known
 
@@ -175,8 +175,10 @@ class Difference(NamedTuple):
 
 def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[Difference]:
     """A difference for each tensor, in the order of ``first``, followed by tensors that only ``second`` has."""
-    found = [_difference(name, first[name], second.get(name)) for name in progress_bar(first, desc="comparing")]
-    return found + [Difference(name, math.inf, math.inf, "only in the second") for name in second if name not in first]
+    compared = [_difference(name, first[name], second.get(name)) for name in progress_bar(first, desc="comparing")]
+    return compared + [
+        Difference(name, math.inf, math.inf, "only in the second") for name in second if name not in first
+    ]
 
 
 def _difference(name: str, a: Tensor, b: Tensor | None) -> Difference:
@@ -193,30 +195,30 @@ def _difference(name: str, a: Tensor, b: Tensor | None) -> Difference:
     return Difference(name, absolute, absolute / scale if scale else absolute)
 
 
-def differences_as_text(found: list[Difference], tolerance: float) -> str:
+def differences_as_text(compared: list[Difference], tolerance: float) -> str:
     """A line for each tensor that differs by more than the tolerance, and a summary."""
-    beyond = [difference for difference in found if difference.relative > tolerance]
+    beyond = [difference for difference in compared if difference.relative > tolerance]
     width = max((len(difference.name) for difference in beyond), default=0)
     lines = [
         f"{name:{width}}  {note or f'absolute {absolute:.3g}, relative {relative:.3g}'}"
         for name, absolute, relative, note in beyond
     ]
-    largest = max((difference.relative for difference in found), default=0.0)
+    largest = max((difference.relative for difference in compared), default=0.0)
     lines.append(
-        f"{len(found) - len(beyond)} of {len(found)} tensors are equal, largest relative difference {largest:.3g}"
+        f"{len(compared) - len(beyond)} of {len(compared)} tensors are equal, largest relative difference {largest:.3g}"
     )
     return "\n".join(lines)
 
 
-def differences_as_json(found: list[Difference], tolerance: float) -> str:
+def differences_as_json(compared: list[Difference], tolerance: float) -> str:
     """The differences as JSON. An infinite one is null."""
     tensors = [
         {name: None if value == math.inf else value for name, value in difference._asdict().items()}
-        for difference in found
+        for difference in compared
     ]
-    return json.dumps({"tolerance": tolerance, "equal": are_equal(found, tolerance), "tensors": tensors}, indent=2)
+    return json.dumps({"tolerance": tolerance, "equal": are_equal(compared, tolerance), "tensors": tensors}, indent=2)
 
 
-def are_equal(found: list[Difference], tolerance: float) -> bool:
+def are_equal(compared: list[Difference], tolerance: float) -> bool:
     """Whether no tensor differs by more than the tolerance."""
-    return all(difference.relative <= tolerance for difference in found)
+    return all(difference.relative <= tolerance for difference in compared)

@@ -22,7 +22,7 @@ from megatron.config.model import padded_vocabulary
 from megatron.launch.environment import prepare_environment
 from megatron.model.architectures import ARCHITECTURES
 
-_NEW_SECTIONS = ("parallel", "checkpoint", "logging", "observe")
+_REPLACED = ("parallel", "checkpoint", "logging", "observe")
 """Sections of the configuration that are not taken from the saved run."""
 _BATCH_FLAGS = ("batch-size", "gas", "compile")
 """Flags that depend on the layout or the device, but do not change the weights."""
@@ -38,9 +38,7 @@ def resharded_run(saved: SavedRun, flags: Sequence[str], replica: int, copies: i
         raise CheckpointError(
             f"{saved.path} does not have the flags of a run of this suite: use --load on the new layout"
         )
-    new = {
-        flag_name(field)[2:] for name in _NEW_SECTIONS for field in fields(sections()[name]) if "flag" in field.metadata
-    }
+    new = {flag_name(field)[2:] for name in _REPLACED for field in fields(sections()[name]) if "flag" in field.metadata}
     settings = {name: value for name, value in saved.config["settings"].items() if name not in {*new, *_BATCH_FLAGS}}
     size, micro = (saved.config["train"][name] for name in ("global_batch_size", "micro_batch_size"))
     if size % copies:

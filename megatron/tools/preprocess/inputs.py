@@ -96,12 +96,7 @@ _IMAGE_FLAGS = ("--image-folder", "--vision-image-size", "--image-tokens", "--im
 def add_image_flags(parser: ToolParser) -> None:
     """Add the flags of conversations with images."""
     add = parser.add_argument_group("conversations with images (--format images)").add_argument
-    add(
-        "--image-folder",
-        type=Path,
-        metavar="DIR",
-        help="folder that image paths are relative to (default: this folder)",
-    )
+    add("--image-folder", type=Path, metavar="DIR", help="folder of relative image paths (default: this folder)")
     add("--vision-image-size", type=int, metavar="N", help="height and width of images in pixels (default: 336)")
     add("--image-tokens", type=int, metavar="N", help="placeholders of an image: one for each patch")
     add("--image-token-id", type=int, metavar="N", help="id of the placeholder, a token that no text contains")
