@@ -129,7 +129,7 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
     # A broken file may make the library panic or abort the process: try it in a child process first.
     if failure := failure_in_child(lambda: _encode_samples(make()), seconds=_SECONDS, most_bytes=_MEMORY):
-        raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file whole?")
+        raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file complete?")
     encoder = make()
     added = config.get("added_tokens_decoder") or {}
     try:
@@ -226,5 +226,5 @@ def _read_model(path: str) -> Any:
         return SentencePieceProcessor(model_proto=content)
     except RuntimeError:
         raise DataError(
-            f"{path}: not a SentencePiece model; is the file whole? (Llama 3 is read from its tokenizer.json)"
+            f"{path}: not a SentencePiece model; is the file complete? (Llama 3 is read from its tokenizer.json)"
         ) from None
