@@ -1,4 +1,4 @@
-"""Join the process group: rendezvous with a report of missing ranks, device, layout, and an orderly exit."""
+"""Joins the process group: rendezvous that reports missing ranks, device, layout, and an orderly exit."""
 
 import json
 import os
@@ -32,15 +32,15 @@ from megatron.launch.rank import explanation, print_warning
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.process_groups import new_group
 
-_OF_BACKEND = re.compile("gloo|nccl|makeDeviceFor", re.IGNORECASE)
-"""In messages of gloo and NCCL."""
-_OF_DEVICE = re.compile("device|interface|address|hostname|socket", re.IGNORECASE)
-"""In those about the interface by which they connect."""
+_BACKEND_ERROR = re.compile("gloo|nccl|makeDeviceFor", re.IGNORECASE)
+"""Matches error messages of gloo and NCCL."""
+_INTERFACE_ERROR = re.compile("device|interface|address|hostname|socket", re.IGNORECASE)
+"""Matches error messages of gloo and NCCL about the network interface."""
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
-"""How much later than this rank others may time out."""
+"""Maximum seconds between the time-outs of two ranks."""
 _EXIT_TIMEOUT = timedelta(seconds=60)
-"""For the slowest rank to end its process groups, once all ranks have reached the end."""
+"""Time for the slowest rank to destroy its process groups, once all ranks have reached the end."""
 
 
 @contextmanager
@@ -49,22 +49,22 @@ def distributed(
 ) -> Iterator[ParallelLayout]:
     """Join the process group on entry and destroy it on exit, unless this process has joined one already.
 
-    Without ``destroy_process_group`` gloo aborts now and then at the end of the process.
+    Without ``destroy_process_group`` gloo sometimes aborts at the end of the process.
 
-    Raises ConfigError if the environment does not name this process's rank, ``parallel`` is for another number of
-    ranks, or of ``settings`` rank 0 has others; LaunchError as ``rendezvous_barrier``.
+    Raises ConfigError if the environment does not set this process's rank, ``parallel`` has another number of ranks, or
+    ``settings`` differ from rank 0; LaunchError as ``rendezvous_barrier`` does.
     """
     _check_ranks(parallel)
     silence_known_warnings()
     joins = not dist.is_initialized()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    if "RANK" not in os.environ:  # mpirun sets neither a rank nor a port; two runs on a host need two
+    if "RANK" not in os.environ:  # mpirun sets neither a rank nor a port; two runs on a host need different ports
         discover_mpi_ranks(int(os.environ.get("MASTER_PORT", "29500")))
         if on_one_host(os.environ):
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
     store = rendezvous_barrier(os.environ, timeout) if joins else None
     if store is not None:
-        _compare(settings or {}, store, os.environ)
+        _compare_settings(settings or {}, store, os.environ)
     backend = parallel.distributed_backend or _default_backend()
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
@@ -73,12 +73,12 @@ def distributed(
         try:
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         except RuntimeError as error:
-            if explanation(error) or not (isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error))):
+            if explanation(error) or not (isinstance(error, dist.DistError) or _BACKEND_ERROR.search(str(error))):
                 raise
             advice = f"; check {backend.upper()}_SOCKET_IFNAME and other environment variables of {backend}"
             raise LaunchError(
                 f"the process group of {backend} cannot form ({first_line(error)})"
-                f"{advice if _OF_DEVICE.search(str(error)) else ''}"
+                f"{advice if _INTERFACE_ERROR.search(str(error)) else ''}"
             ) from error
         set_groups_of_deepspeed(partial(new_group, timeout=timeout))
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
@@ -91,12 +91,12 @@ def distributed(
 
 def _default_backend() -> str:
     accelerator = get_accelerator()
-    # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
+    # On CPU DeepSpeed returns ccl, which it then replaces by gloo with a warning.
     return "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:
-    """Raise ConfigError unless the environment places this process among the ranks of ``parallel``."""
+    """Raise ConfigError unless the environment sets the rank of this process and the world size of ``parallel``."""
     check_place(os.environ)
     if rank(os.environ) is None:
         raise ConfigError(
@@ -112,9 +112,9 @@ def _check_ranks(parallel: ParallelConfig) -> None:
 
 
 def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
-    """A new connection to the rendezvous store, which rank 0 or torchrun hosts.
+    """A new connection to the rendezvous store, which is hosted by rank 0 or torchrun.
 
-    It works while process groups hang. ``listener`` is the listening socket for rank 0's first connection.
+    It also works while process groups hang. ``listener`` is the listening socket for rank 0's first connection.
     """
     return TCPStore(
         environ["MASTER_ADDR"],
@@ -128,15 +128,15 @@ def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | N
 
 
 def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
-    """Wait until every rank has arrived; the store, which its host must keep until the others have exited.
+    """Wait until every rank has arrived. Returns the store, which its host must keep until the others have exited.
 
     Raises:
-        LaunchError: names the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
+        LaunchError: with the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
     """
     listener = listen(environ) if hosts_store(environ) else None
     try:
         getaddrinfo(environ["MASTER_ADDR"], None)
-    except (OSError, UnicodeError) as error:  # where hosts and their names are started together, it comes
+    except (OSError, UnicodeError) as error:  # the name may be registered later, when its host starts
         print_warning(f"MASTER_ADDR {environ['MASTER_ADDR']} does not resolve ({first_line(error)}); waiting for it")
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
@@ -149,10 +149,10 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         ) from error
     keys = _rank_keys(environ, "arrived")
     store.set(f"arrived/{environ['RANK']}", "")
-    # For each WORLD_SIZE apart: ranks that were started with different ones do not wait for one another.
+    # Keys include WORLD_SIZE: ranks that were started with different sizes do not wait for each other.
     all_arrived = f"arrived/all/{len(keys)}"
     if store.add(f"arrivals/{len(keys)}", 1) == len(keys):
-        store.set(all_arrived, "")  # one key for all to wait for: the store would look up the square of the ranks
+        store.set(all_arrived, "")  # all wait for one key: waiting for all keys needs ranks squared look-ups
     try:
         store.wait([all_arrived], timeout)
     except RuntimeError as error:
@@ -175,8 +175,8 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
     return store
 
 
-def _compare(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if rank 0 has other numbers or switches among its flags. Texts, such as paths, may differ."""
+def _compare_settings(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if numbers or booleans in ``settings`` differ from rank 0. Strings may differ."""
     own = {name: repr(value) for name, value in settings.items() if isinstance(value, bool | int | float)}
     if rank(environ) == 0:
         store.set("settings", json.dumps(own))
@@ -193,21 +193,21 @@ def _compare(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str,
 
 
 def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
-    """The ranks without their key, which the first rank that asks looks up for all."""
-    place = f"arrived/missing/{len(keys)}"
+    """The ranks whose key is not set. The first rank that calls this looks them up for all."""
+    result = f"arrived/missing/{len(keys)}"
     if store.add(f"arrived/asks/{len(keys)}", 1) == 1:
         missing = (str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        store.set(place, ",".join(missing))
-    return [rank for rank in store.get(place).decode().split(",") if rank]
+        store.set(result, ",".join(missing))
+    return [rank for rank in store.get(result).decode().split(",") if rank]
 
 
 def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:
-    """Use the store for the last time. The rank that hosts it returns last: after all ranks, or after ``timeout``.
+    """Announce that this rank no longer uses the store; its host waits for all ranks, at most ``timeout``.
 
-    If it ended earlier, ranks that still wait for a key, in any thread, would lose their connection: an error, and on
-    screen a page of C++ stack frames.
+    If the host ended earlier, ranks whose threads still wait for a key would lose their connection, and print a page of
+    C++ stack frames.
     """
-    with suppress(RuntimeError):  # a rank was ended meanwhile
+    with suppress(RuntimeError):  # another rank has been ended
         store.set(f"exits/{environ['RANK']}", "")
         if hosts_store(environ):
             store.wait(_rank_keys(environ, "exits"), timeout)

@@ -1,8 +1,8 @@
-"""The same start under deepspeed, torchrun, mpirun and plain python: environment variables, allocator, cores,
-rendezvous port.
+"""Prepares the environment of a rank before torch is imported: variables, allocator, cores, rendezvous port.
 
-DeepSpeed reads the rank of this process from the environment. deepspeed and torchrun set it; under mpirun DeepSpeed
-asks mpi4py; a plain ``python`` is a world of one process, for which this module sets it.
+It makes deepspeed, torchrun, mpirun and plain python equivalent. DeepSpeed reads the rank of this process from the
+environment: deepspeed and torchrun set it; with mpirun DeepSpeed asks mpi4py; for plain ``python``, a world of one
+process, this module sets it.
 """
 
 import ctypes
@@ -33,27 +33,29 @@ from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
 
 LISTEN = "MASTER_LISTEN"
-"""Environment variable: another address for rank 0 to listen at, such as 0.0.0.0 (all). MASTER_ADDR must lead there."""
+"""Environment variable: address at which rank 0 listens instead of MASTER_ADDR, such as 0.0.0.0 (all interfaces).
+
+MASTER_ADDR must lead there."""
 
 _LOOPBACK = Path("/sys/class/net/lo")
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 _BINDING = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
-"""Variables of launchers that may bind each rank to cores of its own."""
+"""Environment variables of launchers that may bind each rank to its own cores."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 _PORTS = range(20000, 32000)
-"""Below those that the system chooses itself, for outgoing connections and for whoever asks it for a free one."""
+"""Below the ephemeral ports, which the system assigns to outgoing connections and to programs that ask for any port."""
 _KEPT_BYTES, _LARGEST_KEPT_BLOCK = 2**31 - 1, 2**30
 _HEARTBEAT_SECONDS = 480
-"""torch's own limit."""
+"""torch's default of TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC."""
 _CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelConfig | None = None) -> None:
-    """Set what DeepSpeed and torch would otherwise guess, warn about or fail without; before torch is imported.
+    """Set environment variables that DeepSpeed and torch read, before torch is imported.
 
-    ``parallel`` is the layout, if it is known already.
+    ``parallel`` is the layout, if it is already known.
 
     Raises:
         ConfigError: the variables that describe the rank of this process contradict each other, OMP_NUM_THREADS
@@ -62,16 +64,16 @@ def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelCon
     """
     check_place(environ)
     check_torch(is_main_rank=not rank(environ))
-    # Under mpirun the address is known later.
+    # With mpirun the address is only known later.
     if hosts_store(environ) and "MASTER_ADDR" in environ:
         listen(environ).close()
-    # Otherwise DeepSpeed tries one accelerator after the other, and logs that.
+    # Otherwise DeepSpeed probes all accelerators, and logs that.
     environ.setdefault("DS_ACCELERATOR", expected_device(environ))
-    # Otherwise each lost connection is a page of C++ stack frames, printed after the line that names the cause.
+    # Otherwise each lost connection prints a page of C++ stack frames after the line with the cause.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)
-    # Torch compiles with the first ninja on the path. Another version than the last time's, as without an active
-    # environment, would compile everything again.
+    # Torch compiles with the first ninja in PATH. Another version of ninja, as without an activated environment, would
+    # compile everything again.
     # Folders that this user cannot enter, such as root's after su, would hide that a program is not installed.
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
     usable = [folder for folder in folders if os.access(folder or os.curdir, os.X_OK)]
@@ -79,22 +81,22 @@ def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelCon
     if rank(environ) is None:
         port = str(free_port())
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of another process: there is no agent
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # inherited from another run: there is no agent
     divide_cores(environ, ranks_on_host(environ) or world_size(environ))
     if environ["DS_ACCELERATOR"] == "cuda":
         prepare_cuda(environ, parallel)
     if environ["DS_ACCELERATOR"] == "cpu":
         keep_freed_memory(environ)
         if (ranks := ranks_on_host(environ)) is not None:
-            environ.setdefault("LOCAL_SIZE", str(ranks))  # otherwise each reduction of ZeRO 3 starts numactl
+            environ.setdefault("LOCAL_SIZE", str(ranks))  # otherwise each reduction in ZeRO 3 starts numactl
     if on_one_host(environ) and _LOOPBACK.exists():
-        # The default is the address of the host's name, which other hosts may reach.
+        # The default, the address of the host's name, may be reachable from other hosts.
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
         environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
 
 
 def free_port() -> int:
-    """A port on which no program listens. It is used seconds later, and another program should not get it meanwhile.
+    """A port on which no program listens, outside the ephemeral ports, so that no other program gets it soon.
 
     Raises OSError where a program cannot listen at all.
     """
@@ -111,13 +113,13 @@ def free_port() -> int:
 
 
 def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:
-    """Before torch is imported, set OMP_NUM_THREADS to this host's cores divided by its ``ranks``, unless it is set.
+    """Set OMP_NUM_THREADS to this host's cores divided by its ``ranks``, unless it is set; before torch is imported.
 
-    If each rank used all cores, they would spend their time waiting for each other. A rank that its launcher binds to
-    cores of its own, as mpirun and Slurm do, uses no others.
+    Ranks that each used all cores would slow each other down. A rank that its launcher binds to its own cores, as
+    mpirun and Slurm do, uses only these.
 
     Raises:
-        ConfigError: it is set, but not to a number of threads.
+        ConfigError: OMP_NUM_THREADS is set, but not to a number of threads.
     """
     if threads_per_rank(environ) is not None:
         return
@@ -129,12 +131,12 @@ def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:
 
 
 def prepare_cuda(environ: MutableMapping[str, str], parallel: ParallelConfig | None, root: Path = Path("/")) -> None:
-    """Before torch is imported, set what CUDA and its allocator read when they start, unless the user has set it.
+    """Set variables that CUDA and its allocator read, unless the user has set them; before torch is imported.
 
-    - PYTORCH_ALLOC_CONF=expandable_segments:True with NVIDIA's driver: freed memory can be used again for other sizes.
+    - PYTORCH_ALLOC_CONF=expandable_segments:True with NVIDIA's driver: freed memory can be reused for other sizes.
       With ROCm it can hang (https://github.com/pytorch/pytorch/issues/192259).
-    - What ``prepare_nccl`` sets.
-    - The cores of the process: those of its GPU's NUMA node, unless it is bound to some cores already.
+    - The variables of ``prepare_nccl``.
+    - The CPU affinity of the process: the cores of its GPU's NUMA node, unless it is already bound to some cores.
     """
     if (root / "proc/driver/nvidia").exists() and "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -146,12 +148,12 @@ def prepare_cuda(environ: MutableMapping[str, str], parallel: ParallelConfig | N
 
 
 def prepare_nccl(environ: MutableMapping[str, str], parallel: ParallelConfig) -> None:
-    """Set what CUDA and torch's NCCL backend read when they start, unless the user has set it.
+    """Set variables that CUDA and torch's NCCL backend read, unless the user has set them.
 
-    - CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism and rings: kernels start in the order of their launch, so
-      that a collective begins before the matmul that it is to overlap with.
-    - TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: torch aborts a process whose NCCL thread has been silent for 8 minutes. It waits
-      as long as a collective may take, so that ``--watchdog-minutes``, which is less, reports first.
+    - CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism: kernels start in launch order, so that a
+      collective starts before the matmul that it should overlap with.
+    - TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: torch aborts a process whose NCCL thread shows no progress for this time. It is
+      raised to the timeout of collectives, so that ``--watchdog-minutes``, which is less, reports first.
     """
     if parallel.model_parallel_size > 1 or parallel.context_parallel_size > 1:
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -160,9 +162,9 @@ def prepare_nccl(environ: MutableMapping[str, str], parallel: ParallelConfig) ->
 
 
 def cores_near_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> set[int]:
-    """The cores of the NUMA node of this rank's NVIDIA GPU; empty where the system, under ``root``, does not say.
+    """The cores of the NUMA node of this rank's NVIDIA GPU; empty if ``root``/sys and ``root``/proc do not have them.
 
-    CUDA numbers equal GPUs by their PCI addresses.
+    CUDA orders equal GPUs by their PCI addresses.
     """
     visible = [number.strip() for number in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     try:
@@ -171,21 +173,21 @@ def cores_near_gpu(environ: Mapping[str, str], root: Path = Path("/")) -> set[in
         node = (root / "sys/bus/pci/devices" / gpus[int(number)] / "numa_node").read_text().strip()
         ranges = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip().split(",")
         bounds = [[int(bound) for bound in text.split("-")] for text in ranges]
-    except (OSError, ValueError, IndexError):  # no node, or a GPU that is named by its UUID
+    except (OSError, ValueError, IndexError):  # no NUMA node, or CUDA_VISIBLE_DEVICES has UUIDs
         return set()
     return {core for first, *last in bounds for core in range(first, (last or [first])[0] + 1)}
 
 
 def describe_cuda(environ: Mapping[str, str]) -> str:
-    """What ``prepare_cuda`` or the user has set, in a line."""
+    """The variables of ``prepare_cuda`` and the number of cores, in one line."""
     settings = [f"{name}={environ[name]}" for name in _CUDA_SETTINGS if name in environ]
     return ", ".join([*settings, f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"])
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
-    """Let the allocator keep freed memory, in huge pages, for the next step; before torch is imported.
+    """Make glibc's allocator keep freed memory, in huge pages, for the next step; before torch is imported.
 
-    Changes nothing where the user has set glibc's or torch's variables, or uses another allocator.
+    Does nothing if the user has set variables of glibc or torch, or uses another allocator.
     """
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in environ)
@@ -198,7 +200,7 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
 def extensions_folder(environ: Mapping[str, str], prefix: str) -> str:
     """The folder of compiled extensions: TORCH_EXTENSIONS_DIR, or one per Python environment ``prefix``.
 
-    In torch's default folder two environments overwrite each other's extensions and compile at every start.
+    In torch's default folder two environments would overwrite each other's extensions, and compile at every start.
     """
     if folder := environ.get("TORCH_EXTENSIONS_DIR"):
         return folder
@@ -212,16 +214,16 @@ def hosts_store(environ: Mapping[str, str]) -> bool:
 
 
 def listen(environ: Mapping[str, str]) -> socket.socket:
-    """A socket that listens at the rendezvous address, and at no other; torch's store would listen on all interfaces.
+    """A socket that listens only at the rendezvous address; torch's store would listen on all interfaces.
 
     Raises:
-        LaunchError: the address is not one of this host, or other hosts cannot reach it; the port is taken, or
-            reserved for the administrator.
+        LaunchError: the address does not belong to this host, or other hosts cannot reach it; the port is in use or
+            privileged.
     """
     name, port = environ.get(LISTEN) or environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     try:
         addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:  # the latter for a name that is too long
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: the name is too long
         reason = getattr(error, "strerror", None) or error
         raise LaunchError(
             f"{name}, where rank 0 is to listen, does not resolve ({reason}): set MASTER_ADDR to an address of its host"
@@ -230,8 +232,8 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
     for family, _, _, _, address in addresses:
         if other_hosts and ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise LaunchError(
-                f"{name} is {address[0]} on its own host, where ranks of other hosts do not reach it: set MASTER_ADDR "
-                f"to the address in the network of the run, or {LISTEN}=0.0.0.0 to listen in all"
+                f"{name} is {address[0]} on its own host, which ranks of other hosts cannot reach: set MASTER_ADDR to "
+                f"an address in the network of the run, or {LISTEN}=0.0.0.0 to listen on all interfaces"
             )
         try:
             return socket.create_server(address, family=family)
@@ -245,21 +247,21 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
             ) from error
     raise LaunchError(
         f"{name}, where rank 0 is to listen, is not an address of its host {socket.gethostname()}: set MASTER_ADDR to "
-        f"one, or, if it leads here through another host, {LISTEN}=0.0.0.0"
+        f"one, or, if another host forwards it here, {LISTEN}=0.0.0.0"
     )
 
 
 OLDEST_TORCH = "2.10"
 NEWEST_TORCH = "2.15"
-"""Both are tried with every release of this suite: tests/torch_versions.sh."""
+"""Oldest and newest supported version, both tested with every release: tests/torch_versions.sh."""
 
 
 def check_torch(*, is_main_rank: bool) -> None:
-    """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than what was tried."""
+    """Raise ConfigError if torch is too old; on the main rank, warn if it is newer than the newest tested version."""
     try:
         installed = version("torch")
     except PackageNotFoundError:
-        return  # its import says so
+        return  # importing it will fail with a clear error
     if _minor(installed) < _minor(OLDEST_TORCH):
         raise ConfigError(
             f"torch {installed} is installed, but {OLDEST_TORCH} to {NEWEST_TORCH} are supported: "
@@ -267,12 +269,12 @@ def check_torch(*, is_main_rank: bool) -> None:
         )
     if is_main_rank and _minor(installed) > _minor(NEWEST_TORCH):
         print(
-            f"warning: torch {installed} is newer than {NEWEST_TORCH}, the newest that was tried with this suite",
+            f"warning: torch {installed} is newer than {NEWEST_TORCH}, the newest version that was tested",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _minor(text: str) -> tuple[int, ...]:
-    """(2, 12) of 2.12.0a0+5228986c39.nv26.05."""
+    """Major and minor version as numbers, such as (2, 12) for 2.12.0a0+5228986c39.nv26.05."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])

@@ -1,9 +1,9 @@
-"""DeepSpeed's compiled extensions, for offload: built once, by one process of a host, with a line on the screen.
+"""Builds DeepSpeed's compiled extensions for offload, once per host; also checks of the device.
 
-Torch guards a build with a file that a killed build leaves behind, for which every later start then waits silently.
-Here a lock of the kernel's, which ends with its owner, goes around the build; under it such a file can only be left by
-a dead build, and is removed. (A run that has everything built creates one for a moment, too, when DeepSpeed asks torch
-again.)
+Torch guards a build with a lock file. A killed build leaves it behind, and later starts wait for it silently. Here a
+file lock of the kernel, which its owner's death releases, surrounds the build: a lock file that exists under it was
+left by a dead build, and is removed. (A run whose extensions are built also creates the file for a moment, when
+DeepSpeed asks torch again.)
 """
 
 import os
@@ -22,11 +22,12 @@ from megatron.ops.attention import device_facts
 from megatron.ops.choices import why_no_fp8
 from megatron.ops.fp8 import can_multiply
 
-_MOMENT = 3.0  # seconds
+_STALE_SECONDS = 3.0
+"""Age from which on torch's lock file is stale."""
 
 
 def build_extensions(run: RunConfig) -> None:
-    """Build what ``run`` needs, unless it is built already: only offload needs any.
+    """Build the extensions that ``run`` needs, unless they are already built; only offload needs some.
 
     Raises ResourceError if a compiler, or a library that the run requires, is missing, or the folder cannot be written.
     """
@@ -51,7 +52,7 @@ def _build(builder) -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve() / builder.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A soft lock would outlive a killed build.
+        # A soft lock would remain after a killed build.
         lock = FileLock(folder / "build.flock", fallback_to_soft=False).acquire()
     except OSError as error:
         raise ResourceError(
@@ -59,7 +60,7 @@ def _build(builder) -> None:
         ) from error
     with lock:
         stale = folder / "lock"
-        if _is_left(stale):
+        if _is_stale(stale):
             print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)
             stale.unlink(missing_ok=True)
         is_new = not (folder / f"{builder.name}.so").exists()
@@ -69,7 +70,7 @@ def _build(builder) -> None:
         try:
             with deepspeed_silenced(verbose=False):
                 builder.load(verbose=False)
-        except Exception as error:  # of the compiler or the loader
+        except Exception as error:  # the compiler or the loader may raise any
             raise ResourceError(
                 f"{builder.name} cannot be compiled ({first_line(error)}): install g++ and Python's headers"
             ) from error
@@ -77,16 +78,16 @@ def _build(builder) -> None:
             print(f"> compiled {builder.name} in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def _is_left(path: Path) -> bool:
-    """Whether ``path`` exists, and not only for a moment."""
-    deadline = time.monotonic() + _MOMENT
+def _is_stale(path: Path) -> bool:
+    """Whether ``path`` continues to exist for ``_STALE_SECONDS``."""
+    deadline = time.monotonic() + _STALE_SECONDS
     while path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     return path.exists()
 
 
 def check_device(device: str, local_rank: int) -> None:
-    """Raises ResourceError if torch finds no ``device`` for the process ``local_rank`` of this host."""
+    """Raise ResourceError if torch finds no ``device`` for the process ``local_rank`` of this host."""
     accelerator = get_accelerator()
     count = accelerator.device_count() if accelerator.is_available() else 0
     if device != "cpu" and local_rank >= count:
@@ -94,12 +95,12 @@ def check_device(device: str, local_rank: int) -> None:
             f"process {local_rank} of this host has no device: torch finds {count} of {device}; start fewer "
             "processes, install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
         )
-        error.only_here = local_rank == count  # the first one without: those before it have theirs
+        error.only_here = local_rank == count  # only the first process without a device prints it
         raise error
 
 
 def check_fp8(recipe: str, local_rank: int) -> None:
-    """Raises ResourceError if the device of the process ``local_rank`` of this host cannot multiply in FP8."""
+    """Raise ResourceError if the device of the process ``local_rank`` of this host has no FP8 matmul."""
     device = torch.device(get_accelerator().device_name(local_rank))
     if reason := why_no_fp8(device_facts(device)):
         raise ResourceError(f"--fp8-format cannot be used on this device: {reason}; remove it to train in bf16")

@@ -1,4 +1,4 @@
-"""What the host must allow a rank: open files, memory to address, threads, file systems, and the loopback."""
+"""Checks the limits of the host: open files, address space, threads, required file systems, and the loopback."""
 
 import errno
 import os
@@ -27,9 +27,9 @@ _TEXTS = (
 
 
 def check_host(environ: Mapping[str, str]) -> None:
-    """Raise the limit of open files if it is low. Raises ResourceError with a line for each thing that is missing.
+    """Increase the limit of open files if it is low, and raise ResourceError with a line for each missing resource.
 
-    Without these libraries fail later, in ways of their own, or wait for ever.
+    Without these resources libraries fail later with unclear errors, or hang.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MOST_FILES:
@@ -42,7 +42,7 @@ def check_host(environ: Mapping[str, str]) -> None:
 
 
 def check_working_folder() -> None:
-    """Raises ResourceError if the working folder has been removed; libraries fail there in ways of their own."""
+    """Raise ResourceError if the working folder has been removed: libraries would fail with unclear errors."""
     try:
         os.getcwd()
     except OSError as error:
@@ -66,7 +66,7 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
         if not Path("/proc/self").exists():
             yield "/proc is missing, from which libraries read the memory and the devices of this host: mount it"
         if not os.access("/dev/shm", os.W_OK | os.X_OK):
-            yield "/dev/shm is missing or cannot be written, by which processes share memory: mount a tmpfs there"
+            yield "/dev/shm is missing or cannot be written; processes share memory there: mount a tmpfs"
     try:
         _start_threads()
     except RuntimeError:
@@ -75,11 +75,11 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
         try:
             _connect_to_itself()
         except OSError as error:
-            yield f"127.0.0.1 cannot be reached ({error.strerror or error}), by which ranks meet: ip link set lo up"
+            yield f"127.0.0.1 cannot be reached ({error.strerror or error}); ranks connect to it: ip link set lo up"
 
 
 def _start_threads() -> None:
-    """Start some threads at once. Raises RuntimeError if that is not allowed."""
+    """Start ``_THREADS`` concurrent threads. Raises RuntimeError if that is not allowed."""
     end, threads = (
         threading.Event(),
         [threading.Thread(target=lambda: end.wait(), daemon=True) for _ in range(_THREADS)],
@@ -92,7 +92,7 @@ def _start_threads() -> None:
 
 
 def _connect_to_itself() -> None:
-    """Raises OSError if this host does not reach itself."""
+    """Connect to a port of this process. Raises OSError if that fails."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(1)
@@ -100,7 +100,7 @@ def _connect_to_itself() -> None:
 
 
 def failure_of_host(error: BaseException) -> str | None:
-    """The line for an error about a limit of this host, whatever library raises it; None for any other."""
+    """A message for an error about a limit of this host, raised by any library; None for other errors."""
     text = first_line(error)
     is_limit = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _ERRNOS)
     if not is_limit and not (

@@ -1,7 +1,7 @@
-"""What this rank is doing: set by the training loop, read by the threads of watchdog and rank failure monitor.
+"""Progress of this rank: set by the training loop, read by the hang watchdog and the rank failure monitor.
 
-torch's flight recorder has the last collectives of a rank (TORCH_FR_BUFFER_SIZE, 2000). torch writes it for
-``torchfrtrace`` when NCCL's timeout has passed, the hang watchdog before that.
+torch's flight recorder keeps the last collectives of a rank (TORCH_FR_BUFFER_SIZE, 2000). torch writes it, for
+``torchfrtrace``, after NCCL's timeout; the hang watchdog writes it earlier.
 """
 
 import linecache
@@ -26,57 +26,57 @@ from megatron.parallel.pipeline.schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
 _PACKAGES = (Path(deepspeed.__file__).parent, Path(__file__).parents[1])
-"""Those whose functions wait for what they have started: a transfer or an asynchronous collective."""
+"""Packages whose ``wait()`` calls wait for transfers or asynchronous collectives."""
 SNAPSHOT_THREAD = "snapshot"
-"""Name of threads that wait for other ranks during training."""
+"""Name prefix of snapshot threads, which may wait for other ranks during training."""
 _POINT_TO_POINT = {"send": ("dst", "to"), "isend": ("dst", "to"), "recv": ("src", "from"), "irecv": ("src", "from")}
 
 RECORDER = "flight-recorder-rank"
-"""Name of the files of torch's flight recorder, before the number of the rank."""
+"""File name prefix of torch's flight recorder; the rank follows."""
 _RECORDER_PATH = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class Position(NamedTuple):
-    """The part of the run that a rank is in."""
+    """The current position of a rank in the run."""
 
     text: str
     in_collective: bool
-    """Whether it waits in a collective, or for a device whose queue may contain one, and so for other ranks."""
+    """Whether it waits in a collective, or for a device that may be running one, and so for other ranks."""
 
 
 class ProgressState:
-    """The iteration and phase of this rank, since when, and the pipeline instruction."""
+    """The current iteration, phase, start of the phase, and pipeline instruction of this rank."""
 
     def __init__(self) -> None:
         self.iteration, self.phase, self.since = 0, "", time.monotonic()
         self.phases_entered = 0
-        """The same number is the same phase of the run on every rank."""
+        """Number of phases so far; equal numbers on two ranks are the same phase of the run."""
         self._instruction = ""
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Begin ``phase``, such as "training", of ``iteration``. The empty phase has no time limit."""
+        """Start ``phase``, such as "training", of ``iteration``. The empty phase has no time limit."""
         self._instruction = ""
         self.iteration, self.phase, self.since = iteration, phase, time.monotonic()
         self.phases_entered += 1
 
     def instruct(self, instruction: Instruction) -> AbstractContextManager:
-        """Begin a pipeline instruction; it lasts until the next."""
+        """Start a pipeline instruction, which lasts until the next one."""
         self._instruction = str(instruction)
         return nullcontext()
 
     @property
     def seconds(self) -> float:
-        """How long the present phase has lasted; 0 if it has no time limit."""
+        """Duration of the current phase; 0 if it has no time limit."""
         return time.monotonic() - self.since if self.phase else 0.0
 
     def position(self, groups: dict[tuple[int, ...], str]) -> Position:
-        """Where this rank is now. ``groups`` names process groups by their ranks."""
+        """The current position of this rank. ``groups`` maps ranks of process groups to names."""
         frames = sys._current_frames()
         main = threading.main_thread().ident
         assert main is not None, "the main thread runs"
-        apart = {thread.ident for thread in threading.enumerate() if thread.name.startswith(SNAPSHOT_THREAD)}
-        # On a GPU the backward pass and its collectives run in a thread of autograd's.
-        threads = [frames.pop(main), *(frame for ident, frame in frames.items() if ident not in apart)]
+        snapshots = {thread.ident for thread in threading.enumerate() if thread.name.startswith(SNAPSHOT_THREAD)}
+        # On a GPU the backward pass and its collectives run in a thread of autograd.
+        threads = [frames.pop(main), *(frame for ident, frame in frames.items() if ident not in snapshots)]
         collective = next((text for frame in threads if (text := _collective(frame, groups))), None)
         waits = collective is None and _synchronizes(threads[0])
         call = collective or ("waiting for the device " if waits else "") + _line(threads[0])
@@ -85,14 +85,14 @@ class ProgressState:
 
 
 _SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|nonzero|is_nonzero)\(|\b(float|int|bool)\(|\.to\(")
-"""Calls that wait until a device has computed a result: all others return before that."""
+"""Calls that wait until a device has computed a result; all other calls are asynchronous."""
 
 
 def _synchronizes(innermost: FrameType) -> bool:
-    """Whether a thread may be waiting for its device in a function without a frame of its own.
+    """Whether a thread may be waiting for its device in a C++ function, which has no Python frame.
 
-    On a GPU collectives are queued: a rank whose collective waits for other ranks stops where it next reads a result.
-    On the CPU nothing is.
+    On a GPU collectives are asynchronous: a rank whose collective waits for other ranks stops where it next reads a
+    result. On the CPU they are not.
     """
     if get_accelerator().device_name() == "cpu":
         return False
@@ -101,12 +101,12 @@ def _synchronizes(innermost: FrameType) -> bool:
 
 
 def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str | None:
-    """The collective that a thread is in and its ranks; None if it is in none."""
+    """Description of the collective that a thread is in, with its ranks; None if it is in none."""
     stack = list(traceback.walk_stack(innermost))
     for frame, _ in stack:
         if Path(frame.f_code.co_filename).name == _COLLECTIVES:
             return f"in {frame.f_code.co_name} {_ranks(frame.f_code.co_name, frame.f_locals, groups)}"
-    # A process group in Python waits within a method of its ``Work``.
+    # A process group that is implemented in Python waits in a method of its ``Work``.
     waiting = [number for number, (frame, _) in enumerate(stack) if isinstance(frame.f_locals.get("self"), dist.Work)]
     caller, line = stack[waiting[-1] + 1 if waiting else 0]
     file = Path(caller.f_code.co_filename)
@@ -116,7 +116,7 @@ def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str
 
 
 def _ranks(name: str, arguments: dict[str, Any], groups: dict[tuple[int, ...], str]) -> str:
-    """The ranks that take part in a call of the collective ``name`` with these arguments."""
+    """Description of the ranks of a call of the collective ``name`` with ``arguments``."""
     if name in _POINT_TO_POINT:
         argument, preposition = _POINT_TO_POINT[name]
         return f"{preposition} rank {arguments.get(argument)}"
@@ -132,21 +132,21 @@ def _line(frame: FrameType) -> str:
 
 
 def record_into(environ: MutableMapping[str, str], folder: Path) -> None:
-    """Have torch write its flight recorder into ``folder``, unless the user has named another place.
+    """Make torch write its flight recorder into ``folder``, unless the user has set another path.
 
-    Before process groups are formed.
+    Must be called before process groups are created.
     """
     environ.setdefault(_RECORDER_PATH, str(folder / RECORDER))
 
 
 def recorded_file(environ: Mapping[str, str], rank: int) -> Path | None:
-    """The flight recorder's file of ``rank``; None if there is none."""
+    """The flight recorder file of ``rank``; None if it does not exist."""
     file = Path(f"{environ.get(_RECORDER_PATH, '')}{rank}")
     return file if _RECORDER_PATH in environ and file.is_file() else None
 
 
 def write_recorded(environ: Mapping[str, str], rank: int) -> None:
-    """Write the last collectives of this rank in torch's own format. It waits for no device and no other rank.
+    """Write the last collectives of this rank in torch's format, without waiting for the device or other ranks.
 
     Raises OSError if the file cannot be written.
     """

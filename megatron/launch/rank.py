@@ -1,4 +1,4 @@
-"""Run a program as one of several ranks: errors on screen once, exit codes, no process left behind."""
+"""Runs a program as a rank: each error is printed once, with the right exit code, and no process is left behind."""
 
 import faulthandler
 import os
@@ -23,21 +23,21 @@ from megatron.common.screen import ignore_lost_output, release_stderr
 from megatron.launch.host_limits import check_host, failure_of_host
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
-"""Environment variable: a folder in which each rank leaves its exit code."""
+"""Environment variable: a folder in which each rank writes its exit code."""
 TRAINED = "trained"
-"""File in that folder, which rank 0 leaves after the first iteration of a start."""
+"""File in that folder that rank 0 creates after its first iteration."""
 
 _LOST = (
     "Connection closed by peer",  # gloo
     "Connection reset by peer",  # gloo, NCCL
     "Connection closed by remote peer",  # NCCL
-    "Connection was likely closed",  # the store, by which NCCL's communicators are set up
+    "Connection was likely closed",  # the store, when NCCL communicators are created
     "Broken pipe",
     "remote process exited",
     "ncclRemoteError",
     "NCCL communicator was aborted",
 )
-"""Texts of errors of gloo and NCCL about a rank that has ended."""
+"""Parts of error messages of gloo and NCCL about a rank that has ended."""
 _LATE = (
     "Timed out waiting",  # gloo
     "Timed out after",
@@ -45,34 +45,34 @@ _LATE = (
     "milliseconds before timing out",
     "wait timeout after",  # the store
 )
-"""Texts of errors about a collective that did not end within its timeout."""
+"""Parts of error messages about a collective that timed out."""
 
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
-    """Run ``main`` as one of several ranks and end the process with the exit code that it returns.
+    """Run ``main`` as a rank and end the process with the exit code that it returns.
 
-    Errors before the ranks have joined are printed by the first rank of each host, and later errors that all ranks
-    raise alike by rank 0. Otherwise the rank that fails prints its error and exits at once, without waiting for
-    others in the middle of a collective; they notice, and exit with a line each.
+    Errors before the process group is joined are printed by the first rank of each host, and later errors that all
+    ranks raise by rank 0. Otherwise the rank that fails prints its error and exits at once, without waiting for other
+    ranks in the middle of a collective; they notice, and exit with one line each.
     """
     ignore_lost_output()
     exit_with_launcher(os.environ)
-    faulthandler.enable(os.dup(2))  # a crash in a library shows its stack, also where stderr is held back
+    faulthandler.enable(os.dup(2))  # a crash in a library shows its stack, even while stderr is buffered
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # within an import a KeyboardInterrupt may be lost
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt during an import may be lost
     threading.excepthook = _report_thread
     try:
         adopt_slurm_task(os.environ)
     except ConfigError as error:
         print_error(str(error))
         _exit(error.exit_code, 0)
-    rank, is_first_on_host = _place()
+    rank, is_first_on_host = _rank_and_is_first()
     _write_exit_code(rank, "")
     _exit(_exit_code(main, rank, is_first_on_host), rank)
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
-    """Print what ended a thread, but for limits of the host such as a full disk, which the main thread reports."""
+    """Print the exception of a thread, except for limits of the host, such as a full disk: the main thread does."""
     if failed.exc_value is None or failure_of_host(failed.exc_value) is None:
         threading.__excepthook__(failed)
 
@@ -82,13 +82,13 @@ def _exit(exit_code: int, rank: int) -> NoReturn:
     _write_exit_code(rank, str(exit_code))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's own exit: in it gloo's threads abort one process in twenty, with or without a group.
+    # Skip the interpreter's shutdown, during which gloo's threads abort one process in twenty.
     os._exit(exit_code)
 
 
 def exit_now(reason: str, exit_code: int) -> NoReturn:
     """End this process, from any thread; the first rank of each host prints ``reason``."""
-    rank, is_first_on_host = _place()
+    rank, is_first_on_host = _rank_and_is_first()
     release_stderr()
     if is_first_on_host:
         print_error(f"rank {rank}: {reason}" if rank else reason)
@@ -98,7 +98,7 @@ def exit_now(reason: str, exit_code: int) -> NoReturn:
 
 
 def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool) -> int:
-    """The exit code of ``main``; what it raises is printed."""
+    """Run ``main`` and print its errors. Returns the exit code."""
     try:
         restrict_new_files(os.environ)
         check_host(os.environ)
@@ -113,15 +113,15 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
             for message in error.messages:
                 print_error(f"rank {rank}: {message}" if names_itself else message)
         else:
-            # The launcher ends all ranks with the first that exits, which must not be one that printed nothing. srun
-            # returns the largest of all codes, such as 143 of a rank that it has ended.
+            # The launcher ends all ranks when the first one exits, so the rank that prints must exit first. srun
+            # returns the largest exit code of all ranks, such as 143 for a rank that it has ended.
             signal.signal(signal.SIGTERM, lambda *_, code=error.exit_code: _exit(code, rank))
             time.sleep(1)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        sys.unraisablehook = lambda _: None  # what is half made now may fail again when it is deleted
+        sys.unraisablehook = lambda _: None  # partly built objects may fail again when they are deleted
         if (problem := unusable_path(error)) is not None:
             print_error(problem)
             return ConfigError.exit_code
@@ -129,7 +129,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
             names_itself = rank > 0 or isinstance(known, LaunchError)
             print_error(f"rank {rank}: {known}" if names_itself else str(known))
             return known.exit_code
-        time.sleep(1)  # rank 0 may still be about to print the line of the iteration before; the cause comes last
+        time.sleep(1)  # rank 0 may be about to print the line of the previous iteration; the cause must come last
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return 1
@@ -138,25 +138,25 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
 
 
 def _write_exit_code(rank: int, text: str) -> None:
-    """Leave the exit code of this rank (empty: it runs) for whoever started the launcher and asked for it."""
+    """Write the exit code of this rank (empty: it is running) into ``EXIT_CODE_FOLDER``, if that is set."""
     folder = Path(os.environ.get(EXIT_CODE_FOLDER, ""))
-    with suppress(OSError):  # a shared folder may be full or gone, and this process must end nevertheless
+    with suppress(OSError):  # a shared folder may be full or gone; this process must end anyway
         if EXIT_CODE_FOLDER in os.environ and folder.is_dir():  # launchers may set the variable on other hosts, too
             (folder / f"rank {rank}").write_text(text)
 
 
-def _place() -> tuple[int, bool]:
-    """The rank of this process, and whether it is the first on its host, as rank 0 always is."""
+def _rank_and_is_first() -> tuple[int, bool]:
+    """The rank of this process, and whether it is the first rank of its host; rank 0 always is."""
     try:
         check_place(os.environ)
         rank = rank_of(os.environ) or 0
         return rank, not rank or not local_rank(os.environ)
     except ConfigError:
-        return 0, True  # no other rank may be there to print it
+        return 0, True  # maybe no other rank exists to print the error
 
 
 def print_error(message: str) -> None:
-    """Print an error of the program to stderr, after what it has printed."""
+    """Print an error of the program to stderr, after flushing stdout."""
     sys.stdout.flush()
     print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
 
@@ -171,14 +171,14 @@ def _program() -> str:
 
 
 def _finalize_mpi() -> None:
-    """Do what mpi4py does at the interpreter's exit; mpirun takes a process that has not for a failed one."""
+    """Finalize MPI, as mpi4py does at the interpreter's exit; otherwise mpirun reports a failed process."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
 def explanation(error: Exception) -> UserError | None:
-    """What an error of a backend, or about a limit of the host, means for the user; None for any other."""
+    """A UserError that explains an error of a backend or about a limit of the host; None for other errors."""
     if is_connection_lost(error):
         return LaunchError("another rank failed first")
     if (limit := failure_of_host(error)) is not None:
@@ -189,17 +189,17 @@ def explanation(error: Exception) -> UserError | None:
 
 
 def is_connection_lost(error: Exception) -> bool:
-    """Whether ``error`` is the backend's about a rank that has ended, whose own message names the cause."""
-    return _says(error, _LOST) and not is_timeout(error)
+    """Whether the backend raised ``error`` because another rank has ended; that rank prints the cause."""
+    return _contains(error, _LOST) and not is_timeout(error)
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether ``error`` is the backend's about a collective that did not end within its timeout."""
-    return _says(error, _LATE)
+    """Whether the backend raised ``error`` because a collective timed out."""
+    return _contains(error, _LATE)
 
 
 def failure_of_nccl(error: Exception) -> str | None:
-    """The cause of any other error of NCCL, in a line; None if ``error`` is none of NCCL's."""
+    """The cause of another error of NCCL, in one line; None if ``error`` is not from NCCL."""
     text = str(error)
     if not isinstance(error, RuntimeError) or "NCCL error" not in text:
         return None
@@ -209,5 +209,5 @@ def failure_of_nccl(error: Exception) -> str | None:
     return f"NCCL failed: {line}; NCCL_DEBUG=INFO shows what it did before"
 
 
-def _says(error: Exception, texts: tuple[str, ...]) -> bool:
+def _contains(error: Exception, texts: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

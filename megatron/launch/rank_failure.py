@@ -1,7 +1,7 @@
-"""Rank failure monitor: a rank that dies ends the run, and one of the others names it.
+"""Rank failure monitor: ends the run when a rank dies, and reports which one.
 
-The kernel reports the end of a rank to the ranks of its host, with the signal if no process has reaped it yet; the
-rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is polled.
+The kernel notifies the ranks on the same host of the end of a process, with the signal if the process has not been
+reaped yet; the rendezvous store notifies other hosts. Neither uses collectives or polling.
 """
 
 import ctypes
@@ -26,23 +26,23 @@ from megatron.launch.progress import ProgressState, recorded_file
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, print_error
 
 _FAILURE = "failure"
-"""Key of the store: set when a rank has failed, or with ``_FINISHED`` when all have reached the end."""
+"""Key of the store: set when a rank has failed, or to ``_FINISHED`` when all ranks have reached the end."""
 _FINISHED = b"finished"
 _REPORTED = "failure/reported"
-"""Key of the store: a rank that fails with an error of its own, and prints it, has set this and its number."""
+"""Key of the store: a rank that fails, and prints its error itself, sets this key with its rank appended."""
 _LAUNCHER_SECONDS = 2.5
-"""Within which every launcher has seen that a process ended, and so before any that ended in consequence."""
+"""Seconds within which every launcher notices the end of a process; ranks that end as a consequence wait for it."""
 _GRACE_SECONDS = 10.0
-"""For a rank to notice by itself, in a collective, that another has ended."""
+"""Seconds for a rank to notice, in a collective, that another rank has ended."""
 _UNLIMITED = timedelta(days=365)
 
 
 @contextmanager
 def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
-    """Inside the block, exit with code 6 once another rank has ended. Every rank enters, and all exit together.
+    """Context in which this process exits with code 6 if another rank ends. Every rank must enter and leave it.
 
     Raises:
-        LaunchError: in place of the backend's error about a rank that has ended or is late, or of NCCL's own.
+        LaunchError: in place of errors of the backend about a lost rank or a timeout, and of other NCCL errors.
     """
     if dist.get_world_size() == 1:
         yield
@@ -52,8 +52,8 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
     try:
         yield
         dist.barrier()
-        monitor.stop()  # all ranks are at the end; a rank that exits from here on has not failed
-        dist.barrier()  # no monitor uses the store any more, so its host may exit
+        monitor.stop()  # all ranks are at the end; a rank that exits from now on has not failed
+        dist.barrier()  # no monitor uses the store any longer, so its host may exit
     except Exception as error:
         if is_connection_lost(error):
             monitor.exit_after_failure()
@@ -72,7 +72,7 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
 
 
 def _report_watchdog(progress: ProgressState) -> None:
-    """Print that torch's NCCL watchdog ends this rank. The backend has printed the collective and the cause."""
+    """Print that torch's NCCL watchdog ends this rank. The backend has already printed the collective and the cause."""
     file = recorded_file(os.environ, dist.get_rank())
     recorded = f"; the last collectives are in {file}" if file else ""
     where = f"rank {dist.get_rank()}: in iteration {progress.iteration}"
@@ -80,7 +80,7 @@ def _report_watchdog(progress: ProgressState) -> None:
 
 
 class _RankFailureMonitor:
-    """Two threads: one waits for ranks of this host to end, the other for the store to report one elsewhere."""
+    """Two threads: one waits for a rank of this host to end, the other for a failure reported in the store."""
 
     def __init__(self, progress: ProgressState) -> None:
         self.is_over = False
@@ -89,29 +89,29 @@ class _RankFailureMonitor:
         self.store = connect(os.environ, timedelta(seconds=_GRACE_SECONDS))
         self._waiting_store = connect(os.environ, _UNLIMITED)
         namespace = pid_namespace()
-        places: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-        dist.all_gather_object(places, (namespace, os.getpid()))
+        processes: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+        dist.all_gather_object(processes, (namespace, os.getpid()))
         self._neighbors = {
-            pid: rank for rank, (place, pid) in enumerate(places) if place == namespace and rank != self._rank
+            pid: rank for rank, (other, pid) in enumerate(processes) if other == namespace and rank != self._rank
         }
         threading.Thread(target=self._watch_host, name="rank failures here", daemon=True).start()
         self._store_thread = threading.Thread(target=self._watch_store, name="rank failures elsewhere", daemon=True)
         self._store_thread.start()
 
     def stop(self) -> None:
-        """End monitoring on all ranks, each of which calls this; returns when this one no longer uses the store."""
+        """End monitoring; every rank must call it. Returns when this rank's monitor no longer uses the store."""
         self.is_over = True
         self.store.set(_FAILURE, _FINISHED.decode())
         self._store_thread.join(_GRACE_SECONDS)
 
     def exit_after_failure(self) -> NoReturn:
-        """Exit because of another rank, once it is known which and the launcher has seen it.
+        """Exit because another rank failed, after the failed rank is known and the launcher has noticed it.
 
-        Raises LaunchError: without a message if the cause has been printed.
+        Raises LaunchError, without a message if the cause has been printed.
         """
-        if not self._known.wait(_LAUNCHER_SECONDS):  # no rank of this host, which its launcher would have to see first
+        if not self._known.wait(_LAUNCHER_SECONDS):  # not a rank of this host, which the launcher must notice first
             raise LaunchError(f"lost a rank of another host in iteration {self._progress.iteration}")
-        # The launcher, once it has seen a rank end, ends this one, too, and may have done so before this rank noticed.
+        # When the launcher notices that a rank has ended, it ends this one, perhaps before this rank has noticed.
         received: list[int] = []
         before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         deadline = time.monotonic() + _LAUNCHER_SECONDS
@@ -137,7 +137,7 @@ class _RankFailureMonitor:
             self._handle_end(rank, _cause(pid))
 
     def _handle_end(self, rank: int, cause: str | None) -> None:
-        """Report the end of a rank of this host, unless it prints its error itself, and exit."""
+        """Report the end of a rank of this host, unless that rank prints its error itself, and exit."""
         if self.is_over:
             return
         with suppress(RuntimeError):
@@ -158,7 +158,7 @@ class _RankFailureMonitor:
             if self._waiting_store.get(_FAILURE) == _FINISHED:
                 return
         except RuntimeError:
-            # Its host has ended. The ranks of that host know more.
+            # The host of the store has ended. Ranks on that host report more details.
             time.sleep(1)
             is_first_on_host = self._rank < min(self._neighbors.values(), default=dist.get_world_size())
             if is_first_on_host and not self.is_over and not self._known.is_set():
@@ -166,7 +166,7 @@ class _RankFailureMonitor:
         self._exit()
 
     def _exit(self) -> None:
-        """Give the training loop time to notice, and end the process if it has not."""
+        """Wait for the training loop to notice the failure, and end the process if it does not."""
         if self.is_over:
             return
         self._known.set()
@@ -180,9 +180,9 @@ _UNKNOWN = ""
 
 
 def _cause(pid: int) -> str | None:
-    """How a process of another parent ended: " by SIGKILL"; _UNKNOWN; None if it exited by itself.
+    """How a process that is not a child ended: " by SIGKILL" etc., ``_UNKNOWN``, or None if it exited by itself.
 
-    /proc has the status until the parent has reaped the process. psutil has none of a process that is not a child.
+    /proc has the status until the parent reaps the process; psutil only has it for children.
     """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
@@ -192,16 +192,15 @@ def _cause(pid: int) -> str | None:
 
 
 _Terminate = ctypes.CFUNCTYPE(None)
-_kept: list[object] = []
-"""C++ has only the address of a handler."""
+_handlers: list[object] = []
+"""References to terminate handlers: C++ only stores their addresses."""
 
 
 def exit_when_watchdog_fails(report: Callable[[], None]) -> None:
-    """When torch's NCCL watchdog ends this process, call ``report`` and exit with code 6 in place of SIGABRT.
+    """When torch's NCCL watchdog ends this process, call ``report`` and exit with code 6 instead of SIGABRT.
 
-    The watchdog is a thread without Python. An exception about a lost rank or a timeout, of the class
-    c10::DistBackendError, which nothing catches, makes the C++ runtime call a terminate handler. Any other exception,
-    and abort(), end the process as before.
+    The watchdog is a C++ thread. It throws c10::DistBackendError for a lost rank or a timeout; nothing catches it, so
+    the C++ runtime calls the terminate handler. Other exceptions, and abort(), end the process as before.
     """
     try:
         runtime = ctypes.CDLL("libstdc++.so.6")
@@ -214,7 +213,7 @@ def exit_when_watchdog_fails(report: Callable[[], None]) -> None:
     @_Terminate
     def handle() -> None:
         address = exception_type()
-        # A std::type_info: the address of its virtual functions, then that of the mangled name.
+        # Layout of std::type_info: the address of the vtable, then the address of the mangled name.
         name = ctypes.c_char_p.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value if address else None
         if b"DistBackendError" in (name or b""):
             report()
@@ -223,4 +222,4 @@ def exit_when_watchdog_fails(report: Callable[[], None]) -> None:
 
     set_terminate.argtypes = [_Terminate]
     previous = _Terminate(set_terminate(handle))
-    _kept.append(handle)
+    _handlers.append(handle)

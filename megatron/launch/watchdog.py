@@ -1,8 +1,8 @@
-"""Hang watchdog: ends a run one of whose phases takes too long, with the position of each rank and which one is hung.
+"""Hang watchdog: ends a run if a phase takes too long, and reports the position of each rank and which one is hung.
 
-Beside the training loop each rank has two threads. One publishes the position of the rank at intervals, through a
-store that works while collectives hang. The other has the clock, and uses the store only after the time limit: a
-stopped rank may be the one that hosts it.
+Each rank has two additional threads. One publishes the position of the rank periodically, in a store that also works
+while collectives hang. The other checks the time, and uses the store only after the time limit, since the hung rank may
+be the one that hosts it.
 """
 
 import faulthandler
@@ -29,11 +29,11 @@ from megatron.launch.rank import print_error
 from megatron.parallel.layout import ParallelLayout
 
 _INTERVAL = 1.0
-"""Seconds between two reports of a position; less if the limit is a few seconds."""
+"""Seconds between two reports of a position; less if the time limit is a few seconds."""
 _SETTLE = 3.0
 """Seconds for the other ranks to answer the alarm."""
 _STORE_SECONDS = 10.0
-"""For the store to respond, once there is an alarm; less if the limit is."""
+"""Seconds for the store to respond after an alarm; less if the time limit is less."""
 _SHOWN = 8
 _ALARM = "hang/alarm"
 _AXES = {"model": "tensor-parallel", "data": "data-parallel", "pipe": "pipeline", "sequence": "sequence-parallel"}
@@ -41,7 +41,7 @@ _AXES = {"model": "tensor-parallel", "data": "data-parallel", "pipe": "pipeline"
 
 @contextmanager
 def hang_watchdog(run: RunConfig, layout: ParallelLayout, progress: ProgressState) -> Iterator[None]:
-    """Inside the block, end a run one of whose phases exceeds ``--watchdog-minutes``, with exit code 6."""
+    """Context in which a phase that exceeds ``--watchdog-minutes`` ends the run with exit code 6."""
     if run.logging.watchdog_minutes is None:
         yield
         return
@@ -50,7 +50,7 @@ def hang_watchdog(run: RunConfig, layout: ParallelLayout, progress: ProgressStat
         yield
     finally:
         watchdog.stop()
-    for thread in watchdog.threads:  # until none uses the store any more
+    for thread in watchdog.threads:  # until no thread uses the store
         thread.join(watchdog.store_seconds)
 
 
@@ -65,11 +65,13 @@ class _Watchdog:
         self._over = threading.Event()
         self._triggered = threading.Lock()
         self._alarmed = False
-        """Whether this rank knows of the alarm; one that does not is reported as hung."""
+        """Whether this rank has noticed the alarm; a rank that has not is reported as hung."""
         self._store = connect(os.environ, timedelta(seconds=self.store_seconds))
         self._postpone_exit()
-        works = {"clock": self._watch_clock, "reports": self._report_positions}
-        self.threads = [threading.Thread(target=w, name=f"watchdog {n}", daemon=True) for n, w in works.items()]
+        targets = {"clock": self._watch_clock, "reports": self._report_positions}
+        self.threads = [
+            threading.Thread(target=target, name=f"watchdog {name}", daemon=True) for name, target in targets.items()
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -84,19 +86,19 @@ class _Watchdog:
                 self._trigger()
 
     def _report_positions(self) -> None:
-        while True:  # the first at once: a rank may hang in the first second
+        while True:  # report at once: a rank may hang in the first second
             self._postpone_exit()
             try:
                 self._report()
                 if self._store.check([_ALARM]):
                     self._trigger()
             except RuntimeError:
-                return  # the store has ended: whether that is a failure, the rank failure monitor knows
+                return  # the store has ended; the rank failure monitor handles that
             if self._over.wait(self._interval):
                 return
 
     def _postpone_exit(self) -> None:
-        # While a library holds Python's lock no Python thread runs; this thread is not Python's.
+        # faulthandler's timer is a C thread, which also runs while a library holds the GIL.
         faulthandler.dump_traceback_later(self._limit + 2 * self.store_seconds, exit=True)
 
     def _report(self) -> None:
@@ -109,7 +111,7 @@ class _Watchdog:
         self._store.set(f"hang/{self._rank}", json.dumps(report))
 
     def _trigger(self) -> None:
-        """Write the position of this rank, make the others do so too, have one of them report, and exit."""
+        """Write the position of this rank, alert the other ranks, report the hang from one rank, and exit."""
         with self._triggered:
             if self._over.is_set():
                 return
@@ -132,11 +134,11 @@ class _Watchdog:
                 for line in describe_hang(reports, self._flag, self._file.parent, recorded and recorded.parent):
                     print_error(line)
             else:
-                time.sleep(_SETTLE)  # the launcher ends all ranks with the first that exits
+                time.sleep(_SETTLE)  # the launcher ends all ranks when the first one exits
             self._exit()
 
     def _write_position(self) -> None:
-        """The position of this rank and the stacks of its threads, into its file if that can be written."""
+        """Write the position of this rank and the stacks of its threads into its file, if possible."""
         text = self._progress.position(self._groups).text
         try:
             self._file.parent.mkdir(mode=folder_mode(), parents=True, exist_ok=True)
@@ -149,7 +151,7 @@ class _Watchdog:
             print_error(f"rank {self._rank}: {self._file} cannot be written: {error.strerror}")
 
     def _write_collectives(self) -> None:
-        """The last collectives of this rank. In a thread of its own: the device's library may hang, too."""
+        """Write the last collectives of this rank; in a separate thread, since the device's library may hang, too."""
         with suppress(OSError, RuntimeError):
             write_recorded(os.environ, self._rank)
 
@@ -167,10 +169,10 @@ class _Watchdog:
 
 
 def describe_hang(reports: list[dict | None], flag: str, folder: Path, recorded: Path | None = None) -> list[str]:
-    """Which ranks are hung, from the last report of each rank (None: none yet), and where the others are.
+    """Lines that name the hung ranks and the positions of the others, from the last report of each rank, or None.
 
-    Hung are the ranks that do not respond; if all do, those in the earliest phase that do not wait, in a collective or
-    for their device. ``recorded`` is the folder with the ranks' last collectives.
+    Ranks that do not respond are hung; if all respond, the ranks in the earliest phase that are neither in a collective
+    nor waiting for their device. ``recorded`` is the folder of the flight recorder files.
     """
     silent = [rank for rank, report in enumerate(reports) if not (report and report["alarmed"])]
     earliest = min(report["phases_entered"] for report in reports if report)

@@ -200,7 +200,7 @@ def test_rank_0_reports_errors_whatever_its_local_rank(monkeypatch, capsys: pyte
 
     for name, value in place("127.0.0.1", ranks=8, here=8, LOCAL_RANK="5").items():
         monkeypatch.setenv(name, value)
-    assert rank._exit_code(main, *rank._place()) == 6
+    assert rank._exit_code(main, *rank._rank_and_is_first()) == 6
     assert capsys.readouterr().err.endswith(": error: the port is in use\n")
 
 
