@@ -1,1 +1,1 @@
-"""Several hosts: which they are, how they are reached, and whether they are ready."""
+"""Runs on several hosts: hostfiles, the launcher, the health check, and the elastic agent."""

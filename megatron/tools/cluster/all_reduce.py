@@ -1,4 +1,4 @@
-"""The all-reduce test: an all-reduce over all slots of all hosts, of which this is also the program on each host."""
+"""The all-reduce test over all slots of all hosts. This module is also the program that runs on each host."""
 
 import datetime
 import json
@@ -20,7 +20,7 @@ from megatron.tools.cluster.remote import forwarded_variables, ssh_command
 
 _MIB = 1 << 20
 _MARK = "megatron-allreduce "
-"""Begins the line of output of rank 0."""
+"""Prefix of the line of output of rank 0."""
 _IN_PROJECT = 'cd "$0" && exec "$@"'
 
 
@@ -30,11 +30,11 @@ class AllReduceResult(NamedTuple):
     bytes_per_second: float | None
     """Bus bandwidth, which does not depend on the number of ranks; None if the test failed."""
     failures: Mapping[str, str]
-    """The last line of output of each host that failed."""
+    """The last line of stderr of each failed host."""
 
 
 def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllReduceResult:
-    """Run an all-reduce over all slots of all hosts, which have passed all checks."""
+    """Run an all-reduce over all slots of all hosts. All hosts must have passed the checks."""
     common = {
         "address": examination.master_address or _own_address(reports[0], examination),
         "port": examination.master_port,
@@ -49,8 +49,8 @@ def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllRe
         first_rank += len(report.host.slots)
 
     def start(report: HostReport, request: Mapping[str, Any]) -> subprocess.CompletedProcess:
-        words = ["sh", "-c", _IN_PROJECT, str(PROJECT), sys.executable, "-m", __name__]
-        command = words if report.without_ssh else ssh_command(report.host.name, words, examination.ssh_port)
+        local = ["sh", "-c", _IN_PROJECT, str(PROJECT), sys.executable, "-m", __name__]
+        command = local if report.without_ssh else ssh_command(report.host.name, local, examination.ssh_port)
         limit = 2 * examination.seconds + 10
         try:
             return subprocess.run(
@@ -66,12 +66,12 @@ def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllRe
         for report, done in zip(reports, ended, strict=True)
         if done.returncode
     }
-    found = [line.removeprefix(_MARK) for line in ended[0].stdout.splitlines() if line.startswith(_MARK)]
-    return AllReduceResult(float(found[0]) if found and not failures else None, failures)
+    printed = [line.removeprefix(_MARK) for line in ended[0].stdout.splitlines() if line.startswith(_MARK)]
+    return AllReduceResult(float(printed[0]) if printed and not failures else None, failures)
 
 
 def _own_address(first: HostReport, examination: Examination) -> str:
-    """The address for the rendezvous: DeepSpeed takes the first one that the first host lists."""
+    """The address for the rendezvous: as in DeepSpeed, the first address that the first host lists."""
     if not examination.uses_ssh or runs_here_alone(examination.hosts):
         return "127.0.0.1"
     return first.fact("network")["address"] or first.host.name
@@ -83,7 +83,7 @@ def _last_line(errors: str) -> str:
 
 
 def main() -> None:
-    """Start a rank for each slot of this host, and exit with the highest of their exit codes."""
+    """Start a rank for each slot of this host, and exit with their highest exit code."""
     request = json.load(sys.stdin)
     os.environ.update(request["environ"], OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("spawn")
@@ -99,8 +99,8 @@ def main() -> None:
 
 
 def _run_rank(request: Mapping[str, Any], rank: int, slot: int) -> None:
-    """Join the other ranks, reduce a megabyte and then more, and let rank 0 print the bandwidth."""
-    signal.alarm(int(request["seconds"]) + 5)  # a rank that torch cannot stop
+    """Join the process group, warm up, time the all-reduce, and print the bandwidth on rank 0."""
+    signal.alarm(int(request["seconds"]) + 5)  # ends a rank that hangs in spite of the timeouts
 
     import torch
     import torch.distributed as dist

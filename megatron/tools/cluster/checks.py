@@ -1,4 +1,4 @@
-"""What is checked on every host before a run can start, each with the command that fixes it."""
+"""The checks of every host before a run, each with a command that fixes the problem."""
 
 import hashlib
 import ipaddress
@@ -15,13 +15,13 @@ from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
 from megatron.tools.cluster.remote import unforwarded_variables
 
 _SHORT = 12
-"""Characters of a hash that are shown."""
+"""Number of characters of a hash that are shown."""
 _LEAST_FREE = 1 << 30
-"""Bytes; what a checkpoint takes beyond that is for the run to measure, when it knows its size."""
+"""Minimum free bytes on disk; the run itself checks the size of its checkpoints."""
 _LEAST_MEMORY = 1 << 28
-"""Bytes that a rank takes with its libraries."""
+"""Minimum bytes of memory of a rank with its libraries."""
 _SHARED = ("--save", "--load")
-"""Folders that all ranks read at a resume."""
+"""Folders that must be shared by all hosts, since all ranks read them when a run resumes."""
 
 _SSH_FIXES = {
     "Could not resolve hostname": "echo 'ADDRESS {host}' | sudo tee -a /etc/hosts",
@@ -34,17 +34,17 @@ _SSH_FIXES = {
     "No route to host": "ping -c 3 {host}  # is it up, and on this network?",
     "unreachable": "ping -c 3 {host}  # is it up, and on this network?",
 }
-"""By the message of ssh."""
+"""Part of an error message of ssh to the command that fixes the problem."""
 _OTHER_FIX = "ssh -v {port}{host} true"
 
 
 def _verdict(problem: str | None, fix: str, fine: str) -> CheckResult:
-    """A line with the ``problem`` and its ``fix``, or, if there is none, with what is ``fine``."""
+    """A failure with ``problem`` and ``fix`` or, if there is no problem, a success with the text ``fine``."""
     return CheckResult(False, problem, fix) if problem else CheckResult(True, fine)
 
 
 def check_ssh(host: HostContext) -> Iterator[CheckResult]:
-    """ssh connects without a password, and a python answers. A run on this host only needs no ssh."""
+    """ssh connects without a password, and Python answers. A run only on this host needs no ssh."""
     report = host.report
     if report.facts and report.without_ssh is None:
         yield CheckResult(True, "answers")
@@ -70,7 +70,7 @@ def check_port(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_interface(host: HostContext) -> Iterator[CheckResult]:
-    """The interface that gloo or NCCL is set to use exists; without one, gloo finds one that other hosts reach."""
+    """The network interface set for gloo or NCCL exists; if none is set, gloo finds one that other hosts can reach."""
     network, on_cpu = host.fact("network"), host.examination.device == "cpu"
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME"
     setting = host.request["environ"].get(variable)
@@ -85,7 +85,7 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
 
 
 def _missing_interfaces(setting: str, interfaces: Sequence[str], *, exactly: bool) -> list[str]:
-    """The interfaces of a list that do not exist. NCCL takes prefixes of names, and ^ for all but these."""
+    """The interfaces in ``setting`` that do not exist. NCCL accepts prefixes of names, and ^ to exclude interfaces."""
     if setting.startswith("^"):
         return []
     exactly = exactly or setting.startswith("=")
@@ -100,7 +100,7 @@ def _only_here(addresses: Sequence[str]) -> bool:
 
 
 def check_python(host: HostContext) -> Iterator[CheckResult]:
-    """The interpreter that the launcher starts exists and has the same version."""
+    """The Python interpreter that the launcher starts exists and has the same version as on this host."""
     local, remote, problem = host.local.fact("software"), host.fact("software"), None
     if remote["executable"] != sys.executable:
         problem = f"no {sys.executable}, only {remote['executable']} {remote['python']}"
@@ -110,7 +110,7 @@ def check_python(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_versions(host: HostContext) -> Iterator[CheckResult]:
-    """torch and deepspeed have the versions of this host."""
+    """torch and deepspeed have the same versions as on this host."""
     local, remote = host.local.fact("software"), host.fact("software")
     for package in ("torch", "deepspeed"):
         found = f"{package} {remote[package] or 'is missing'}"
@@ -120,7 +120,7 @@ def check_versions(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_project(host: HostContext) -> Iterator[CheckResult]:
-    """The same sources, in the same folder."""
+    """The sources of the project are the same, in the same folder."""
     local, remote, project = host.local.fact("project"), host.fact("project"), host.request["project"]
     sources = [f"{project}/megatron", f"{project}/pretrain_gpt2.py"]
     if remote is None:
@@ -135,7 +135,7 @@ def check_project(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_arguments(host: HostContext) -> Iterator[CheckResult]:
-    """Files named by the arguments have the same content there."""
+    """Files named by the arguments have the same content as on this host."""
     if (run := host.examination.run) is None:
         return
     local, remote = host.local.fact("files"), host.fact("files")
@@ -149,7 +149,7 @@ def check_arguments(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_data(host: HostContext) -> Iterator[CheckResult]:
-    """The data sets exist, with the same tokens."""
+    """The data sets exist and have the same tokens on all hosts."""
     for prefix in host.request["data"]:
         remote = host.fact("data")[prefix]
         known = (
@@ -191,7 +191,7 @@ def check_disk(host: HostContext) -> Iterator[CheckResult]:
 
 
 def _least_free(host: HostContext, flag: str) -> int:
-    """Bytes: for snapshots what they need; the vocabulary is not counted, unless it is known without its files."""
+    """Minimum free bytes; for snapshots their size, without the vocabulary unless its size is known from flags."""
     run = host.examination.run
     if flag != "--snapshot-dir" or run is None or architecture_of(run.model).provider is not None:
         return _LEAST_FREE
@@ -199,7 +199,7 @@ def _least_free(host: HostContext, flag: str) -> int:
 
 
 def _is_shared(host: HostContext, flag: str) -> bool:
-    """Whether this host and the first one that answers see the same folder."""
+    """Whether this host and the first host that answers see the same folder."""
     first = next(report for report in host.all_reports if report.facts)
     mine, other = host.fact("folders")[flag], first.fact("folders")[flag]
     changes = {mine["changed"], other["changed"]} - {None}
@@ -211,7 +211,7 @@ def _copy(host: HostContext, *paths: str) -> str:
 
 
 def check_devices(host: HostContext) -> Iterator[CheckResult]:
-    """A device for each slot. On the CPU ranks share the cores, as many as the memory holds."""
+    """There is a device for each slot. On the CPU ranks share the cores, and must fit into memory."""
     devices, slots, kind = host.fact("devices"), host.report.host.slots, host.examination.device
     ranks, count, problem, fix = counted(len(slots), "rank"), devices["cuda"], None, ""
     fine = f"{ranks}; devices of kind {kind} cannot be counted from here"
@@ -231,7 +231,7 @@ def check_devices(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_environment(host: HostContext) -> Iterator[CheckResult]:
-    """Variables set here that have an effect are set there."""
+    """Environment variables of this host that affect ranks are sent to the other hosts."""
     examination, several = host.examination, len(host.all_reports) > 1
     unsent = unforwarded_variables(examination.environ, examination.device, Path.cwd()) if several else []
     lines = " ".join(f'"{name}=${name}"' for name in unsent)
@@ -264,11 +264,11 @@ CHECKS: Mapping[str, Check] = {
     "interface": check_interface,
     "environment": check_environment,
 }
-"""In the order of the table. Of a host that does not answer, only the first one is known."""
+"""The checks in the order of the table. For a host that does not answer, only the first one runs."""
 
 
 def check_host(host: HostContext) -> dict[str, list[CheckResult]]:
-    """The results of one host, by check. A check that does not apply to it, or to this run, has none."""
+    """The results of one host by check, without checks that do not apply to this host or run."""
     names = CHECKS if host.report.facts else ("ssh",)
     results = {name: _results(CHECKS[name], host) for name in names}
     return {name: lines for name, lines in results.items() if lines}

@@ -1,6 +1,6 @@
-"""The health check: probes all hosts at once, runs the same checks on each, and prints what to fix.
+"""The health check: probes all hosts concurrently, checks each of them, and formats the results.
 
-``tools/doctor.py`` prints the results; an elastic run starts on the hosts that can take part.
+``tools/doctor.py`` prints the results; an elastic run starts on the healthy hosts.
 """
 
 import json
@@ -27,14 +27,14 @@ from megatron.tools.cluster.remote import forwarded_variables
 _GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
 
 _REQUIRED = ("ssh", "python", "versions", "project", "arguments", "devices", "data", "folders", "leftovers")
-"""The checks that a host must pass to take part in an elastic run. The others are about all hosts, or only warn."""
+"""The checks that a host must pass to take part in an elastic run. Other checks concern all hosts, or only warn."""
 
 Results = Mapping[str, Mapping[str, Sequence[CheckResult]]]
-"""By host and check."""
+"""Results by host and check."""
 
 
 def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
-    """The results of all checks, and what the hosts reported."""
+    """Probe and check all hosts. Returns the results of the checks, and the reports of the hosts."""
     request = _probe_request(examination)
     here = request | {"port": None, "environ": {}, "leftovers": None}
     requests = [request | {"port": None if i else examination.master_port} for i in range(len(examination.hosts))]
@@ -71,7 +71,7 @@ def _probe_request(examination: Examination) -> dict[str, Any]:
 
 
 def _absolute(paths: Mapping[str, str | None]) -> dict[str, str]:
-    """The paths that are set. A rank starts in the folder that the launcher was started in."""
+    """The given paths, made absolute: a rank starts in the working folder of the launcher."""
     return {flag: str(Path(path).absolute()) for flag, path in paths.items() if path is not None}
 
 
@@ -80,15 +80,15 @@ class HostState(NamedTuple):
 
     host: Host
     problem: str | None
-    """Why it cannot; None if it can."""
+    """Why the host cannot take part; None if it can."""
     address: str = ""
-    """The first address that the host lists, where DeepSpeed has the ranks of other hosts find rank 0."""
+    """The first address that the host lists, which DeepSpeed uses as MASTER_ADDR."""
     owner_has_ended: bool = False
-    """Whether the process that held the lock of the checkpoints was on this host, and has ended."""
+    """Whether the process that holds the lock of the checkpoint folder was on this host, and has ended."""
 
 
 def host_states(examination: Examination) -> list[HostState]:
-    """The state of each host of ``examination``, after what that names was ended there."""
+    """The state of each host of ``examination``, after processes of earlier starts have been ended."""
     if not examination.hosts:
         return []
     results, reports = examine_hosts(examination)
@@ -103,18 +103,18 @@ def _state(report: HostReport, checks: Mapping[str, Sequence[CheckResult]]) -> H
 
 
 _LISTED = 16
-"""Hosts that have a block of their own each, and hosts that are named with a finding."""
+"""Maximum number of hosts that are listed separately, or named in a line of a table that is grouped."""
 
 
 def table(results: Results, *, color: bool) -> str:
-    """A block of lines for each host, or ``_grouped`` for many; under each failure, the command that fixes it."""
+    """A block of lines for each host, or grouped by check for many hosts; each failure with a command that fixes it."""
     if len(results) > _LISTED:
         return "\n".join(_grouped(results, color))
     return "\n".join(line for host, checks in results.items() for line in (host, *_lines(checks, color)))
 
 
 def all_reduce_lines(result: AllReduceResult, ranks: int, *, color: bool) -> str:
-    """The bandwidth of the all-reduce, or the hosts that failed."""
+    """Lines with the bandwidth of the all-reduce, or with the hosts that failed."""
     if result.bytes_per_second is not None:
         speed = f"{result.bytes_per_second / 1e9:.2f} GB/s"
         return _line(CheckResult(True, f"over {counted(ranks, 'rank')}: {speed}"), "all-reduce", color)
@@ -125,7 +125,7 @@ def all_reduce_lines(result: AllReduceResult, ranks: int, *, color: bool) -> str
 
 
 def as_json(results: Results, all_reduce_result: AllReduceResult | None) -> str:
-    """Everything as one JSON object."""
+    """All results as a JSON object."""
     report = {
         "ok": is_ready(results, all_reduce_result),
         "hosts": {
@@ -138,12 +138,12 @@ def as_json(results: Results, all_reduce_result: AllReduceResult | None) -> str:
 
 
 def is_ready(results: Results, all_reduce_result: AllReduceResult | None) -> bool:
-    """Whether nothing failed."""
+    """Whether all checks and the all-reduce passed."""
     return problem_count(results) == 0 and (all_reduce_result is None or all_reduce_result.bytes_per_second is not None)
 
 
 def problem_count(results: Results) -> int:
-    """Failed checks of all hosts."""
+    """Number of failed checks of all hosts."""
     return sum(not line.ok for checks in results.values() for lines in checks.values() for line in lines)
 
 
@@ -156,7 +156,7 @@ def _lines(checks: Mapping[str, Sequence[CheckResult]], color: bool) -> Iterator
 
 
 def _grouped(results: Results, color: bool) -> Iterator[str]:
-    """For each check the number of hosts that pass, and each finding once, with its hosts and the fix for the first."""
+    """For each check the number of hosts that pass, and each failure once, with its hosts and the first host's fix."""
     passed: dict[str, set[str]] = {}
     failed: dict[tuple[str, str], dict[str, str | None]] = {}
     for host, checks in results.items():

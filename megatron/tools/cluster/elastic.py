@@ -1,7 +1,7 @@
-"""The decisions of the elastic agent, ``tools/launch.py --elastic``: on which hosts a run starts, and starts again.
+"""The elastic agent's decisions (``tools/launch.py --elastic``): when and on which hosts a run starts and restarts.
 
-Each start begins with a health check of all hosts. Spare hosts replace lost ones; if there are not enough, the planner
-chooses the layout for the remaining hosts. The new ranks resume from the newest complete checkpoint.
+Each start begins with a health check of all hosts. Spare hosts replace lost ones; if there are too few, the planner
+chooses a layout for the remaining hosts. The ranks resume from the newest complete checkpoint.
 """
 
 import json
@@ -26,13 +26,13 @@ class TooFewHostsError(LaunchError):
 
 
 class Start(NamedTuple):
-    """What is started."""
+    """A start of the run: hosts and arguments."""
 
     hosts: list[Host]
     arguments: list[str]
-    """Of the training program."""
+    """Arguments of the training program."""
     layout: str
-    """For the user."""
+    """Description of the layout for the user."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
     @property
     def host_names(self) -> list[str]:
-        """The host of each rank."""
+        """The name of each rank's host."""
         return [host.name for host in self.hosts for _ in host.slots]
 
     def ranks_on(self, names: Collection[str]) -> list[int]:
@@ -49,22 +49,22 @@ class Start(NamedTuple):
         return [rank for rank, name in enumerate(self.host_names) if name in names]
 
 
-class Ended(NamedTuple):
-    """How a start has ended."""
+class StartResult(NamedTuple):
+    """How a start of the run has ended."""
 
     code: int
     by_signal: bool
     failed_first: frozenset[str] = frozenset()
-    """Hosts with ranks that ended by themselves, not because of others."""
+    """Hosts with ranks that failed by themselves, not as a consequence of other ranks."""
     to_rejoin: bool = False
-    """Whether it was ended after a checkpoint because hosts have come back."""
+    """Whether the agent ended it after a checkpoint because lost hosts have come back."""
 
 
 def pick_hosts(regular: Sequence[Host], states: Sequence[HostState]) -> list[Host]:
-    """The hosts to use: the healthy ones of ``regular``, in order, and in the place of each lost one a spare host.
+    """The hosts to use: the healthy ``regular`` hosts in order, with each lost host replaced by a spare host.
 
-    A spare host with fewer slots than the lost one, and spare hosts beyond the number of lost ones, are not used,
-    unless some lost host has no substitute: then all of the healthy ones are, up to the number of regular hosts.
+    A spare host only replaces a host with as many slots or fewer. If a lost host has no substitute, remaining healthy
+    spare hosts are appended, up to the number of regular hosts.
     """
     healthy = {state.host.name: state.host for state in states if state.problem is None}
     spares = [host for host in healthy.values() if host.spare]
@@ -79,29 +79,29 @@ def pick_hosts(regular: Sequence[Host], states: Sequence[HostState]) -> list[Hos
 
 
 def is_complete(regular: Sequence[Host], hosts: Sequence[Host]) -> bool:
-    """Whether ``hosts`` have the ranks of ``regular``, host by host."""
+    """Whether ``hosts`` have the same numbers of ranks as ``regular``, host by host."""
     return [len(host.slots) for host in hosts] == [len(host.slots) for host in regular]
 
 
 def failed_first(start: Start, codes: Mapping[int, str]) -> frozenset[str]:
-    """The hosts whose ranks failed by themselves, from the exit code that each rank of ``start`` has left.
+    """The hosts whose ranks failed by themselves, from the exit codes that the ranks of ``start`` have written.
 
     The code is empty for a rank that was killed, was lost with its host, or hung. A rank that exits because of another
-    one has code 6. If that is true on all hosts or on none, no host is to blame: the result is empty.
+    rank has code 6. If ranks failed by themselves on all hosts, no host is to blame: the result is empty.
     """
-    fine = ("0", str(LaunchError.exit_code))
-    found = {
+    innocent = ("0", str(LaunchError.exit_code))
+    failed = {
         host.name
         for host in start.hosts
-        if any(codes.get(rank, "") not in fine for rank in start.ranks_on({host.name}))
+        if any(codes.get(rank, "") not in innocent for rank in start.ranks_on({host.name}))
     }
-    return frozenset(found if len(found) < len(start.hosts) or len(start.hosts) == 1 else ())
+    return frozenset(failed if len(failed) < len(start.hosts) or len(start.hosts) == 1 else ())
 
 
 def with_ended(codes: Mapping[int, str], start: Start, gone: set[str]) -> dict[int, str]:
-    """``codes``, with 6 for the ranks that were still running when the start was ended because of the hosts ``gone``.
+    """``codes`` with 6 for ranks that were still running when the agent ended the start because of the hosts ``gone``.
 
-    If the ranks on ``gone`` have ended because of others, a running rank hung: the codes stay as they are.
+    If the ranks on ``gone`` ended as a consequence of other ranks, a running rank hung: the codes are not changed.
     """
     others = str(LaunchError.exit_code)
     if all(codes.get(rank, "") == others for rank in start.ranks_on(gone)):
@@ -111,7 +111,7 @@ def with_ended(codes: Mapping[int, str], start: Start, gone: set[str]) -> dict[i
 
 
 def slow_hosts(file: Path, start: Start) -> set[str]:
-    """The names in the hostfile of the hosts with the ranks that ``--straggler-report`` has named in ``file``."""
+    """The hosts, by their names in the hostfile, of the ranks that ``--straggler-report`` has written to ``file``."""
     try:
         ranks = json.loads(file.read_text())["ranks"]
     except (OSError, ValueError, KeyError):
@@ -120,21 +120,21 @@ def slow_hosts(file: Path, start: Start) -> set[str]:
 
 
 def without_slow(states: Sequence[HostState], slow: Collection[str], least: int) -> list[HostState]:
-    """``states`` with a problem for each slow host, as long as ``least`` hosts have none."""
-    found = list(states)
+    """``states`` with slow hosts marked as not usable, as long as ``least`` hosts remain."""
+    marked = list(states)
     for number, state in enumerate(states):
-        if state.problem is None and state.host.name in slow and healthy_count(found) > least:
-            found[number] = state._replace(problem="slower than others: --exclude-stragglers")
-    return found
+        if state.problem is None and state.host.name in slow and healthy_count(marked) > least:
+            marked[number] = state._replace(problem="slower than others: --exclude-stragglers")
+    return marked
 
 
 def healthy_count(states: Sequence[HostState]) -> int:
-    """How many hosts can take part."""
+    """Number of hosts that can take part."""
     return sum(state.problem is None for state in states)
 
 
 def run_elastic(run: "ElasticRun") -> int:
-    """Start the run, and again after each failure, on the hosts that are healthy then. Returns the exit code.
+    """Start the run, and restart it after each failure, on the hosts that are then healthy. Returns the exit code.
 
     Raises TooFewHostsError if fewer than ``--min-hosts`` are healthy, LaunchError if no layout fits on them.
     """
@@ -166,7 +166,7 @@ def run_elastic(run: "ElasticRun") -> int:
         before, reached = reached, run.progress()
         if by_signal or (code in FINAL and not to_rejoin):
             return code
-        if to_rejoin:  # there is a new checkpoint
+        if to_rejoin:  # it ended after a new checkpoint
             code, failures = 0, []
             continue
         failures = [*failures, hosts] if reached == before else []
@@ -174,7 +174,7 @@ def run_elastic(run: "ElasticRun") -> int:
 
 
 def _is_crash_loop(suspects: frozenset[str], others: Sequence[HostState], launch: Namespace) -> bool:
-    """Whether to give up after failures in a row, of which each began on the hosts ``suspects``; prints which."""
+    """Whether to give up after consecutive failures that all began on the hosts ``suspects``; prints the decision."""
     line = f"crash loop: {launch.exclude_after} failures in a row without a new checkpoint"
     if not suspects:
         print_error(f"{line}, and no host was in all of them; not restarted")
@@ -212,5 +212,5 @@ def _next_start(
 
 
 def announce(line: str) -> None:
-    """Print what the agent does, on one line."""
+    """Print an action of the agent on one line."""
     print(f"launch.py: elastic: {' '.join(line.split())}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The elastic agent at work: it checks hosts, has the planner choose a layout, starts the ranks and watches them."""
+"""The elastic agent's actions: check hosts, choose a layout with the planner, start the ranks and watch them."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from megatron.common.errors import ConfigError, LaunchError, ResourceError
 from megatron.config import RunConfig
 from megatron.tools.cluster.doctor import HostState, host_states
 from megatron.tools.cluster.elastic import (
-    Ended,
     Start,
+    StartResult,
     announce,
     failed_first,
     healthy_count,
@@ -49,18 +49,18 @@ from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_sur
 
 LOCK = ".supervisor.lock"
 STRAGGLERS = "stragglers.json"
-"""Of ``--straggler-report``, in the folder of the checkpoints."""
+"""File of ``--straggler-report`` in the checkpoint folder."""
 STARTS = "elastic.jsonl"
-"""In the folder of the checkpoints: a line for each start that has ended."""
+"""Log in the checkpoint folder, with a line for each start that has ended."""
 _CHECK_SECONDS, _KILL_SECONDS = 30.0, 5.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 5.0
-"""How long, and how often, the hosts of a run that has been started are checked until enough of them answer again."""
+"""Maximum time, and interval, of repeated checks until enough hosts of a started run answer again."""
 
 
 class ElasticRun:
-    """A run of ``launch`` as it is given, and what is done to start it again.
+    """A run with the command line ``launch``, and the actions to start and restart it.
 
-    Raises ConfigError for arguments that an elastic run cannot have, before anything is started.
+    Raises ConfigError, before anything is started, for arguments that are not supported in an elastic run.
     """
 
     def __init__(self, launch: Namespace, environ: Mapping[str, str], runner: Sequence[str]) -> None:
@@ -75,23 +75,23 @@ class ElasticRun:
         if not is_plain(str(self.save)):
             raise ConfigError(f"--save {self.save}: --elastic needs a path of letters, digits and @_+=:,./-")
         self.lock = FolderLock(self.save, LOCK, "is supervised for this folder")
-        # The same for an agent that takes over.
+        # An agent that takes over the run has the same token.
         self.token = hashlib.sha256(str(self.save.resolve()).encode()).hexdigest()[:16]
         self._excluded: Mapping[str, str] = {}
         self._slow: set[str] = set()
         self._healthy: list[Host] = []
-        """According to the last health check."""
+        """Healthy hosts of the last health check."""
         self._addresses: dict[str, str] = {}
         self._used: frozenset[str] = frozenset()
         """The names of the hosts of the last start."""
         self.awaited: set[frozenset[str]] = set()
-        """Hosts for which a start was ended after a checkpoint, and that have not started together since."""
+        """Sets of hosts for which a start was ended after a checkpoint, and which have not started together since."""
         self.failed_at: float | None = None
-        """When the failure was noticed from which the present start recovers."""
+        """Time at which the failure was noticed from which the current start recovers."""
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether hosts may have a newer state in memory than the newest checkpoint."""
+        """Whether hosts may have a snapshot in memory that is newer than the newest checkpoint."""
         return self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None
 
     def progress(self) -> str | None:
@@ -99,7 +99,7 @@ class ElasticRun:
         return newest_checkpoint(self.save)
 
     def check_hosts(self, excluded: Mapping[str, str]) -> list[HostState]:
-        """The state of all hosts but the excluded ones, after the processes of earlier starts have been ended.
+        """The state of all hosts except the excluded ones, after the processes of earlier starts have been ended.
 
         Raises CheckpointError if another agent has taken over.
         """
@@ -113,8 +113,8 @@ class ElasticRun:
             states = host_states(self._examination()._replace(leftovers=leftovers))
             if not (self._used and self._too_few_answer(states) and time.monotonic() < deadline):
                 break
-            time.sleep(_PAUSE_SECONDS)  # a network may fail for a moment
-        # One that is cut off may train on, but must not save.
+            time.sleep(_PAUSE_SECONDS)  # the network may be down for a moment
+        # A host that is cut off may continue to train, but must not save: its lock is taken away.
         has_ended = any(state.owner_has_ended for state in states)
         if owner is not None and (has_ended or owner.run == self.token):
             with suppress(OSError):
@@ -124,16 +124,16 @@ class ElasticRun:
         return without_slow(states, self._slow, self.launch.min_hosts)
 
     def look(self) -> list[HostState]:
-        """The state of all hosts while the run continues there."""
+        """The state of all hosts, without ending processes: for use while the run continues."""
         return without_slow(host_states(self._examination()), self._slow, self.launch.min_hosts)
 
     def _too_few_answer(self, states: Sequence[HostState]) -> bool:
-        """Whether there would be enough hosts if those answered that do not."""
+        """Whether there are too few healthy hosts only because some do not answer."""
         silent = sum((state.problem or "").startswith("ssh: ") for state in states)
         return healthy_count(states) < self.launch.min_hosts <= healthy_count(states) + silent
 
     def choose(self, states: Sequence[HostState]) -> Start | None:
-        """The run as given, if enough hosts are healthy; else on the layout that the planner chooses; None: none fits.
+        """The start with the given layout, if enough hosts are healthy; else with a layout from the planner, or None.
 
         Raises ConfigError if the planner does not know the arguments.
         """
@@ -155,7 +155,7 @@ class ElasticRun:
         idle = f", {' '.join(host.name for host in hosts[planned.hosts :])} idle" if planned.hosts < len(hosts) else ""
         return Start(hosts[: planned.hosts], planned.arguments, f"{planned}{idle}")
 
-    def start(self, start: Start) -> Ended:
+    def start(self, start: Start) -> StartResult:
         """Run ``start`` to its end, to the loss of a host, or to the checkpoint after which lost hosts rejoin.
 
         Raises CheckpointError if another agent has taken over; ResourceError if ``--save`` cannot be written.
@@ -178,8 +178,8 @@ class ElasticRun:
         self.failed_at = watch.noticed or time.time()
         return result
 
-    def _supervise(self, launch: Namespace, watch: Watch, exit_codes: Path) -> tuple[Ended, dict[int, str]]:
-        """Run the launcher to its end: how it has ended, and the exit code of each rank."""
+    def _supervise(self, launch: Namespace, watch: Watch, exit_codes: Path) -> tuple[StartResult, dict[int, str]]:
+        """Run the launcher to its end. Returns how it has ended, and the exit code of each rank."""
         command = [*self.runner, *launcher_arguments(launch, self.environ)]
         environ = {**self.environ, **ssh_options_for_pdsh(self.environ, alive=ALIVE_SECONDS), RUN_VARIABLE: self.token}
         try:
@@ -187,36 +187,36 @@ class ElasticRun:
         finally:
             watch.is_over.set()
         code = ended.code
-        if ended.signals and self.program is not None:  # others may leave no exit codes
-            code = code if ended.signals > 1 else LaunchError.exit_code  # if not all ranks saved: some were lost
-            may_save = launch.force_multi and not ended.was_stopped  # which has waited as long already
+        if ended.signals and self.program is not None:  # other programs may write no exit codes
+            code = code if ended.signals > 1 else LaunchError.exit_code  # not all ranks may have saved
+            may_save = launch.force_multi and not ended.was_stopped  # the watch has already waited as long
             code = code_after_signal(exit_codes, code, END_SECONDS if may_save else 0.0)
         codes = read_exit_codes(exit_codes)
         if ended.was_stopped:
             codes = with_ended(codes, watch.start, watch.gone)
-        return Ended(code, ended.signals > 0), codes
+        return StartResult(code, ended.signals > 0), codes
 
-    def _record(self, start: Start, ended: Ended, began: float) -> None:
-        """Add the start to the log of the run."""
+    def _record(self, start: Start, ended: StartResult, began: float) -> None:
+        """Append the start to the log of the run."""
         hosts = [host.name for host in start.hosts]
         line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
         line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}
-        with suppress(OSError), open(self.save / STARTS, "a") as file:  # a full disk is for the run itself to report
+        with suppress(OSError), open(self.save / STARTS, "a") as file:  # the run itself reports a full disk
             file.write(json.dumps(line) + "\n")
 
     def _launch_of(self, start: Start, folder: Path) -> Namespace:
-        """The launch of ``start``, with a hostfile in ``folder``."""
+        """The launcher's command line for ``start``, with a hostfile in ``folder``."""
         hostfile = folder / "hostfile"
         hostfile.write_text("".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in start.hosts))
         include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in start.hosts)
-        of_start = {"hostfile": hostfile, "include": include, "exclude": "", "arguments": start.arguments}
-        of_start["no_ssh_check"] = True  # the health check has just been there
+        flags = {"hostfile": hostfile, "include": include, "exclude": "", "arguments": start.arguments}
+        flags["no_ssh_check"] = True  # the health check has just used ssh
         first = start.hosts[0].name
         if first != self.regular[0].name or not self.launch.master_addr:
-            of_start["master_addr"] = self._addresses.get(first, "")  # without one DeepSpeed asks the host
-        # DeepSpeed would start the ranks of a single host here, wherever that is.
+            flags["master_addr"] = self._addresses.get(first, "")  # if empty, DeepSpeed asks the host
+        # DeepSpeed would start the ranks of a single host on this host, even if it is another one.
         force_multi = self.launch.force_multi or not runs_here_alone(start.hosts)
-        return Namespace(**{**vars(self.launch), **of_start, "force_multi": force_multi})
+        return Namespace(**{**vars(self.launch), **flags, "force_multi": force_multi})
 
     def _examination(self) -> Examination:
         launch = self.launch
@@ -234,18 +234,18 @@ class ElasticRun:
         )
 
     def _read_run(self) -> RunConfig | None:
-        """The run as given; None if the planner does not know its program."""
+        """The configuration of the run with the given arguments; None if the planner does not know its program."""
         if self.program is None:
             return None
         if (given := read_flags(self.launch.arguments, self.program).values.get(CONFIG_FILE)) is not None:
             raise ConfigError(f"--elastic chooses the layout again: give the settings of {given.source} as flags")
         ranks = sum(len(host.slots) for host in self.regular)
-        of_ranks = {"DS_ACCELERATOR": self.device, "WORLD_SIZE": str(ranks)}
-        return parse_run(self.launch.arguments, {**self.environ, **of_ranks}, self.program)
+        variables = {"DS_ACCELERATOR": self.device, "WORLD_SIZE": str(ranks)}
+        return parse_run(self.launch.arguments, {**self.environ, **variables}, self.program)
 
 
 def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
-    """A folder for the exit codes of all ranks, on all hosts. Raises ResourceError if it cannot be made."""
+    """A temporary folder in ``save``, shared by all hosts, for the ranks' exit codes. Raises ResourceError."""
     try:
         return tempfile.TemporaryDirectory(prefix=".ranks-", dir=save, ignore_cleanup_errors=True)
     except OSError as error:
@@ -253,7 +253,7 @@ def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
 
 
 def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name_of_gpu) -> Device:
-    """The device that the planner plans for. Raises ConfigError if it is not known."""
+    """The device to plan for. Raises ConfigError if it is unknown."""
     device = DEVICES[launch.device] if launch.device else device_here(kind, query)
     if device is None:
         names = "|".join(DEVICES)
@@ -262,11 +262,11 @@ def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name
 
 
 _COPY_SECONDS = 600.0
-"""Time limit of a copy; after it the run starts without the snapshot."""
+"""Time limit of copying a snapshot, after which the run starts without it."""
 
 
 def bring_snapshots(hosts: Sequence[Host], run: RunConfig, port: int | None) -> None:
-    """Move the snapshots of ``run`` on ``hosts``, if there are any, from memory to disk, as far as that is possible."""
+    """Move snapshots of ``run`` from the memory of ``hosts`` to the checkpoint folder; failures are announced."""
     folder, save = snapshot_folder(run.checkpoint), Path(str(run.checkpoint.save)).absolute()
     if hosts:
         with ThreadPoolExecutor(len(hosts)) as pool:
@@ -274,7 +274,7 @@ def bring_snapshots(hosts: Sequence[Host], run: RunConfig, port: int | None) -> 
 
 
 def moving(folder: Path, save: Path, host: str) -> list[str]:
-    """The command that moves ``folder`` of the memory of ``host`` to ``save``; if that fails, it stays there."""
+    """The command that moves ``folder`` from the memory of ``host`` to ``save``; if the copy fails, it is kept."""
     here, there = (shlex.quote(str(path)) for path in (folder, brought_folder(save, host)))
     move = f"rm -rf {there}; if cp -r {here} {there}; then rm -r {here}; else rm -rf {there}; false; fi"
     return ["sh", "-c", f"test ! -d {here} || {{ {move}; }}"]

@@ -1,4 +1,4 @@
-"""What the elastic agent watches while a start trains: lost hosts, hosts that come back, its lock."""
+"""Watches a start of an elastic run: lost hosts, hosts that come back, and the agent's lock."""
 
 import threading
 import time
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from megatron.tools.cluster.elastic_run import ElasticRun
 
 ALIVE_SECONDS = 3
-"""ssh gives up a host that has been silent for three times that long."""
+"""ServerAliveInterval of ssh, which closes the connection to a host that is silent for three times as long."""
 _NOTICE_SECONDS = 3.0
-"""How long the ranks of other hosts may take to notice the end of a host's ranks, and to print what they know."""
+"""Time for ranks on other hosts to notice the end of a host's ranks, and to print the cause."""
 END_SECONDS = 60.0
-"""The same at an end that no restart follows."""
+"""Time for ranks on other hosts to end when no restart follows."""
 _CONNECT_SECONDS = 5.0
-"""How long after the first connection a host may have none, before it counts as gone."""
+"""Time from the first connection after which a host without a connection counts as gone."""
 _STOPPED_SECONDS = 60.0
-"""How long rank 0 may not renew its lock. Another rank would find it sooner, by ``--watchdog-minutes``."""
+"""Time without renewal of its lock after which rank 0 counts as stopped. ``--watchdog-minutes`` finds other ranks."""
 _LOOK_SECONDS = 1.0
 _REJOIN_SECONDS = 20.0
-"""Between two looks at hosts that are lost."""
+"""Interval of checks of lost hosts."""
 
 
 class Watch:
-    """Asks to end a start whose hosts are lost, or whose lost hosts have come back and a new checkpoint is there."""
+    """Decides when to end a start: hosts are lost, or lost hosts have come back and there is a new checkpoint."""
 
     def __init__(self, run: "ElasticRun", start: Start, exit_codes: Path) -> None:
         self.is_over = threading.Event()
         self.hosts_rejoin = False
         self.gone: set[str] = set()
-        """The hosts whose connection has ended."""
+        """Hosts whose connection has ended."""
         self.noticed: float | None = None
-        """When the failure was noticed for which the start is ended."""
+        """Time at which the failure was noticed for which the start is ended."""
         self.start, self._run, self._exit_codes = start, run, exit_codes
         self._connections: dict[str, psutil.Process] = {}
         self._connected_at: float | None = None
@@ -50,12 +50,12 @@ class Watch:
         self._without_renewal = 0.0
         self._next, self._came_back_at = 0.0, ""
         self._came_back: frozenset[str] | None = None
-        """The hosts of the better start that has become possible."""
+        """Hosts of a start with more ranks that has become possible."""
         if run.launch.rejoin and not is_complete(run.regular, start.hosts):
             threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
 
     def __call__(self, launcher: psutil.Process, ends_by_signal: bool) -> bool:
-        """Whether to end the start, whose launcher is given. Raises CheckpointError if another agent took over."""
+        """Whether to end the start with this ``launcher``. Raises CheckpointError if another agent has taken over."""
         if not ends_by_signal and self._came_back and (self._run.progress() or "") != self._came_back_at:
             announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
             self.hosts_rejoin = True
@@ -82,10 +82,10 @@ class Watch:
             run.failed_at = None
 
     def _has_lost_hosts(self, now: float, ends_by_signal: bool) -> bool:
-        """Whether ranks or a host of theirs have ended, so that the ranks of other hosts are to be ended."""
+        """Whether a host or its ranks have ended, so that the ranks of other hosts must be ended."""
         gone = {host for host, ssh in self._connections.items() if not _runs(ssh)}
         if self._connected_at is not None and now - self._connected_at > _CONNECT_SECONDS:
-            gone |= self.start.names - self._connections.keys()  # ended at once, and was never seen
+            gone |= self.start.names - self._connections.keys()  # the connection ended before it was observed
         if not gone:
             return False
         ends_well = ends_by_signal or self._ends_without_restart(gone)
@@ -101,20 +101,20 @@ class Watch:
         return True
 
     def _is_stopped(self) -> bool:
-        """Whether rank 0 is stopped: it does not renew its lock, though the file can be read. Called every second."""
+        """Whether rank 0 has stopped renewing its lock, although the file can be read. Must be called every second."""
         before, self._renewal = self._renewal, last_renewal(self._run.save, self._run.token)
         is_new = self._renewal is None or self._renewal != before
         self._without_renewal = 0.0 if is_new else self._without_renewal + _LOOK_SECONDS
         return self._without_renewal >= _STOPPED_SECONDS
 
     def _ends_without_restart(self, gone: set[str]) -> bool:
-        """Whether all hosts are gone, or the ranks of the gone ones have left codes that end the run."""
+        """Whether all hosts are gone, or all ranks on the hosts ``gone`` have written exit codes that end the run."""
         codes = read_exit_codes(self._exit_codes)
         left = [codes.get(rank, "") for rank in self.start.ranks_on(gone)]
         return len(gone) == len(self.start.hosts) or all(code and int(code) in FINAL for code in left)
 
     def _await_hosts(self) -> None:
-        """Wait until a better start is possible, with hosts that were lost."""
+        """Wait until a start with more ranks is possible, on hosts that have come back."""
         try:
             while not self.is_over.wait(_REJOIN_SECONDS):
                 start = self._run.choose(self._run.look())
@@ -130,12 +130,12 @@ class Watch:
             announce(f"{type(error).__name__} in the search for hosts that have come back, which ends: {error}")
 
     def _is_better(self, start: Start) -> bool:
-        """Whether ``start`` has more ranks than the present one, and the run was not ended for it in vain."""
+        """Whether ``start`` has more ranks than the current one, and an earlier attempt to start it did not fail."""
         return len(start.host_names) > len(self.start.host_names) and start.names not in self._run.awaited
 
 
 def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psutil.Process]:
-    """The ssh of pdsh to each of ``hosts``."""
+    """The ssh process of pdsh for each of ``hosts`` that is connected."""
     found: dict[str, psutil.Process] = {}
     for process in _children(launcher, recursive=True):
         with suppress(psutil.Error):  # it has just ended

@@ -1,8 +1,8 @@
-"""Hostfiles: the hosts of a run and the processes of each, read by a strict grammar before anything is started.
+"""Hostfiles: reads the hosts of a run and their slots with a strict grammar, before anything is started.
 
-DeepSpeed takes any first word of a line for a host, and passes it to ssh, pdsh and remote shells. A word such as
-``-oProxyCommand=...`` is an option to ssh, which runs it. Here a name is letters, digits, dots and hyphens, or an IP
-address.
+DeepSpeed accepts any first word of a line as a host, and passes it to ssh, pdsh and remote shells. A word such as
+``-oProxyCommand=...`` is an option of ssh, which executes it. Here a name consists of letters, digits, dots and
+hyphens, or is an IP address.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _LONGEST_NAME = 253
 _SLOTS = re.compile(r"slots=([0-9]{1,6})")
 SPARE = "spare"
-"""Third word of a line: the host only replaces a lost one."""
+"""Third word of a line for a spare host, which only replaces a lost host."""
 _MOST_SHOWN = 8
 _FORM = "write NAME slots=N, as in: worker-1 slots=8"
 
@@ -29,9 +29,9 @@ class Host(NamedTuple):
 
     name: str
     slots: tuple[int, ...]
-    """Its devices, counted from 0; a process runs on each."""
+    """Device numbers, counted from 0, of which each gets a process."""
     spare: bool = False
-    """Whether it only replaces a lost host, see ``tools/launch.py --elastic``."""
+    """Whether the host only replaces a lost host, see ``tools/launch.py --elastic``."""
 
 
 def name_problem(name: str) -> str | None:
@@ -50,9 +50,9 @@ LOCALHOST = "localhost"
 
 
 def is_this_host(name: str) -> bool:
-    """Whether ``name`` is one that every machine has for itself, this machine's own, or one of its addresses.
+    """Whether ``name`` is localhost, this machine's host name, or one of its addresses.
 
-    Other names are not resolved: ssh may lead them elsewhere, through a port of this machine.
+    Other names are not resolved, since ssh may forward them elsewhere through a port of this machine.
     """
     if name.lower() in (LOCALHOST, socket.gethostname().lower()):
         return True
@@ -66,21 +66,21 @@ def is_this_host(name: str) -> bool:
 
 
 def runs_here_alone(hosts: Sequence[Host]) -> bool:
-    """Whether these hosts of a hostfile are one, and that one is this machine."""
+    """Whether ``hosts`` is only this machine."""
     return len(hosts) == 1 and is_this_host(hosts[0].name)
 
 
 _LARGEST = 1 << 24
-"""Bytes of a hostfile."""
+"""Maximum bytes of a hostfile."""
 _MOST_HOSTS = 1 << 14
-"""Of more the health check, which connects to some at a time, would take hours."""
+"""Maximum number of hosts; a health check of more would take hours."""
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a hostfile, in its order.
+    """Read the hosts of a hostfile, in its order.
 
     Raises:
-        ConfigError: it cannot be read or names no host; or one message for each wrong line.
+        ConfigError: it cannot be read or has no host; or one message for each invalid line.
     """
     try:
         lines = read_bytes(path, largest=_LARGEST).decode().replace("\r\n", "\n").split("\n")
@@ -112,7 +112,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def check_one_filter(include: str, exclude: str) -> None:
-    """Raises ConfigError if both are set."""
+    """Raise ConfigError if both filters are set."""
     if include and exclude:
         raise ConfigError("--include and --exclude are both set: remove one")
 
@@ -121,12 +121,13 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
     """The hosts and slots of a run, in the order of the hostfile.
 
     Args:
-        hosts: all of the hostfile.
-        include: ``host[:slot,slot...][@host...]``; without slots, all of that host. Empty is everything.
-        exclude: the same for what is not used.
+        hosts: all hosts of the hostfile.
+        include: ``host[:slot,slot...][@host...]``; without slots, all slots of the host. Empty includes all hosts.
+        exclude: hosts and slots not to use, in the same form.
 
     Raises:
-        ConfigError: both are set; one is malformed, or names what the hostfile does not have; or nothing is left.
+        ConfigError: both filters are set; one is malformed, or names a host or slot that the hostfile does not have; or
+            no host remains.
     """
     check_one_filter(include, exclude)
     if not (include or exclude):
@@ -175,7 +176,7 @@ def _parse_line(line: str) -> Host | None:
 
 
 def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, frozenset[int]]:
-    """The slots that a filter names, by host. Raises ConfigError."""
+    """Parse a filter into slots by host. Raises ConfigError."""
     named: dict[str, frozenset[int]] = {}
     problems = []
     for part in text.split("@"):

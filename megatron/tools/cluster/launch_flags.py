@@ -1,4 +1,4 @@
-"""The command line of ``tools/launch.py``: DeepSpeed's flags and those of ``--elastic``, and the hosts they choose."""
+"""Command line of ``tools/launch.py``: flags of deepspeed and of ``--elastic``, and the hosts that they select."""
 
 import re
 from argparse import REMAINDER, Namespace
@@ -13,9 +13,9 @@ from megatron.tools.planning.machine import DEVICES
 from megatron.tools.planning.request import bytes_of_text
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""DeepSpeed's default."""
+"""The deepspeed launcher's default."""
 _ANY_SLOTS = tuple(range(10_000))
-"""Of this host, whose devices only the ranks count."""
+"""Slots of this host without a hostfile; only the ranks know the real number of devices."""
 ELASTIC = (
     "elastic",
     "min_hosts",
@@ -40,7 +40,7 @@ _SWITCHES = {
 
 
 def add_launcher_flags(parser: ToolParser) -> None:
-    """The flags for hosts, processes and ports, by DeepSpeed's names."""
+    """Add the flags for hosts, processes and ports, with the names of the deepspeed launcher."""
     parser.add_argument("-H", "--hostfile", type=Path, metavar="FILE", help="hosts, see hostfile.example")
     parser.add_argument("-i", "--include", default="", metavar="HOST:SLOTS", help="use only these: host:0,1@host2")
     parser.add_argument("-e", "--exclude", default="", metavar="HOST:SLOTS", help="use all but these")
@@ -110,7 +110,7 @@ def _add_elastic_flags(parser: ToolParser) -> None:
 
 
 def _check_elastic_flags(launch: Namespace) -> None:
-    """Raises ConfigError if a flag needs ``--elastic``, or is not supported with it."""
+    """Raise ConfigError if a flag needs ``--elastic``, or is not supported with it."""
     if not launch.elastic:
         if given := [name for name in ELASTIC if getattr(launch, name)]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -127,7 +127,7 @@ def _check_elastic_flags(launch: Namespace) -> None:
 
 
 def chosen_hosts(launch: Namespace) -> list[Host]:
-    """The hosts of a run; empty, for this host only, without a hostfile. Raises ConfigError."""
+    """The hosts of a run; empty without a hostfile, which means only this host. Raises ConfigError."""
     if (launch.num_nodes or launch.num_gpus) and (launch.include or launch.exclude):
         raise ConfigError(
             "--num_nodes and --num_gpus are not supported with --include and --exclude: remove one or the other"
@@ -151,19 +151,19 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on. Raises ValueError."""
+    """Parse an integer of 1 or more. Raises ValueError."""
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
         raise ValueError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
 def restarts(text: str) -> int:
-    """A whole number. Raises ValueError."""
+    """Parse a non-negative integer. Raises ValueError."""
     return 0 if text == "0" else count(text)
 
 
 def port(text: str) -> int:
-    """A port's number. Raises ValueError."""
+    """Parse a port number. Raises ValueError."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
         raise ValueError(f"{text} is not a port")
     return int(text)

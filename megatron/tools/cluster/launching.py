@@ -1,7 +1,7 @@
-"""The arguments of ``deepspeed``, checked and quoted first: no shell runs anything in them.
+"""Checks and quotes the arguments of the ``deepspeed`` launcher, so that no shell executes parts of them.
 
-DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. What it does not quote
-is quoted here; what cannot be quoted is an error.
+DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. Arguments that it does not
+quote are quoted here; values that cannot be quoted are rejected.
 """
 
 import json
@@ -29,15 +29,15 @@ from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh,
 
 _PROJECT = Path(__file__).resolve().parents[3]
 _OWN = ("script", "arguments", "max_restarts", *ELASTIC)
-"""What is not passed on as a flag."""
+"""Values that are not passed on to deepspeed as flags."""
 PDSH_FAN_OUT = 1024
-"""Hosts to which DeepSpeed has pdsh connect at a time, unless a later -f says otherwise."""
-_LONGEST_WORD = 1 << 17
-"""Bytes of an argument of a program on Linux, such as the command line for another host that ssh takes."""
+"""Number of concurrent connections that DeepSpeed sets for pdsh; a later -f overrides it."""
+_LONGEST_ARGUMENT = 1 << 17
+"""Maximum bytes of an argument of a program on Linux, such as the remote command line that pdsh passes to ssh."""
 
 
 def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
-    """The arguments of ``deepspeed`` for ``launch``; for this host only it uses no ssh, regardless of the hostfile.
+    """The arguments of ``deepspeed`` for ``launch``; a run only on this host uses no ssh, even with a hostfile.
 
     Raises:
         ConfigError: with a line for each problem of the hostfile, and for each value that a remote shell would
@@ -60,18 +60,19 @@ def launcher_arguments(launch: Namespace, environ: Mapping[str, str]) -> list[st
         address = launch.master_addr or ("127.0.0.1" if here else hosts[0].name)
         flags = {**flags, "no_ssh_check": True, "master_addr": address}
     if several and launch.launcher == "pdsh":
-        if len(hosts) > PDSH_FAN_OUT:  # all ranks wait for one another
+        if len(hosts) > PDSH_FAN_OUT:  # all ranks wait for each other, so all hosts must be connected
             flags = {**flags, "launcher_args": f"{launch.launcher_args} -f {len(hosts)}".strip()}
-        # The script's name reaches the remote shell as it is, even with a space.
-        script, arguments = shlex.quote(script).replace("%", "%%"), [quote_for_pdsh(word) for word in arguments]
-    return [*_words(flags), script, *arguments]
+        # DeepSpeed passes the script's name to the remote shell unquoted, even with a space.
+        script = shlex.quote(script).replace("%", "%%")
+        arguments = [quote_for_pdsh(argument) for argument in arguments]
+    return [*_flag_arguments(flags), script, *arguments]
 
 
 def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
-    """Check the arguments of a training program before anything is started. Imports no torch.
+    """Check the arguments of a training program before anything is started, without torch.
 
-    Its ranks check them again, where devices, files and the number of processes are known: here they are the same only
-    if the processes are on this host, and their number is given.
+    Its ranks check them again, since only they know devices, files and the number of processes. Here all rules are
+    checked only if the processes run on this host, and their number is given.
 
     Raises ConfigError with a line for each problem.
     """
@@ -83,18 +84,18 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
         parse_run(launch.arguments, {**environ, "WORLD_SIZE": str(launch.num_gpus)}, program)
         return
     values, problems, _ = read_flags(launch.arguments, program)
-    known = values if CONFIG_FILE not in values else None  # the JSON file may provide the rest
+    known = values if CONFIG_FILE not in values else None  # the JSON file may provide other values
     if problems := problems + (value_problems(known, program) if known is not None else []):
         raise ConfigError(problems)
 
 
 _IMPORTED = ("deepspeed", "numpy", "psutil", "torch")
 _SETTINGS = (".json", ".yaml", ".yml")
-"""Endings of files that Python takes for programs which do nothing."""
+"""Suffixes of settings files, which Python may execute as programs without an effect."""
 
 
 def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
-    """Raises ConfigError if the program cannot be started, as DeepSpeed's launcher would find out later, or not."""
+    """Raise ConfigError if the program cannot be started; DeepSpeed's launcher would notice later or not at all."""
     script, problems = Path(launch.script), _shadow_problems(Path.cwd())
     if launch.no_python:
         if not hosts and shutil.which(launch.script) is None:
@@ -108,7 +109,7 @@ def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
 
 
 def _shadow_problems(folder: Path) -> list[str]:
-    """Files that DeepSpeed's launcher, which Python starts as a module, would import instead of a library."""
+    """Files in the working folder that DeepSpeed's launcher, started with ``python -m``, would import as libraries."""
     specs = {name: module.__spec__ for name, module in sys.modules.items() if name in sys.stdlib_module_names}
     loaded = [name for name, spec in specs.items() if spec is not None and spec.origin not in ("frozen", "built-in")]
     return [
@@ -120,18 +121,18 @@ def _shadow_problems(folder: Path) -> list[str]:
 
 
 def training_program(launch: Namespace) -> ArchitectureSpec | None:
-    """What the program to start trains, if it is one of this project."""
+    """The architecture that the program to start trains, if it is a program of this project."""
     script = Path(launch.script).resolve()
     known = None if launch.module or launch.no_python else (GPT2, BERT, T5)
     return next((spec for spec in known or () if script == _PROJECT / spec.program), None)
 
 
-def _words_problem(text: str) -> str | None:
+def _arguments_problem(text: str) -> str | None:
     try:
-        words = shlex.split(text)
+        arguments = shlex.split(text)
     except ValueError as error:
         return f"{error}; close what was opened"
-    wrong = [word for word in words if not is_plain(word.replace("^", ""))]
+    wrong = [argument for argument in arguments if not is_plain(argument.replace("^", ""))]
     return f"{wrong[0]!r} contains a character that a shell interprets; remove it" if wrong else None
 
 
@@ -141,16 +142,16 @@ def _plain_problem(text: str) -> str | None:
 
 _VALUES: dict[str, Callable[[str], str | None]] = {
     "master_addr": name_problem,
-    "launcher_args": _words_problem,
+    "launcher_args": _arguments_problem,
     "venv_script": _plain_problem,
     "enable_each_rank_log": _plain_problem,
     "bind_core_list": _plain_problem,
 }
-"""By flag: a function that describes the problem of a value, if it has one."""
+"""Flag to a function that returns the problem of its value, or None."""
 
 
 def _flag_problems(launch: Namespace, hosts: Sequence[Host]) -> Iterator[str]:
-    """What is wrong with the flags, wherever the ranks are started."""
+    """Problems of the flags, regardless of where the ranks are started."""
     if spare := [host.name for host in hosts if host.spare]:
         yield f"{spare[0]} is a spare host in {launch.hostfile}: add --elastic, or exclude it by -e"
     for flag, check in _VALUES.items():
@@ -165,7 +166,7 @@ def _flag_problems(launch: Namespace, hosts: Sequence[Host]) -> Iterator[str]:
 
 
 def _host_problems(launch: Namespace, hosts: Sequence[Host]) -> Iterator[str]:
-    """What DeepSpeed's launcher would not find on this host, where all that it starts runs."""
+    """Problems of a run whose processes all run on this host, which DeepSpeed's launcher does not report."""
     last, folder = max(len(hosts), 1) - 1, launch.enable_each_rank_log
     if launch.no_ssh and (launch.node_rank is None or not 0 <= launch.node_rank <= last):
         yield f"--no_ssh needs --node_rank, which of the hosts this one is: a number from 0 to {last}"
@@ -178,39 +179,39 @@ def _host_problems(launch: Namespace, hosts: Sequence[Host]) -> Iterator[str]:
 
 
 def _remote_problems(launch: Namespace, hosts: Sequence[Host]) -> Iterator[str]:
-    """What remote shells would interpret, or not take, of what DeepSpeed sends to them as it is."""
+    """Problems of values that DeepSpeed sends unquoted to remote shells, which would interpret or reject them."""
     for name, path in {"the working folder": str(Path.cwd()), "python": sys.executable}.items():
         if not is_plain(path):
             yield (
                 f"the path of {name}, {path!r}, contains a character that a remote shell interprets; use one of "
                 "letters, digits and @_+=:,./-"
             )
-    # The list of all hosts goes to each one, in base64.
+    # DeepSpeed sends the list of all hosts to each host, in base64.
     listed = 4 * len(json.dumps({host.name: host.slots for host in hosts})) // 3
-    if launch.launcher == "pdsh" and listed + len(" ".join(launch.arguments)) >= _LONGEST_WORD - _OTHER_WORDS:
+    if launch.launcher == "pdsh" and listed + len(" ".join(launch.arguments)) >= _LONGEST_ARGUMENT - _OTHER_BYTES:
         yield (
             f"{len(hosts)} hosts: the names and slots of all are {listed:,} bytes of the command line that pdsh gives "
-            f"to ssh, which takes {_LONGEST_WORD:,}: use --launcher slurm or openmpi, or torchrun on each host"
+            f"to ssh, which takes {_LONGEST_ARGUMENT:,}: use --launcher slurm or openmpi, or torchrun on each host"
         )
 
 
-_OTHER_WORDS = 1 << 13
-"""Bytes for the rest of that command line: folder, variables and DeepSpeed's own flags."""
+_OTHER_BYTES = 1 << 13
+"""Bytes reserved for the rest of the remote command line: folder, variables and DeepSpeed's own flags."""
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
-    """The flags in one form: ``--name=value``, so that no value is taken for a flag."""
-    words = []
+def _flag_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """The flags as arguments ``--name=value``, so that no value is mistaken for a flag."""
+    arguments = []
     for name, value in flags.items():
         if name not in _OWN and value is not None and value is not False and value != "":
-            words.append(f"--{name}" if value is True else f"--{name}={value}")
-    return words
+            arguments.append(f"--{name}" if value is True else f"--{name}={value}")
+    return arguments
 
 
 def checkpoint_folder(arguments: Sequence[str], *, elastic: bool = False) -> Path:
-    """The folder of the checkpoints of the run with these training arguments.
+    """The checkpoint folder of the run with these training ``arguments``.
 
-    Raises ConfigError if a restarted run would not resume from them.
+    Raises ConfigError if a restarted run would not resume from it.
     """
     flags = {field: flag.value for field, flag in read_flags(arguments).values.items()}
     save = flags.get("save")

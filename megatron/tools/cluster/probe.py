@@ -1,8 +1,8 @@
-"""The facts of a host: a program that is sent to hosts, which may not have this project.
+"""The probe: a program that is sent to hosts and collects facts about them.
 
-The probe uses only the standard library, prints the facts as one line of JSON and changes nothing, except that for an
-elastic run it first kills the processes that an earlier start has left. Its source is sent after the source of what it
-uses.
+Hosts may not have this project, so it only uses the standard library, and its source is sent after the source of the
+functions that it uses. It prints the facts as one line of JSON and changes nothing, except that for an elastic run it
+first kills the processes that an earlier start has left.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from megatron.common.processes import machine_id
 from megatron.data.fingerprint import data_hash
 
 MARK = "megatron-probe "
-"""Begins its line of output: shells may print others before."""
+"""Prefix of the line of output, since shells may print other lines before."""
 
 
 def answer(request: dict) -> None:
-    """Print the facts.
+    """Collect and print the facts.
 
     Args:
         request: ``project``, ``files`` (flag to path), ``data`` (prefixes), ``folders`` (flag to path),
-            ``port`` (to listen on, or None), ``environ``, which the launcher will set here, and ``leftovers``: None,
-            or the arguments of ``end_leftovers``.
+            ``port`` (to listen on, or None), ``environ`` (variables that the launcher will set on this host), and
+            ``leftovers`` (arguments of ``end_leftovers``, or None).
     """
     os.environ.update(request["environ"])
     facts = {name: _attempt(collect, request) for name, collect in FACTS.items()}
@@ -43,7 +43,7 @@ def answer(request: dict) -> None:
 def _attempt(collect, request):
     try:
         return {"value": collect(request)}
-    except Exception as error:  # the other facts are useful nevertheless
+    except Exception as error:  # other facts are still useful
         return {"error": getattr(error, "strerror", None) or str(error) or type(error).__name__}
 
 
@@ -52,13 +52,13 @@ def _leftovers(request):
 
 
 def end_leftovers(variable, seconds, owner):
-    """Kill every process of the run. Returns how many are left, and whether the owner of its lock has ended.
+    """Kill all processes of the run. Returns how many are left, and whether the owner of its lock has ended.
 
     Args:
-        variable: NAME=VALUE in the environment of all processes of the run. All of them belong to this user, since the
-            environments of others cannot be read.
-        seconds: how long to wait for their end.
-        owner: machine, process id and start time of the process that holds the lock of the checkpoints, or None.
+        variable: NAME=VALUE in the environment of all processes of the run. Only processes of this user are killed,
+            since environments of other users' processes cannot be read.
+        seconds: how long to wait for the processes to end.
+        owner: machine, process id and start time of the process that holds the lock of the checkpoint folder, or None.
     """
     deadline = time.monotonic() + seconds
     while (left := _processes(variable)) and time.monotonic() < deadline:
@@ -71,25 +71,25 @@ def end_leftovers(variable, seconds, owner):
 
 
 def _processes(variable):
-    """Processes that have ``variable`` in their environment and have not ended."""
-    word, found = variable.encode(), []
+    """Ids of running processes with ``variable`` in their environment."""
+    variable_bytes, pids = variable.encode(), []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and int(name) != os.getpid() and start_time(int(name)):
                 with open(f"/proc/{name}/environ", "rb") as file:
-                    if word in file.read().split(b"\0"):
-                        found.append(int(name))
-    return found
+                    if variable_bytes in file.read().split(b"\0"):
+                        pids.append(int(name))
+    return pids
 
 
 def _software(request):
-    found: dict[str, str | None] = {"executable": sys.executable, "python": ".".join(map(str, sys.version_info[:3]))}
+    facts: dict[str, str | None] = {"executable": sys.executable, "python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("torch", "deepspeed"):
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            facts[package] = None
+    return facts
 
 
 def _project(request):
@@ -122,18 +122,18 @@ def _folders(request):
 
 
 def _folder(path):
-    """The folder, or the first of its parents that exists."""
-    place = os.path.abspath(path)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    status, age = os.stat(place), time.time() - os.stat(place).st_mtime
+    """Facts about a folder, or about its first parent that exists."""
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    status, age = os.stat(existing), time.time() - os.stat(existing).st_mtime
     return {
-        "place": place,
-        "is_folder": os.path.isdir(place),
-        "writable": os.access(place, os.W_OK | os.X_OK),
-        "free": shutil.disk_usage(place).free,
-        # Equal on all hosts that share the folder, wherever it is mounted.
-        "identity": [status.st_ino, os.statvfs(place).f_fsid],
+        "place": existing,
+        "is_folder": os.path.isdir(existing),
+        "writable": os.access(existing, os.W_OK | os.X_OK),
+        "free": shutil.disk_usage(existing).free,
+        # Equal on all hosts that share the folder, regardless of the mount point.
+        "identity": [status.st_ino, os.statvfs(existing).f_fsid],
         "changed": status.st_mtime_ns if age > 600 else None,  # hosts may see recent changes at different times
     }
 
@@ -145,7 +145,7 @@ def _devices(request):
 
 def _network(request):
     try:
-        own = sorted({place[4][0] for place in socket.getaddrinfo(socket.gethostname(), None)})
+        own = sorted({info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)})
     except OSError:
         own = []
     return {
@@ -157,13 +157,13 @@ def _network(request):
 
 
 def _port(request):
-    """Which process uses the port; None if it is free."""
+    """Why the port cannot be used, such as the process that uses it; None if it is free."""
     if request["port"] is None:
         return None
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    dualstack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dualstack else socket.AF_INET
     try:
-        socket.create_server(("", request["port"]), family=family, dualstack_ipv6=both).close()
+        socket.create_server(("", request["port"]), family=family, dualstack_ipv6=dualstack).close()
     except PermissionError:
         return "this user has no permission to open it"
     except OSError:

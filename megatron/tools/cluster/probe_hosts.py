@@ -1,4 +1,4 @@
-"""Probe many hosts at once: send each the probe over ssh, and gather the reports."""
+"""Probes many hosts concurrently: sends the probe over ssh, and collects the reports."""
 
 import inspect
 import json
@@ -22,24 +22,25 @@ from megatron.tools.cluster.remote import ssh_command
 
 PROJECT = Path(__file__).resolve().parents[3]
 _AT_ONCE = 256
-# The launcher will start the python of this path, so that one runs the probe, if it exists.
+"""Maximum number of concurrent connections."""
+# The probe runs with the interpreter that the launcher will start, if that exists.
 _PYTHON = 'if [ -x "$0" ]; then exec "$0" -; else exec python3 -; fi'
 
 
 class Unknown(Exception):
-    """A host could not collect a fact."""
+    """A fact that a host could not collect."""
 
 
 class HostReport(NamedTuple):
-    """What a host reported."""
+    """Report of the probe on a host."""
 
     host: Host
     failure: str | None = None
-    """Why there are no facts: mostly ssh's last lines."""
+    """Why there are no facts: usually ssh's last lines."""
     facts: Mapping[str, Any] = {}
-    """By the names of ``probe.FACTS``: {"value": ...} or {"error": ...}."""
+    """{"value": ...} or {"error": ...} by the names of ``probe.FACTS``."""
     without_ssh: str | None = None
-    """Why the facts were collected without ssh, on this machine; None if it was used."""
+    """Why the facts were collected without ssh, on this machine; None if ssh was used."""
 
     def fact(self, name: str) -> Any:
         """The fact ``name``. Raises Unknown if there is none."""
@@ -50,42 +51,42 @@ class HostReport(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """One line of the table."""
+    """Result of a check: one line of the table."""
 
     ok: bool
     found: str
     fix: str | None = None
-    """A command that fixes it, or shows what to fix."""
+    """A command that fixes the problem, or shows what to fix."""
 
 
 class Examination(NamedTuple):
-    """What to check."""
+    """Arguments of a health check."""
 
     hosts: Sequence[Host]
     run: RunConfig | None
-    """What is to be trained; None to check the hosts without a run."""
+    """The run to start; None to check the hosts without a run."""
     config_file: str | None
-    """DeepSpeed's JSON, if there is one."""
+    """DeepSpeed's JSON file, if it is given."""
     device: str
     environ: Mapping[str, str]
     uses_ssh: bool
-    """False: the one host is this machine, which no hostfile names."""
+    """False if there is no hostfile, so that the only host is this machine."""
     master_address: str
-    """Empty: the address of the first host."""
+    """Empty for the address of the first host."""
     master_port: int
     ssh_port: int | None
     seconds: float
     """Time limit for the report of each host, and for the rendezvous of the all-reduce."""
     leftovers: Mapping[str, Any] | None = None
-    """Arguments of ``probe.end_leftovers``, which is called on each host first."""
+    """Arguments of ``probe.end_leftovers``, which runs on each host first; None to skip it."""
 
 
 class HostContext(NamedTuple):
-    """A host and everything that it is compared with: the argument of a check."""
+    """Argument of a check: the report of a host, and the reports that it is compared with."""
 
     report: HostReport
     local: HostReport
-    """Of the host that the run is started on, whose Python, project and data count."""
+    """Report of the host that starts the run, whose Python, project and data are the reference."""
     all_reports: Sequence[HostReport]
     """All hosts of the run, including this one, in the order of the hostfile."""
     examination: Examination
@@ -96,16 +97,16 @@ class HostContext(NamedTuple):
         """The fact ``name`` of this host. Raises Unknown if the host could not collect it."""
         return self.report.fact(name)
 
-    def fix(self, *words: str) -> str:
-        """The command for the user to type that runs ``words`` on this host."""
+    def fix(self, *command: str) -> str:
+        """The command line for the user that runs ``command`` on this host."""
         if self.report.without_ssh is not None:
-            return shlex.join(words)
+            return shlex.join(command)
         port = self.examination.ssh_port
         flags = ["-p", str(port)] if port else []
-        return " ".join(["ssh", *flags, self.report.host.name, shlex.quote(shlex.join(words))])
+        return " ".join(["ssh", *flags, self.report.host.name, shlex.quote(shlex.join(command))])
 
     def copy_command(self, *paths: str, folder: str, flags: Sequence[str] = ()) -> str:
-        """The command that copies ``paths`` of the local host into a folder of this one."""
+        """The command line for the user that copies ``paths`` of the local host into ``folder`` on this host."""
         port = self.examination.ssh_port
         shell = ["-e", f"ssh -p {port}"] if port else []
         name = self.report.host.name
@@ -116,22 +117,22 @@ class HostContext(NamedTuple):
 def probe_hosts(
     hosts: Sequence[Host], requests: Sequence[Mapping[str, Any]], port: int | None, seconds: float
 ) -> list[HostReport]:
-    """The report of each host on its request, see ``probe.answer``; ``seconds`` is the limit for each host.
+    """Probe hosts, each with its request (see ``probe.answer``) and a time limit of ``seconds``.
 
-    If ssh to this machine fails, the report is made without it.
+    If ssh to this machine fails, it is probed without ssh.
     """
     with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
         return list(pool.map(lambda host, request: _probe_host(host, request, port, seconds), hosts, requests))
 
 
 def probe_local_host(request: Mapping[str, Any], seconds: float) -> HostReport:
-    """The report of the local host, by the same program."""
+    """Probe the local host, without ssh."""
     return _run_probe(Host("this host", ()), [sys.executable, "-"], request, seconds)
 
 
 def _probe_host(host: Host, request: Mapping[str, Any], port: int | None, seconds: float) -> HostReport:
-    words = ["sh", "-c", _PYTHON, sys.executable]
-    report = _run_probe(host, ssh_command(host.name, words, port), request, seconds)
+    command = ["sh", "-c", _PYTHON, sys.executable]
+    report = _run_probe(host, ssh_command(host.name, command, port), request, seconds)
     if not report.facts and is_this_host(host.name):
         report = probe_local_host(request, seconds)._replace(host=host, without_ssh=report.failure)
     return report
@@ -139,7 +140,7 @@ def _probe_host(host: Host, request: Mapping[str, Any], port: int | None, second
 
 def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], seconds: float) -> HostReport:
     program = f"{_SOURCES}\nanswer({dict(request)!r})\n"
-    # A file: ssh may leave a process that keeps a pipe open.
+    # A file, not a pipe: ssh may leave a process that keeps a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         try:
             done = subprocess.run(
@@ -154,8 +155,8 @@ def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], s
             if line.startswith(probe.MARK):
                 return HostReport(host, facts=json.loads(line.removeprefix(probe.MARK)))
         errors.seek(0)
-        said = [line.strip() for line in errors.read().splitlines() if line.strip()]
-    return HostReport(host, failure=" ".join(said[-2:]) or "no output")
+        printed = [line.strip() for line in errors.read().splitlines() if line.strip()]
+    return HostReport(host, failure=" ".join(printed[-2:]) or "no output")
 
 
 def _sources() -> str:
@@ -166,4 +167,4 @@ def _sources() -> str:
 
 
 _SOURCES = _sources()
-"""The probe and what it uses of this project, as of now: files may be updated while an elastic agent runs."""
+"""Source of the probe and of the functions that it uses, read now: files may be updated while an elastic agent runs."""

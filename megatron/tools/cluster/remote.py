@@ -1,8 +1,8 @@
-"""What reaches other hosts: commands over ssh, quoted once, and environment variables.
+"""Commands and environment variables for other hosts: ssh commands, and quoting.
 
-DeepSpeed's launcher exports each variable whose name begins in certain ways, and the variables of ``.deepspeed_env`` in
-the home folder and in the working folder. Into a remote shell it writes a name as it is, and a value between double
-quotes at most.
+DeepSpeed's launcher exports variables with certain name prefixes, and the variables in ``.deepspeed_env`` in the home
+folder and in the working folder. In the remote command line it writes names unquoted, and values at most in double
+quotes.
 """
 
 import os
@@ -20,25 +20,25 @@ _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
 
 
 def ssh_command(host: str, command: Sequence[str], port: int | None = None) -> list[str]:
-    """The ssh command that runs ``command`` on ``host``: without a prompt, and with a limit on silence.
+    """The ssh command that runs ``command`` on ``host``, without prompts, and ends if the host is silent.
 
-    Whether a host key is trusted is left to ssh's own configuration. ``host`` must be valid by
-    ``hostfile.name_problem``, and comes after ``--`` nevertheless.
+    ssh's own configuration decides which host keys are trusted. ``host`` must be valid according to
+    ``hostfile.name_problem``; as a second protection it comes after ``--``.
     """
     return ["ssh", "-T", *_options(alive=5), *(["-p", str(port)] if port else []), "--", host, shlex.join(command)]
 
 
 def ssh_options_for_pdsh(environ: Mapping[str, str], alive: int = 60) -> dict[str, str]:
-    """What makes pdsh's ssh prompt for nothing, and give up a host that is silent for three times ``alive`` seconds.
+    """Environment of pdsh whose ssh does not prompt, and closes a connection silent for three times ``alive`` seconds.
 
-    Otherwise a launcher waits forever for a lost host. Options that the environment has already take precedence.
+    Otherwise a launcher would wait forever for a lost host. Options that are already in ``environ`` take precedence.
     """
     own = environ.get("PDSH_SSH_ARGS_APPEND", "")
     return {"PDSH_SSH_ARGS_APPEND": " ".join([own, *_options(alive)]).strip()}
 
 
 def _options(alive: int) -> list[str]:
-    """For ssh. After ``alive`` seconds of silence a host is asked twice, and has as long again to answer each time."""
+    """ssh options. After ``alive`` seconds of silence ssh sends two requests, each with ``alive`` seconds to answer."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
@@ -46,19 +46,19 @@ def _options(alive: int) -> list[str]:
         "ServerAliveInterval": alive,
         "ServerAliveCountMax": 2,
     }
-    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return [argument for name, value in options.items() for argument in ("-o", f"{name}={value}")]
 
 
 def is_plain(text: str) -> bool:
-    """Whether every shell, and pdsh, to which % is special, takes ``text`` as one literal word."""
+    """Whether ``text`` is one literal word for every shell and for pdsh, which interprets %."""
     return _PLAIN.fullmatch(text) is not None
 
 
 def quote_for_pdsh(argument: str) -> str:
     """``argument`` quoted for DeepSpeed's pdsh runner, so that the remote program gets it unchanged.
 
-    The runner puts one with a space between double quotes and escapes only the double quotes within; others it hands
-    to the remote shell as they are. pdsh replaces what begins with %; %% is a %.
+    The runner puts an argument with a space in double quotes and only escapes double quotes in it; it passes other
+    arguments to the remote shell unquoted. pdsh expands sequences that start with %; %% is a literal %.
     """
     if " " in argument:
         quoted = re.sub(r"([\\$`])", r"\\\1", argument)
@@ -70,7 +70,7 @@ def quote_for_pdsh(argument: str) -> str:
 _ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _WITH_DEVICE = {"cuda": ("NCCL",)}
 ALSO_SENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
-"""Beginnings of names that ``tools/launch.py`` lets DeepSpeed's launcher send, besides its own."""
+"""Name prefixes of variables that ``tools/launch.py`` makes DeepSpeed's launcher send, in addition to its own."""
 _NEEDED = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_HOME",
@@ -83,13 +83,13 @@ _NEEDED = (
     "TORCH_EXTENSIONS_DIR",
     "XDG_CACHE_HOME",
 )
-_NEEDED_FAMILIES = ("GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
+_NEEDED_PREFIXES = ("GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SPECIAL_IN_QUOTES = re.compile(r"[\"$`\\%\x00-\x1f]")
 
 
 def forwarded_variables(environ: Mapping[str, str], kind: str, folder: Path) -> dict[str, str]:
-    """The variables that ranks on other hosts get, for a run on devices of a ``kind`` started in ``folder``."""
+    """The variables sent to ranks on other hosts, for a run on devices of ``kind`` that is started in ``folder``."""
     exported = {name: value for name, value in environ.items() if name.startswith(_prefixes(kind))}
     for file in environment_files(environ, folder):
         for _, line in _lines(file):
@@ -99,20 +99,20 @@ def forwarded_variables(environ: Mapping[str, str], kind: str, folder: Path) -> 
 
 
 def device_kind(environ: Mapping[str, str], folder: Path) -> str:
-    """The kind of device of the ranks: this host's, unless a variable that they get names another."""
+    """The kind of device of the ranks: this host's kind, unless a variable sent to them sets another."""
     return expected_device({**environ, **forwarded_variables(environ, "", folder)})
 
 
 def unforwarded_variables(environ: Mapping[str, str], kind: str, folder: Path) -> list[str]:
     """Variables that affect this host's ranks and are not sent to other hosts."""
-    there = forwarded_variables(environ, kind, folder)
+    sent = forwarded_variables(environ, kind, folder)
     return sorted(
-        name for name in environ if (name in _NEEDED or name.startswith(_NEEDED_FAMILIES)) and name not in there
+        name for name in environ if (name in _NEEDED or name.startswith(_NEEDED_PREFIXES)) and name not in sent
     )
 
 
 def variable_problems(environ: Mapping[str, str], kind: str, folder: Path) -> Iterator[str]:
-    """A line for each variable that a remote shell would change or run. Values are not shown."""
+    """A message for each variable that a remote shell would change or execute. Values are not shown."""
     for name, value in environ.items():
         if name.startswith((*_prefixes(kind), *ALSO_SENT)) and not _is_safe_in_quotes(value):
             yield (
@@ -133,7 +133,7 @@ def variable_problems(environ: Mapping[str, str], kind: str, folder: Path) -> It
 
 
 def environment_files(environ: Mapping[str, str], folder: Path) -> list[Path]:
-    """The files that DeepSpeed reads, if they exist; the later one wins."""
+    """The existing environment files that DeepSpeed reads; later files override earlier ones."""
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     paths = [Path(os.path.expanduser("~")) / name, folder / name]
     return [path for path in dict.fromkeys(paths) if path.is_file()]

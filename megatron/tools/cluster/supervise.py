@@ -1,8 +1,8 @@
-"""Run a launcher so that no process outlives it, with a truthful exit code, and restart failed runs.
+"""Runs a launcher with a reliable exit code and without leftover processes, and restarts failed runs.
 
-deepspeed exits with 0 if its helper on this host was killed, and with MPICH always; killed launchers leave processes
-behind. So this process inherits every process of the run from a launcher that ends, regardless of its session, and ends
-it; and each rank of this host writes its exit code into a file, which is checked.
+deepspeed exits with 0 if its helper on this host was killed, and always with MPICH; killed launchers leave processes
+behind. So this process becomes the parent of all orphans of the run, in any session, and ends them; and each rank
+writes its exit code into a file, which is checked.
 """
 
 import ctypes
@@ -26,22 +26,22 @@ from megatron.common.processes import die_with_parent
 from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
 HELPER = "MEGATRON_SUPERVISOR_HELPER"
-"""Environment variable of processes below this one that do not belong to the run, and are not ended with it."""
+"""Environment variable of child processes that do not belong to the run, and are not ended with it."""
 CRASH_LOOP = 93
-"""Exit code of a run that fails again and again at the same place, which a restart does not change."""
+"""Exit code of a run that fails repeatedly without a new checkpoint, so that restarts do not help."""
 
 MOST_FAILURES = 3
 PREEMPTED = 75
-"""Exit code of a run that has saved after a signal."""
+"""Exit code of a run that has saved a checkpoint after a signal."""
 _MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
 FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
-"""Exit codes that a restart would not change, or that leave it to the scheduler."""
+"""Exit codes without a restart: it would not help, or is left to the scheduler."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
 """Seconds between two calls of a ``Watch``."""
 _GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL for the processes that are left."""
+"""Seconds between SIGTERM and SIGKILL for leftover processes."""
 
 
 class LauncherExit(NamedTuple):
@@ -49,28 +49,28 @@ class LauncherExit(NamedTuple):
 
     code: int
     signals: int
-    """How many signals to this process were forwarded to it."""
+    """Number of signals that were forwarded to the launcher."""
     was_stopped: bool = False
-    """Whether it was killed because ``watch`` asked for it."""
+    """Whether the launcher was killed because ``watch`` returned True."""
 
 
 Watch = Callable[[psutil.Process, bool], bool]
-"""Is called several times a second with the launcher, and whether a signal was forwarded to it; returns whether to kill
-it."""
+"""Called several times a second with the launcher, and whether a signal was forwarded to it; returns whether to kill
+the launcher."""
 
 
 def supervise(
     command: Sequence[str], environ: Mapping[str, str], watch: Watch | None = None, exit_codes: Path | None = None
 ) -> LauncherExit:
-    """Run ``command``, a launcher and its arguments, to its end, and end the processes that it left.
+    """Run ``command``, a launcher and its arguments, to its end, and end leftover processes.
 
-    The signals in ``FORWARDED`` are passed on to the launcher. Each rank leaves its exit code in the folder
-    ``exit_codes``, which is removed at the end unless it is given.
+    The signals in ``FORWARDED`` are passed on to the launcher. Each rank writes its exit code into the folder
+    ``exit_codes``, by default a temporary folder.
 
-    The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, the
-    exit code is the rank's: 6 for a rank that was killed. If all ranks of
-    this host have saved after a signal, it is 75; after a second signal, n, which ends the run at once, it is 128 + n.
-    Raises FileNotFoundError or PermissionError if there is no such launcher.
+    The exit code is the launcher's, or 128 + n if signal n ended it. If it is 0 although a rank of this host failed,
+    the result is the rank's exit code: 6 for a rank that was killed. If all ranks of this host have saved after a
+    signal, it is 75; after a second signal n, which ends the run at once, it is 128 + n.
+    Raises FileNotFoundError or PermissionError if the launcher does not exist or is not executable.
     """
     _inherit_orphans()
     forwarded: list[int] = []
@@ -80,8 +80,8 @@ def supervise(
         # No signal is lost between the start of the launcher and the handlers that forward signals to it.
         earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            of_run = {name: value for name, value in environ.items() if name != HELPER}
-            launcher = _start(command, {**of_run, EXIT_CODE_FOLDER: str(folder)}, earlier_mask)
+            inherited = {name: value for name, value in environ.items() if name != HELPER}
+            launcher = _start(command, {**inherited, EXIT_CODE_FOLDER: str(folder)}, earlier_mask)
 
             def forward(number: int, _: FrameType | None) -> None:
                 forwarded.append(number)
@@ -97,11 +97,11 @@ def supervise(
             for number, handler in earlier.items():
                 signal.signal(number, handler)
         codes = read_exit_codes(folder)
-    if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # with which DeepSpeed's launchers do not end
+    if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # DeepSpeed's launchers exit with another code
         code = PREEMPTED
     elif len(forwarded) > 1:
         code = 128 + forwarded[-1]
-    elif code > 0 and list(codes.values()) == [""]:  # there is no other rank on this host that would report it
+    elif code > 0 and list(codes.values()) == [""]:  # no other rank on this host could report it
         # DeepSpeed's launcher exits with 256 - n.
         by = f" by {signal.Signals(256 - code).name}" if 256 - code in list(signal.Signals) else ""
         print_error(f"rank {next(iter(codes))} was killed{by}")
@@ -113,7 +113,7 @@ def supervise(
 
 
 def read_exit_codes(folder: Path) -> dict[int, str]:
-    """The exit code that each rank has left in ``folder``, a shared one, too; empty for one that was killed."""
+    """The exit code that each rank has written into ``folder``, which may be shared; empty for a killed rank."""
     codes = {}
     for file in folder.iterdir():
         if name := re.fullmatch("rank ([0-9]+)", file.name):
@@ -123,10 +123,10 @@ def read_exit_codes(folder: Path) -> dict[int, str]:
 
 
 def code_after_signal(folder: Path, code: int, patience: float) -> int:
-    """The code that all ranks have left in ``folder`` after a signal, 75 if they have saved; else ``code``.
+    """The exit code of all ranks after a signal if it is the same, 75 if they have saved; else ``code``.
 
-    For several hosts DeepSpeed's launcher ends with ``code`` a second after the signal: ranks that have begun have
-    ``patience`` seconds to end. If none has, there was nothing to save.
+    With several hosts DeepSpeed's launcher exits with ``code`` a second after the signal: started ranks get
+    ``patience`` seconds to end. If no rank has started, there was nothing to save.
     """
     deadline = time.monotonic() + patience
     while "" in (codes := read_exit_codes(folder)).values() and time.monotonic() < deadline:
@@ -138,7 +138,7 @@ def code_after_signal(folder: Path, code: int, patience: float) -> int:
 def _wait(launcher: subprocess.Popen, watch: Watch | None, forwarded: Sequence[int]) -> tuple[int, bool]:
     """The launcher's exit code, and whether it was killed because ``watch`` asked for it."""
     if watch is None:
-        # Processes that the ranks have left, which DeepSpeed's launcher would await after a signal until it kills them.
+        # Reap orphans of the ranks: after a signal DeepSpeed's launcher would wait for them until it kills them.
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != launcher.pid:
             os.waitpid(ended.si_pid, 0)
         return launcher.wait(), False
@@ -163,12 +163,12 @@ def _start(command: Sequence[str], environ: Mapping[str, str], signal_mask: set[
 
 
 def _code_of_ranks(exit_codes: Mapping[int, str]) -> int:
-    """The exit code of the first failed rank of this host; 6 for a rank that did not write one."""
+    """The exit code of the first failed rank of this host, 6 if it has not written one; 0 if none failed."""
     codes = {rank: int(code) if code else LaunchError.exit_code for rank, code in exit_codes.items()}
     failed = [rank for rank, code in codes.items() if code]
     if not failed:
         return 0
-    # 6 is also the code of ranks that exited because of another.
+    # 6 is also the exit code of ranks that exited because of another rank.
     first = min(failed, key=lambda rank: codes[rank] == LaunchError.exit_code)
     how = f"exited with {exit_codes[first]}" if exit_codes[first] else "was killed"
     print_error(f"the launcher exited with 0, but rank {first} of this host {how}")
@@ -176,21 +176,21 @@ def _code_of_ranks(exit_codes: Mapping[int, str]) -> int:
 
 
 def _inherit_orphans() -> None:
-    """Become the parent of every process of the run whose parent ends, in place of init."""
+    """Become the parent of all orphaned descendants, instead of init."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_descendants(grace: float) -> None:
-    """Send every process below this one SIGTERM, then SIGKILL if it has not ended after ``grace`` seconds."""
-    left = _signal_processes(signal.SIGTERM)
-    psutil.wait_procs(left, timeout=grace)
-    _signal_processes(signal.SIGKILL)  # those that were stopped, or have started others meanwhile
-    psutil.wait_procs(left, timeout=1)
+    """Send SIGTERM to all descendants, then SIGKILL if they have not ended after ``grace`` seconds."""
+    processes = _signal_processes(signal.SIGTERM)
+    psutil.wait_procs(processes, timeout=grace)
+    _signal_processes(signal.SIGKILL)  # stopped processes, and new children
+    psutil.wait_procs(processes, timeout=1)
 
 
 def _signal_processes(number: int) -> list[psutil.Process]:
-    """Send a signal to every process below this one but its helpers. Returns them."""
+    """Send a signal to all descendants except helpers. Returns the processes."""
     processes = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it is ending
@@ -205,8 +205,8 @@ def run_with_restarts(start: Callable[[], LauncherExit], progress: Callable[[], 
 
     Args:
         start: runs the launcher to its end.
-        progress: names the newest checkpoint; any value that changes with it.
-        most: restarts.
+        progress: returns the newest checkpoint, or another value that changes with it.
+        most: maximum number of restarts.
 
     Returns the exit code of the last start; 93 after three failures in a row without a new checkpoint.
     """

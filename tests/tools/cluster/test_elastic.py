@@ -17,8 +17,8 @@ from megatron.tools.cluster import elastic_run, elastic_watch
 from megatron.tools.cluster import supervise as supervision
 from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.elastic import (
-    Ended,
     Start,
+    StartResult,
     TooFewHostsError,
     failed_first,
     is_complete,
@@ -92,12 +92,12 @@ def limits(min_hosts: int, exclude_after: int, max_restarts: int) -> SimpleNames
 
 
 def elastic(
-    ends: Sequence[Ended], checkpoints: Sequence[str], launch: SimpleNamespace, lost: Sequence[str] = ("",) * 9
+    ends: Sequence[StartResult], checkpoints: Sequence[str], launch: SimpleNamespace, lost: Sequence[str] = ("",) * 9
 ) -> tuple[int, list[str]]:
     """The exit code, and the hosts of each start; a health check finds the next of ``lost``."""
     left, seen, looks, started = iter(ends), iter(checkpoints), iter(lost), []
 
-    def run(start: Start) -> Ended:
+    def run(start: Start) -> StartResult:
         started.append("".join(host.name for host in start.hosts))
         return next(left)
 
@@ -114,8 +114,8 @@ def elastic(
     return code, started
 
 
-LOST, KILLED, DONE = Ended(255, False, frozenset("b")), Ended(137, False), Ended(0, False)
-BACK, OF_C = Ended(137, False, to_rejoin=True), Ended(1, False, frozenset("c"))
+LOST, KILLED, DONE = StartResult(255, False, frozenset("b")), StartResult(137, False), StartResult(0, False)
+BACK, OF_C = StartResult(137, False, to_rejoin=True), StartResult(1, False, frozenset("c"))
 SAME = ["5"] * 9
 RUNS = [
     (
@@ -131,15 +131,15 @@ RUNS = [
     ([KILLED, KILLED, KILLED, DONE], SAME, (1, 3, 9), ["", "b", "a", "b"], 0, "abc ac bc ac", ""),
     ([KILLED] * 3, SAME, (1, 3, 9), [""] * 9, 93, "abc abc abc", "no host was in all of them; not restarted"),
     (
-        [LOST, LOST, Ended(1, False, frozenset("bc")), DONE],
+        [LOST, LOST, StartResult(1, False, frozenset("bc")), DONE],
         *(SAME, (2, 3, 9), [""] * 9, 0, "abc abc abc ac"),
         "3 failures in a row without a new checkpoint, b in all of them: left out",
     ),
     ([LOST] * 3, SAME, (3, 3, 9), [""] * 9, 93, "abc abc abc", "b in all of them, and too few without; not restarted"),
     ([LOST, OF_C, LOST], SAME, (1, 3, 9), [""] * 9, 93, "abc abc abc", "no host was in all of them; not restarted"),
-    *(([Ended(code, False)], SAME, (1, 3, 9), [""] * 9, code, "abc", "") for code in (0, 2, 75)),
-    ([Ended(1, by_signal=True)], SAME, (1, 3, 9), [""] * 9, 1, "abc", ""),
-    ([Ended(75, by_signal=True, to_rejoin=True)], SAME, (1, 3, 9), [""] * 9, 75, "abc", ""),
+    *(([StartResult(code, False)], SAME, (1, 3, 9), [""] * 9, code, "abc", "") for code in (0, 2, 75)),
+    ([StartResult(1, by_signal=True)], SAME, (1, 3, 9), [""] * 9, 1, "abc", ""),
+    ([StartResult(75, by_signal=True, to_rejoin=True)], SAME, (1, 3, 9), [""] * 9, 75, "abc", ""),
 ]
 """Ends and newest checkpoints; --min-hosts, --exclude-after and --max-restarts; hosts that each health check misses;
 exit code, the hosts of each start, and what is said."""
