@@ -61,7 +61,8 @@ def ignore_lost_output(*, terminals_only: bool = False) -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):  # characters that the locale lacks are escaped
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # the flush may fail, or the stream was a file and is now a pipe
+                stream.reconfigure(errors="backslashreplace")
         if not isinstance(stream, LossyStream) and (stream.isatty() or not terminals_only):
             setattr(sys, name, LossyStream(stream, name))
 

@@ -232,8 +232,8 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
     for family, _, _, _, address in addresses:
         if other_hosts and ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise LaunchError(
-                f"{name} is {address[0]} on its own host, which ranks of other hosts cannot reach: set MASTER_ADDR to "
-                f"an address in the network of the run, or {LISTEN}=0.0.0.0 to listen on all interfaces"
+                f"{name} is {address[0]} on its own host, where ranks of other hosts do not reach it: set MASTER_ADDR "
+                f"to an address in the network of the run, or {LISTEN}=0.0.0.0 to listen on all interfaces"
             )
         try:
             return socket.create_server(address, family=family)
