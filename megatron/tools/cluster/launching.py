@@ -5,11 +5,13 @@ quote are quoted here; values that cannot be quoted are rejected.
 """
 
 import json
+import re
 import shlex
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,7 @@ def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
     if launch.no_python:
         if not hosts and shutil.which(launch.script) is None:
             problems = [f"--no_python {script}: no such program, or it may not be run: name the one to start"]
-    elif script.suffix in _SETTINGS:
+    elif script.suffix in _SETTINGS and not launch.module:
         problems = [f"{script} has settings and is no program: name the program to start"]
     elif not (launch.module or hosts or script.is_file()):
         problems = [f"{script}: no such file: name the program to start"]
@@ -140,12 +142,20 @@ def _plain_problem(text: str) -> str | None:
     return None if is_plain(text) else "contains a character that a shell interprets; use letters, digits and @_+=:,./-"
 
 
+def _cores_problem(text: str) -> str | None:
+    bounds = re.findall("[0-9]{1,5}", text)
+    is_list = re.fullmatch("([0-9]{1,5}(-[0-9]{1,5})?)(,[0-9]{1,5}(-[0-9]{1,5})?)*", text)
+    if is_list and all(int(low) < int(high) for low, high in pairwise(bounds)):
+        return None
+    return "give numbers of cores and ranges in ascending order, such as 1,3-5"
+
+
 _VALUES: dict[str, Callable[[str], str | None]] = {
     "master_addr": name_problem,
     "launcher_args": _arguments_problem,
     "venv_script": _plain_problem,
     "enable_each_rank_log": _plain_problem,
-    "bind_core_list": _plain_problem,
+    "bind_core_list": _cores_problem,
 }
 """Flag to a function that returns the problem of its value, or None."""
 

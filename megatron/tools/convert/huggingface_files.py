@@ -133,8 +133,10 @@ def _llama_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE]]
     if any((folder / name).exists() for name in (TOKENIZER, "tokenizer.model")) or not all(map(Path.is_file, paths)):
         return None
-    bpe = read_bpe(*map(str, paths))
-    return bpe if len(bpe.tokens) == config.vocab_size else None
+    vocabulary = read_json(paths[0])
+    if EOD not in vocabulary or len(vocabulary) != config.vocab_size:  # such as Qwen2's
+        return None
+    return read_bpe(*map(str, paths))
 
 
 def _read_tokenizer_json(file: Path, *, is_bpe: bool) -> Vocabulary:

@@ -147,7 +147,7 @@ def test_arguments_and_variables_reach_every_host_as_they_are(
         (["--launcher_args=-x $(touch marker)"], "a shell interprets"),
         (["--launcher_args=-x 'a"], "No closing quotation"),
         (["--venv_script=a;b"], "a shell interprets"),
-        (["--bind_cores_to_rank", "--bind_core_list=0;b"], "a shell interprets"),
+        (["--bind_cores_to_rank", "--bind_core_list=0;b"], "give numbers of cores"),
         (["--enable_each_rank_log=$(x)"], "a shell interprets"),
     ],
 )
@@ -168,6 +168,10 @@ def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, wor
         (["--node_rank", "0", "x.py"], "--node_rank 0 has no effect without --no_ssh"),
         (["--bind_core_list", "0", "x.py"], "--bind_core_list 0 has no effect without --bind_cores_to_rank"),
         (["settings.json"], "settings.json has settings and is no program"),
+        *(
+            (["--bind_cores_to_rank", "--bind_core_list", cores, "x.py"], f"--bind_core_list '{cores}': give numbers")
+            for cores in ("5-1", "a", "1,1", "1-2-3", "3,1-2")
+        ),
         (["--bind_cores_to_rank", "x.py"], "--bind_cores_to_rank needs numactl"),
         (["--no_ssh", "x.py"], "--no_ssh needs --node_rank, .* from 0 to 0"),
         (["--no_ssh", "--node_rank", "-1", "x.py"], "--no_ssh needs --node_rank"),
@@ -186,6 +190,12 @@ def test_what_cannot_be_started_is_refused_at_once(
     with pytest.raises(ConfigError, match=message):
         launcher_arguments(launch, CPU)
         check_arguments(launch, {})
+
+
+def test_a_module_may_have_any_name() -> None:
+    launch = read_launch(["--module", "package.json"])
+    check_arguments(launch, {})
+    assert launcher_arguments(launch, CPU)[-1] == "package.json"
 
 
 @pytest.mark.parametrize("value", ["x $(touch m)", 'a"b', "a\nb"])

@@ -132,6 +132,8 @@ def test_a_llama_with_the_tokenizer_of_gpt2(foreign: Path, tmp_path: Path) -> No
         assert source.tokenizer.vocab_size == 300 and source.tokenizer.detokenize(source.tokenizer.tokenize("a")) == "a"
     kept = read_folder_tokenizer(tmp_path, source.config)
     assert kept is not None and kept.kind == "GPT2BPETokenizer" and len(kept.tokens) == 300
+    (tmp_path / "vocab.json").write_text('{"a": 0}')  # as of a Qwen2, whose special tokens are in other files
+    assert read_folder_tokenizer(tmp_path, source.config) is None
     (tmp_path / "tokenizer.json").touch()
     assert read_folder_tokenizer(tmp_path, source.config) is None  # is copied
 
