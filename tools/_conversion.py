@@ -18,8 +18,8 @@ from megatron.tools.command_line import print_warnings
 from megatron.tools.convert.inspection import KINDS, FoundCheckpoint, find, verify
 
 if TYPE_CHECKING:
+    from megatron.tools.convert.full_model import FullModel
     from megatron.tools.convert.huggingface_files import Vocabulary
-    from megatron.tools.convert.whole_model import WholeModel
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -129,7 +129,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 def write_checkpoint(
     args: argparse.Namespace,
-    model: "WholeModel",
+    model: "FullModel",
     tokenizer: "Vocabulary | None",
     *,
     source: Path | None = None,
@@ -154,7 +154,7 @@ def write_checkpoint(
         write(folder, model, vocab_file=vocab_file, merge_file=merge_file, source=source, tokenizer_type=kind)
 
 
-def report(args: argparse.Namespace, model: "WholeModel") -> None:
+def report(args: argparse.Namespace, model: "FullModel") -> None:
     """Print the size of ``model``, which has been written."""
     from megatron.checkpoint.tensor_files import outlines_of
 

@@ -75,8 +75,8 @@ def _merge(args: argparse.Namespace) -> None:
     size = shard_size(args)
     found = find_source(args, "tag", "folder", "universal")
 
+    from megatron.tools.convert.full_model import write_tensors
     from megatron.tools.convert.load_and_save import read_model, run_metadata
-    from megatron.tools.convert.whole_model import write_tensors
 
     model = read_model(found)
     with new_output(args) as output:
@@ -205,7 +205,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
     files = tokenizer_files(GPT2_BPE, args.vocab_file, args.merge_file, None)
     bpe = read_bpe(*files) if has_tokenizer else None
 
-    from megatron.tools.convert.from_megatron import GivenModel, whole_model
+    from megatron.tools.convert.from_megatron import GivenModel, full_model
     from megatron.tools.convert.megatron_files import read_shards
 
     shards = read_shards(args.path)
@@ -220,7 +220,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
         rotary_base=args.rotary_base,
         max_position_embeddings=args.max_position_embeddings,
     )
-    model = whole_model(shards, given)
+    model = full_model(shards, given)
     write_checkpoint(args, model, bpe)
     report(args, model)
     version = shards.version if given.version is None else given.version

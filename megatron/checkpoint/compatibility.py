@@ -88,7 +88,7 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
     if run.checkpoint.finetune:
         return []
     known = {name: value for name, value in settings_of(run).items() if value != ""}
-    before = formulas_of(saved.whole_model_config()) | saved.description.get("settings", {})
+    before = formulas_of(saved.full_model_config()) | saved.description.get("settings", {})
     lines = _differences(known, before, saved.path)
     if run.optim.use_checkpoint_lr_scheduler or run.optim.override_lr_scheduler:
         return lines
@@ -122,7 +122,7 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     """
     config, path = run.checkpoint, saved.path
     shape = {name: getattr(run.model, field) for field, name in _SHAPE_FIELDS.items()}
-    saved_model = saved.whole_model_config()
+    saved_model = saved.full_model_config()
     saved_shape = {name: getattr(saved_model, field) for field, name in _SHAPE_FIELDS.items()}
     if shape["--hidden-size"] != saved_shape["--hidden-size"] or shape[_HEADS] != saved_shape[_HEADS]:
         shape = {name: value for name, value in shape.items() if name not in _OF_HEADS}

@@ -120,7 +120,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")
     if used not in (None, optimizer) and not (config.finetune or config.no_load_optim):
         remarks.append(f"the optimizer is {optimizer}: its state is converted from that of {used}")
-    if config.finetune and run.model.lora_rank > saved.whole_model_config().lora_rank == 0:
+    if config.finetune and run.model.lora_rank > saved.full_model_config().lora_rank == 0:
         remarks.append(load_pretrained(engine, run, layout, saved))
     else:
         remarks += _load_state(engine, run, layout, saved)
@@ -177,7 +177,7 @@ def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 
     Every rank must call it. Returns a line about it for the user. Raises as ``load_checkpoint``.
     """
-    config = saved.whole_model_config()
+    config = saved.full_model_config()
     pretrained = architecture_of(config).named_parameters(config)
     load_resharded(engine, saved, layout.tensor_group, optimizer=False, progress=False, only=pretrained)
     new = architecture_of(run.model).named_parameters(run.model).keys() - pretrained.keys()

@@ -64,7 +64,7 @@ class SavedStates:
 
     def __init__(self, saved: SavedRun, *, verified: bool = False) -> None:
         self.saved, self.layout = saved, saved.layout
-        self._config = saved.whole_model_config()
+        self._config = saved.full_model_config()
         self.specs = architecture_of(self._config).named_parameters(self._config)
         manifest = {} if verified else read_manifest(saved.path)  # once for all files
         iteration = None if verified else saved.iteration

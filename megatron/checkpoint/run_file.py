@@ -277,7 +277,7 @@ class SavedRun:
         """The samples of its iterations. Raises CheckpointError if they cannot be read."""
         return read_history(self.description, str(self.path))
 
-    def whole_model_config(self) -> ModelConfig:
+    def full_model_config(self) -> ModelConfig:
         """The configuration of the saved model without parallelism and padding, in fp32."""
         try:
             config = ModelConfig(**self.model)

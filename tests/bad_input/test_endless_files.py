@@ -196,7 +196,7 @@ def test_a_run_of_another_shape_is_refused_in_lines() -> None:
 
     def read(tree: Any) -> SavedRun:
         saved = SavedRun(Path("folder"), "global_step2", checked_description(tree, "run.json"))
-        saved.whole_model_config(), saved.layout.zero_ranks, saved.history, saved.skipped_samples
+        saved.full_model_config(), saved.layout.zero_ranks, saved.history, saved.skipped_samples
         return saved
 
     assert read(tree)

@@ -117,7 +117,7 @@ def test_the_configuration_is_the_one_that_was_saved(words: str, tmp_path: Path)
     """Equal, and as good a key of a cache: JSON knows no tuples."""
     model = parse(words).model
     description = json.loads(json.dumps(describe(parse(words), 6)))
-    config = SavedRun(tmp_path, "global_step6", description).whole_model_config()
+    config = SavedRun(tmp_path, "global_step6", description).full_model_config()
     assert config == replace(model, padded_vocab_size=config.vocab_size, dtype=config.dtype)
     assert layer_groups(config) == layer_groups(config)
 
@@ -125,7 +125,7 @@ def test_the_configuration_is_the_one_that_was_saved(words: str, tmp_path: Path)
 def test_fields_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
     description = json.loads(json.dumps(describe(parse(""), 6)))
     description["config"]["model"] |= {"flex_attention": False, "images_per_sample": 1}
-    config = SavedRun(tmp_path, "global_step6", description).whole_model_config()
+    config = SavedRun(tmp_path, "global_step6", description).full_model_config()
     assert config.hidden_size == parse("").model.hidden_size
 
 

@@ -24,10 +24,10 @@ from megatron.data.index_file import HEADER
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.model.huggingface import config_of, read_json
+from megatron.tools.convert.full_model import check_sizes as check_model
+from megatron.tools.convert.full_model import read_tensors
 from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.convert.inspection import find, read_config
-from megatron.tools.convert.whole_model import check_sizes as check_model
-from megatron.tools.convert.whole_model import read_tensors
 from megatron.tools.inference.images import FORMATS, decoded
 from megatron.tools.preprocess.job import Journal, Milestone, Summary, Written
 

@@ -13,8 +13,8 @@ from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ModelConfig
 from megatron.engines.containers import SequentialModel
 from megatron.model.architectures import BERT, CLASSIFIER
+from megatron.tools.convert.full_model import FullModel, without_padding
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
-from megatron.tools.convert.whole_model import WholeModel, without_padding
 
 CONFIG = ModelConfig(
     architecture=BERT.name, num_layers=3, hidden_size=16, ffn_hidden_size=48, num_attention_heads=4,
@@ -86,7 +86,7 @@ def exported(ours: SequentialModel, config: ModelConfig, folder: Path) -> torch.
 
     whole = replace(config, padded_vocab_size=config.vocab_size)
     weights = without_padding({name: one.detach() for name, one in ours.named_parameters()}, whole)
-    write_huggingface(folder, WholeModel(whole, weights), None, max_shard_size=20_000, carried={})
+    write_huggingface(folder, FullModel(whole, weights), None, max_shard_size=20_000, carried={})
     (kind,) = json.loads((folder / "config.json").read_text())["architectures"]
     theirs, report = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report

@@ -21,10 +21,10 @@ from megatron.model.huggingface import source_shapes, write_config
 from megatron.model.huggingface.llama import family_of
 from megatron.model.rotary import frequencies, rotation_tables
 from megatron.parallel.layout import ParallelLayout
+from megatron.tools.convert.full_model import FullModel
 from megatron.tools.convert.inspection import find
 from megatron.tools.convert.inspection import read_config as read_checkpoint_config
 from megatron.tools.convert.load_and_save import write_checkpoint
-from megatron.tools.convert.whole_model import WholeModel
 from megatron.tools.inference.batches import DecodingBatch
 from megatron.tools.inference.model import LanguageModel, load_model
 from megatron.tools.inference.source import Source
@@ -190,7 +190,7 @@ def test_greedy_tokens_are_those_of_transformers(run_ranks, references, tmp_path
         model.generation_config.eos_token_id = None
         expected[name] = [_generated(model, prompt) for prompt in PROMPTS]
         (tmp_path / name).mkdir()
-        whole = WholeModel(replace(reference.config, padded_vocab_size=reference.config.vocab_size), reference.weights)
+        whole = FullModel(replace(reference.config, padded_vocab_size=reference.config.vocab_size), reference.weights)
         write_checkpoint(tmp_path / name, whole, vocab_file=None, merge_file=None)
     assert max(len(set(tokens)) for tokens in expected["llama"]) > 10, "no text that any model would write"
     assert run_ranks(1, greedy_tokens, tmp_path, [*expected], False) == [expected]

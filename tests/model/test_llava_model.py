@@ -18,9 +18,9 @@ from megatron.engines.containers import run_in_order
 from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.huggingface.formats import TOWER
 from megatron.model.llava import PIXELS
+from megatron.tools.convert.full_model import without_padding
 from megatron.tools.convert.join_llava import joined_llava
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
-from megatron.tools.convert.whole_model import without_padding
 
 TOKENS = torch.randint(0, 60, (2, 14), generator=torch.Generator().manual_seed(1))
 PICTURES = torch.randint(0, 256, (4, 28, 28, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))

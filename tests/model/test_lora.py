@@ -19,8 +19,8 @@ from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of as read_config
 from megatron.model.huggingface import source_shapes
 from megatron.parallel.layout import ParallelLayout
+from megatron.tools.convert.full_model import FullModel
 from megatron.tools.convert.lora import merge_adapters, write_peft
-from megatron.tools.convert.whole_model import WholeModel
 
 TOKENS = torch.randint(0, 53, (2, 12), generator=torch.Generator().manual_seed(1))
 WEIGHTS = torch.full(TOKENS.shape, 1 / TOKENS.numel())
@@ -72,7 +72,7 @@ def whole_weights(config: ModelConfig) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_merged_weights_compute_what_adapters_do(run_ranks, name: str) -> None:
     (weights,) = run_ranks(1, whole_weights, MODELS[name])
-    model = WholeModel(MODELS[name], weights, None)
+    model = FullModel(MODELS[name], weights, None)
     plain = merge_adapters(model)
     assert plain.config.lora_rank == 0 and not any(".lora." in weight for weight in plain.weights)
     (found,) = run_ranks(1, logits_of, plain.config, plain.weights)
@@ -95,7 +95,7 @@ def test_peft_computes_the_same(run_ranks, tmp_path: Path, targets: tuple[str, .
     weights = {name: joined(name, [state[source] for source in sources], config) for name, sources in names.items()}
     specs = architecture_of(config).named_parameters(config)
     weights = {name: weights.get(name, 0.3 * torch.randn(spec.shape)) for name, spec in specs.items()}
-    write_peft(tmp_path / "adapter", WholeModel(config, weights, None), None)
+    write_peft(tmp_path / "adapter", FullModel(config, weights, None), None)
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     (ours,) = run_ranks(1, logits_of, config, weights)
     with torch.no_grad():

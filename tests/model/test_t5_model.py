@@ -13,8 +13,8 @@ from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ModelConfig
 from megatron.engines.containers import SequentialModel
 from megatron.model.architectures import T5
+from megatron.tools.convert.full_model import FullModel, without_padding
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
-from megatron.tools.convert.whole_model import WholeModel, without_padding
 from megatron.tools.inference.batches import TextToTextBatch
 from megatron.tools.inference.model import LanguageModel
 
@@ -81,7 +81,7 @@ def exported(ours: SequentialModel, whole: ModelConfig, folder: Path) -> torch.n
     import transformers
 
     weights = without_padding({name: one.detach() for name, one in ours.named_parameters()}, whole)
-    write_huggingface(folder, WholeModel(whole, weights), None, max_shard_size=20_000, carried={})
+    write_huggingface(folder, FullModel(whole, weights), None, max_shard_size=20_000, carried={})
     theirs, report = transformers.T5ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     again = read_huggingface(folder)

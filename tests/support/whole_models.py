@@ -40,7 +40,7 @@ def loaded_model(folder: Path) -> "SequentialModel":
     from megatron.checkpoint.tracker import newest
 
     saved = newest(folder)
-    load_weights(model := whole_model(saved.whole_model_config()), saved)
+    load_weights(model := whole_model(saved.full_model_config()), saved)
     return model
 
 

@@ -66,10 +66,10 @@ def write_folder(folder: Path) -> None:
     from support.command_lines import parse
     from support.whole_models import made_up_weights
 
+    from megatron.tools.convert.full_model import FullModel
     from megatron.tools.convert.load_and_save import write_huggingface
-    from megatron.tools.convert.whole_model import WholeModel
 
     words = "t5 --hidden-size 32 --decoder-num-layers 4 --attention-dropout 0 --hidden-dropout 0"
     config = replace(parse(words).model, vocab_size=48, padded_vocab_size=48, decoder_start_token=0, eod_token=1)
     weights = {name: 5 * weight for name, weight in made_up_weights(config).items()}
-    write_huggingface(folder, WholeModel(config, weights), None, max_shard_size=20_000, carried={})
+    write_huggingface(folder, FullModel(config, weights), None, max_shard_size=20_000, carried={})

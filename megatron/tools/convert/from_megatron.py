@@ -18,8 +18,8 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ParameterSpec
+from megatron.tools.convert.full_model import FullModel, in_layer_order
 from megatron.tools.convert.megatron_files import HEAD, HEAD_COPY, Shards, State, tensor_of
-from megatron.tools.convert.whole_model import WholeModel, in_layer_order
 
 _UNSUPPORTED = (
     *("geglu", "quick_geglu", "squared_relu", "apply_layernorm_1p", "num_experts", "multi_latent_attention"),
@@ -160,7 +160,7 @@ def _positions(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> di
     return {"position_embedding_type": kind, "max_position_embeddings": length, **base}
 
 
-def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
+def full_model(shards: Shards, given: GivenModel) -> FullModel:
     """Convert the model, in fp32.
 
     Raises ConfigError if a property is neither in the files nor given, CheckpointError if weights are missing, have
@@ -188,7 +188,7 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     for name, spec in specs.items():
         if spec.is_vocabulary and name in weights:
             weights[name] = weights[name][: config.vocab_size]
-    return WholeModel(config, in_layer_order(weights, config, str(shards.folder)))
+    return FullModel(config, in_layer_order(weights, config, str(shards.folder)))
 
 
 def _our_names(config: ModelConfig) -> dict[str, str]:

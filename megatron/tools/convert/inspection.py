@@ -140,7 +140,7 @@ def read_config(checkpoint: FoundCheckpoint) -> ModelConfig | None:
     description = read_description(checkpoint)
     if description is None:
         return None
-    config = SavedRun(checkpoint.path.parent, checkpoint.path.name, description).whole_model_config()
+    config = SavedRun(checkpoint.path.parent, checkpoint.path.name, description).full_model_config()
     if description["config"]["data"].get("sft"):  # segment ids come from the data: a prompt has none
         return replace(config, reset_attention_mask=False, reset_position_ids=False)
     return config

@@ -17,15 +17,15 @@ from megatron.model.huggingface.formats import TOWER
 from megatron.model.huggingface.llama import family_of
 from megatron.model.huggingface.llava import read_encoder
 from megatron.parallel.tensor.layers import WeightInit
+from megatron.tools.convert.full_model import FullModel, read_tensors
 from megatron.tools.convert.load_and_save import read_huggingface
-from megatron.tools.convert.whole_model import WholeModel, read_tensors
 
 _MULTIPLE = 64
 """If the word embedding gets rows for the placeholder, their number is rounded up to a multiple of this."""
 _EMBEDDINGS = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
 
 
-def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer: int, seed: int) -> WholeModel:
+def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer: int, seed: int) -> FullModel:
     """Build a LLaVA with the weights of both folders, and a projector initialized from ``seed``.
 
     If the vocabulary does not contain the placeholder ``image_token``, the embedding gets new rows with the mean of all
@@ -49,7 +49,7 @@ def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer:
             tensors[name] = torch.cat([table, new_rows.to(table.dtype)])
     dtype = tensors[_EMBEDDINGS[0]].dtype
     tensors |= {name: tensor.to(dtype) for name, tensor in _new_projector(config, seed).items()}
-    return WholeModel(config, our_weights(tensors, config, f"{encoder} and {language}"))
+    return FullModel(config, our_weights(tensors, config, f"{encoder} and {language}"))
 
 
 def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelConfig:

@@ -29,10 +29,8 @@ from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import HF_CONFIG, read_json, write_config
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.tools.command_line import progress_bar
-from megatron.tools.convert.huggingface_files import Vocabulary, keep_chat_template
-from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
-from megatron.tools.convert.whole_model import (
-    WholeModel,
+from megatron.tools.convert.full_model import (
+    FullModel,
     check_sizes,
     check_space_for,
     in_layer_order,
@@ -40,13 +38,15 @@ from megatron.tools.convert.whole_model import (
     without_padding,
     write_tensors,
 )
+from megatron.tools.convert.huggingface_files import Vocabulary, keep_chat_template
+from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
 
 
-def read_model(checkpoint: FoundCheckpoint) -> WholeModel:
+def read_model(checkpoint: FoundCheckpoint) -> FullModel:
     """Read the full model. Raises CheckpointError if it is incomplete or damaged."""
     if checkpoint.kind == "huggingface":
         return read_huggingface(checkpoint.path)
-    config = checkpoint.saved.whole_model_config() if checkpoint.saved else read_config(checkpoint)
+    config = checkpoint.saved.full_model_config() if checkpoint.saved else read_config(checkpoint)
     if config is None:
         raise CheckpointError(
             f"{checkpoint.path} does not describe its model, and there is no tag next to it: name that tag"
@@ -55,11 +55,11 @@ def read_model(checkpoint: FoundCheckpoint) -> WholeModel:
     if checkpoint.kind == "universal":
         weights = without_padding(_universal_weights(checkpoint.path), config)
     elif checkpoint.saved:
-        return WholeModel(config, lazy_weights(checkpoint.saved), checkpoint.saved.description)
+        return FullModel(config, lazy_weights(checkpoint.saved), checkpoint.saved.description)
     else:
         weights = read_tensors(checkpoint.path)
         check_sizes(config, len(weights), str(checkpoint.path))
-    return WholeModel(config, in_layer_order(weights, config, str(checkpoint.path)), read_description(checkpoint))
+    return FullModel(config, in_layer_order(weights, config, str(checkpoint.path)), read_description(checkpoint))
 
 
 def read_weights(checkpoint: FoundCheckpoint) -> Mapping[str, Tensor]:
@@ -69,7 +69,7 @@ def read_weights(checkpoint: FoundCheckpoint) -> Mapping[str, Tensor]:
     return read_model(checkpoint).weights
 
 
-def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeModel:
+def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> FullModel:
     """Read the model in a Hugging Face folder.
 
     If its tokenizer has ``vocab_size`` tokens, the embedding of GPT-2 and BERT is cut to ``vocab_size`` rows, since
@@ -78,7 +78,7 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
     config, tensors = read_folder_config(folder, vocab_size=vocab_size), read_tensors(folder)
     check_sizes(config, len(tensors), str(folder))
     weights = our_weights(tensors, read_folder_config(folder), str(folder))
-    return WholeModel(config, without_padding(weights, config))
+    return FullModel(config, without_padding(weights, config))
 
 
 def read_versions(checkpoint: FoundCheckpoint) -> dict[str, Any] | None:
@@ -89,7 +89,7 @@ def read_versions(checkpoint: FoundCheckpoint) -> dict[str, Any] | None:
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 
-def run_metadata(model: WholeModel) -> dict[str, str]:
+def run_metadata(model: FullModel) -> dict[str, str]:
     """The header of merged weights, from which ``read_model`` reads the configuration."""
     return {RUN_KEY: json.dumps(model.description)}
 
@@ -105,7 +105,7 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
 
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
-    states, config = SavedStates(saved), saved.whole_model_config()
+    states, config = SavedStates(saved), saved.full_model_config()
     check_copies(states, optimizer=False)
     with form_errors(saved.path):
         weights = {name: states.full_weight(name) for name in states.specs}
@@ -139,7 +139,7 @@ TAG = "global_step0"
 
 def write_checkpoint(
     folder: Path,
-    model: WholeModel,
+    model: FullModel,
     *,
     vocab_file: Path | None,
     merge_file: Path | None,
@@ -199,7 +199,7 @@ def _write_states(
         mapped[name][len(weight) :].zero_()
 
 
-def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
+def _run(model: FullModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
     """The configuration of a run that would have saved the model."""
     config = model.config
     kinds = {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE}
@@ -219,7 +219,7 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, so
     )
 
 
-def _padded_outlines(model: WholeModel, rows: int) -> dict[str, Tensor]:
+def _padded_outlines(model: FullModel, rows: int) -> dict[str, Tensor]:
     outlines = dict(outlines_of(model.weights))
     for name, spec in architecture_of(model.config).named_parameters(model.config).items():
         if spec.is_vocabulary:
@@ -229,7 +229,7 @@ def _padded_outlines(model: WholeModel, rows: int) -> dict[str, Tensor]:
 
 def write_huggingface(
     folder: Path,
-    model: WholeModel,
+    model: FullModel,
     tokenizer: Vocabulary | None,
     *,
     max_shard_size: int,

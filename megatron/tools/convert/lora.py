@@ -17,10 +17,10 @@ from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
 from megatron.model.huggingface import source_shapes
 from megatron.model.huggingface.llama import family_of
-from megatron.tools.convert.whole_model import WholeModel
+from megatron.tools.convert.full_model import FullModel
 
 
-def merge_adapters(model: WholeModel) -> WholeModel:
+def merge_adapters(model: FullModel) -> FullModel:
     """Merge the adapters of ``model`` into the weights of their layers: W + alpha / r x B A.
 
     Raises ConfigError if the model has no adapters.
@@ -31,10 +31,10 @@ def merge_adapters(model: WholeModel) -> WholeModel:
     for layer, a, b in _adapters(model):
         weight = weights[f"{layer}.weight"]
         weights[f"{layer}.weight"] = (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
-    return WholeModel(_without_adapters(model.config), weights, model.description)
+    return FullModel(_without_adapters(model.config), weights, model.description)
 
 
-def write_peft(folder: Path, model: WholeModel, base: str | None) -> None:
+def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     A fused layer is split into its matrices, which all get A, and the rows of B for their outputs; this computes the
@@ -69,7 +69,7 @@ def write_peft(folder: Path, model: WholeModel, base: str | None) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _adapters(model: WholeModel) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _adapters(model: FullModel) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, A [r, i] and B [o, r] of each adapted layer; B is [parts, o, r] for a layer of several matrices."""
     for name, a in model.weights.items():
         if name.endswith(".lora.A"):
@@ -81,6 +81,6 @@ def _without_adapters(config: ModelConfig) -> ModelConfig:
     return replace(config, lora_rank=0, lora_alpha=ModelConfig.lora_alpha, lora_dropout=0.0, lora_target=())
 
 
-def _check_adapters(model: WholeModel) -> None:
+def _check_adapters(model: FullModel) -> None:
     if not model.config.lora_rank:
         raise ConfigError("the checkpoint has no adapters: it was trained without --lora-rank")

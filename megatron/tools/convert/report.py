@@ -13,8 +13,8 @@ from megatron.checkpoint.run_file import RUN_FILE
 from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.model.huggingface import model_title
 from megatron.tools.command_line import progress_bar
+from megatron.tools.convert.full_model import SIZES
 from megatron.tools.convert.inspection import FoundCheckpoint, read_config, read_description
-from megatron.tools.convert.whole_model import SIZES
 from megatron.training.summary import layer_kinds
 
 _GENERATE, _CONVERT = "tools/generate.py", "tools/convert_checkpoint.py"

@@ -52,7 +52,7 @@ def resharded_run(saved: SavedRun, flags: Sequence[str], replica: int, copies: i
         yaml.safe_dump(settings, file)
         file.flush()
         run = read_run(["--config", file.name, *flags], environ, architecture).checked()
-    before, data = saved.whole_model_config(), saved.config["data"]
+    before, data = saved.full_model_config(), saved.config["data"]
     vocabulary = padded_vocabulary(
         before.vocab_size, run.parallel.model_parallel_size, run.model.make_vocab_size_divisible_by
     )

@@ -246,7 +246,7 @@ def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
     A sharded parameter has one copy on each pipeline stage that holds it, a replicated parameter has one on each
     tensor-parallel rank of these stages. The vocabulary is without its padding.
     """
-    config = saved.whole_model_config()
+    config = saved.full_model_config()
     named = architecture_of(config).named_parameters(config)
     specs = {name: spec for name, spec in named.items() if is_trained(config, name)}
     states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from megatron.common.errors import CheckpointError, ConfigError, UserError
 from megatron.config import ModelConfig
-from megatron.tools.convert.from_megatron import GivenModel, whole_model
+from megatron.tools.convert.from_megatron import GivenModel, full_model
+from megatron.tools.convert.full_model import FullModel
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.megatron_files import read_shards
-from megatron.tools.convert.whole_model import WholeModel
 
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 16, 4, 92, 96
 CONFIG = ModelConfig(
@@ -166,14 +166,14 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 def logits(run_ranks, tmp_path: Path) -> Tensor:
     """What our model computes with the known weights."""
     (tmp_path / "known").mkdir()
-    write_checkpoint(tmp_path / "known", WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
+    write_checkpoint(tmp_path / "known", FullModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
     return run_ranks(1, logits_and_weights, tmp_path / "known")[0][0]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_every_format_gives_the_same_model(run_ranks, logits: Tensor, tmp_path: Path, writer: str):
     WRITERS[writer](tmp_path / "theirs")
-    model = whole_model(read_shards(tmp_path / "theirs"), SAID)
+    model = full_model(read_shards(tmp_path / "theirs"), SAID)
     (tmp_path / "ours").mkdir()
     write_checkpoint(tmp_path / "ours", model, vocab_file=None, merge_file=None)
     ((found, weights),) = run_ranks(1, logits_and_weights, tmp_path / "ours")
@@ -209,7 +209,7 @@ def test_a_llama_in_classic_files_of_two_ranks(tmp_path: Path):
         said = {"vocab_size": TOKENS, "seq_length": 8, "use_rotary_position_embeddings": True, "rotary_base": 500}
         file = {"model": {"language_model": model}, "args": Namespace(**vars(ARGS), **said), "checkpoint_version": 3.0}
         save(file, tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
-    found = whole_model(read_shards(tmp_path), GivenModel())
+    found = full_model(read_shards(tmp_path), GivenModel())
     assert found.config == replace(LLAMA, hidden_dropout=0.25, eod_token=TOKENS - 1)
     assert all(found.weights[name].equal(weights[name]) for name in weights)
 
@@ -228,12 +228,12 @@ def test_the_tool(programs: Programs, run_ranks, logits: Tensor, tmp_path: Path)
 def test_saved_arguments_and_given_values(tmp_path: Path):
     write_megatron_lm(tmp_path, 2.0, size=1, stages=1, **OLD)
     shards = read_shards(tmp_path / "iter_0000007")
-    config = whole_model(shards, GivenModel(vocab_size=90)).config
+    config = full_model(shards, GivenModel(vocab_size=90)).config
     assert (config.hidden_dropout, config.attention_dropout, config.eod_token) == (0.25, 0.1, 89)
     assert (config.openai_gelu, config.vocab_size, config.ffn_hidden_size) == (False, 90, 24)
     shards.args.bias_gelu_fusion = True
-    assert whole_model(shards, SAID).config.openai_gelu
-    other = whole_model(shards, GivenModel(vocab_size=TOKENS, version=0.0)).weights
+    assert full_model(shards, SAID).config.openai_gelu
+    other = full_model(shards, GivenModel(vocab_size=TOKENS, version=0.0)).weights
     assert not other["2.attention.query_key_value.weight"].equal(WEIGHTS["2.attention.query_key_value.weight"])
 
 
@@ -305,7 +305,7 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     spoil, message = FAULTS[fault]
     spoil(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        whole_model(read_shards(tmp_path), SAID)
+        full_model(read_shards(tmp_path), SAID)
     assert message in str(caught.value)
 
 
@@ -321,7 +321,7 @@ def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: di
     shards = replace(read_shards(tmp_path), version=version)
     vars(shards.args).update(args)
     with pytest.raises(CheckpointError, match=message):
-        whole_model(shards, SAID)
+        full_model(shards, SAID)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: di
 def test_missing_values_are_requested(tmp_path: Path, given: GivenModel, message: str):
     write_ancestor(tmp_path, size=2)
     with pytest.raises(ConfigError) as caught:
-        whole_model(read_shards(tmp_path), given)
+        full_model(read_shards(tmp_path), given)
     assert message in str(caught.value)
 
 
@@ -344,7 +344,7 @@ def test_a_pickle_runs_no_code(tmp_path: Path):
     write_megatron_deepspeed(tmp_path, size=1)
     torch.save({"optimizer": Attack(tmp_path / "marker")}, tmp_path / "global_step7" / file)
     with pytest.raises(UserError, match=f"{file} cannot be read .it asks for posix.mkdir") as caught:
-        whole_model(read_shards(tmp_path), SAID)
+        full_model(read_shards(tmp_path), SAID)
     assert "which could run code" in str(caught.value) and not (tmp_path / "marker").exists()
 
 
@@ -355,7 +355,7 @@ def test_files_of_torch_before_zip(tmp_path: Path, held: str):
     value = {"args": ARGS, "more": Attack(tmp_path / "marker") if held == "harm" else None}
     torch.save(value, file, _use_new_zipfile_serialization=False)
     if held == "weights":
-        assert whole_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS)).config.num_attention_heads == HEADS
+        assert full_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS)).config.num_attention_heads == HEADS
         return
     with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt cannot be read"):
         read_shards(tmp_path)
@@ -374,7 +374,7 @@ def test_objects_of_other_programs_are_stubbed(tmp_path: Path, monkeypatch: pyte
     file = {"args": Namespace(**vars(ARGS), kind=module.ModelType.decoder), "scaler": scaler, "checkpoint_version": 3.0}
     torch.save(file, tmp_path / "global_step7" / "mp_rank_00_model_states.pt")
     monkeypatch.delitem(sys.modules, "megatron.enums")
-    model = whole_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS))
+    model = full_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS))
     assert model.config.num_attention_heads == HEADS and model.weights["7.bias"].equal(WEIGHTS["7.bias"])
 
 
@@ -404,5 +404,5 @@ def test_what_would_be_read_as_something_else_is_refused(tmp_path: Path, change:
     change(content)
     torch.save(content, file)
     with pytest.raises(CheckpointError, match=message) as caught:
-        whole_model(read_shards(tmp_path), SAID)
+        full_model(read_shards(tmp_path), SAID)
     assert str(tmp_path) in caught.value.messages[0]

@@ -23,9 +23,9 @@ from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of, read_config, source_shapes
+from megatron.tools.convert.full_model import FullModel, write_tensors
 from megatron.tools.convert.huggingface_files import Vocabulary, read_folder_tokenizer
 from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
-from megatron.tools.convert.whole_model import WholeModel, write_tensors
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 M_MMAP_THRESHOLD = -3
@@ -156,7 +156,7 @@ def convert(source: Path, folder: Path, shard: int) -> None:
     folder.mkdir()
     write_checkpoint(folder, read_huggingface(source), vocab_file=None, merge_file=None, source=source)
     saved = newest(folder)
-    model = WholeModel(saved.whole_model_config(), lazy_weights(saved))
+    model = FullModel(saved.full_model_config(), lazy_weights(saved))
     write_huggingface(folder / "hf", model, None, max_shard_size=shard, carried={})
 
 

@@ -18,7 +18,7 @@ from support.programs import Programs
 from support.whole_models import logits_and_weights
 
 from megatron.common.errors import CheckpointError
-from megatron.tools.convert.from_megatron import GivenModel, whole_model
+from megatron.tools.convert.from_megatron import GivenModel, full_model
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.megatron_files import read_shards
 
@@ -85,7 +85,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", ["torch_dist", "classic"])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_logits_are_those_of_megatron_core(run_ranks, tmp_path: Path, saved: Path, kind: str, form: str):
-    model = whole_model(read_shards(saved / f"{kind}-{form}"), GivenModel())
+    model = full_model(read_shards(saved / f"{kind}-{form}"), GivenModel())
     write_checkpoint(tmp_path, model, vocab_file=None, merge_file=None)
     ((logits, _),) = run_ranks(1, logits_and_weights, tmp_path)
     expected = torch.load(saved / f"{kind}-logits.pt", weights_only=True)[..., :92]

@@ -20,7 +20,7 @@ from megatron.tools.command_line import progress_bar
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class FullModel:
     """The full weights of a model, without shards and padding, and its configuration."""
 
     config: ModelConfig
