@@ -353,7 +353,7 @@ def _name_problem(path: Path) -> str | None:
             return "is a URL, and outputs are written to this host's file systems"
         new = path.relative_to(next(place for place in path.parents if os.path.lexists(place)))
         is_home = re.fullmatch(r"~\w*", path.parts[0]) and not os.path.lexists(path.parts[0])
-        unexpanded = is_home or re.search(r"\$[\w{]", str(new))
+        unexpanded = is_home or re.search(r"\$\{?[A-Za-z_]", str(new))
         return "has a ~ or a variable that no shell has replaced, maybe for its quotes" if unexpanded else None
     except OSError as error:
         return error.strerror

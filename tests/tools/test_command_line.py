@@ -135,6 +135,7 @@ def test_a_repeated_flag_loses_no_value() -> None:
         (output_folder, "${SCRATCH}/x", "has a ~ or a variable"),
         (output_folder, "folder/a$/b~", None),
         (output_folder, "kept$x/new", None),
+        (output_folder, "under$5/new", None),
         (output_file, "new/x", None),
         (output_file, "file", None),
         (output_folder, "new", None),
