@@ -141,7 +141,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback], program: Program | None
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
-            snapshots=requested_snapshots(checkpointer, run, log.info),
+            snapshots=None if program.only_evaluates(run) else requested_snapshots(checkpointer, run, log.info),
             callbacks=[*callbacks, *requested_traces(*observed), *requested_measurements(*observed)],
         )
         return trainer.train(finished=loaded.iteration)

@@ -55,7 +55,10 @@ def test_a_task_is_learned_resumed_and_evaluated(programs: Programs, pretrained,
         f"global_step{number}" for number in (16, 32, 48, 64)
     ]
     only = ("--epochs", "0", "--load", tmp_path / "tuned", "--batch-size", "8")
-    evaluated = programs.warm(2, "tasks/main.py", *reviews, *only, "--model-parallel-size", "2").ok()
+    (tmp_path / "memory").mkdir()
+    snapshots = ("--save", tmp_path / "tuned", "--snapshot-interval", "1", "--snapshot-dir", tmp_path / "memory")
+    evaluated = programs.warm(2, "tasks/main.py", *reviews, *only, *snapshots, "--model-parallel-size", "2").ok()
+    assert not any((tmp_path / "memory").iterdir())
     assert f"accuracy {epochs[4]:.2%} ({round(64 * epochs[4])} of 64)" in evaluated.output
 
 
