@@ -1,1 +1,1 @@
-"""What a run leaves on disk and continues from."""
+"""Checkpoints and snapshots: saving, loading, resharding, and the files on disk."""

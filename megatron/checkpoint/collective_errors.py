@@ -1,4 +1,4 @@
-"""Steps whose errors are raised on all ranks: a UserError on one rank becomes the same UserError on every rank."""
+"""Collective error handling: a UserError of a step on one rank is raised on all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def on_all_ranks(step: Callable[[], T]) -> T:
-    """Run ``step()`` on every rank; its result on this one. Raises a UserError of any rank on all: of the first one."""
+    """Run ``step()`` on every rank. Returns this rank's result; a UserError of any rank is raised on all ranks."""
     outcome, size = _outcome(step), dist.get_world_size()
     failed = torch.tensor(
         [size if outcome[1] is None else dist.get_rank()], device=get_accelerator().current_device_name()
@@ -27,21 +27,21 @@ def on_all_ranks(step: Callable[[], T]) -> T:
 
 
 def gathered_on_rank_0(step: Callable[[], T], then: Callable[[list[T]], R]) -> R:
-    """Run ``step()`` on every rank, and ``then`` with its results on rank 0; the result of ``then``, on every rank.
+    """Run ``step()`` on every rank, and ``then`` with all results on rank 0. Returns its result on every rank.
 
-    Raises a UserError of any on all ranks.
+    A UserError of any step or of ``then`` is raised on all ranks.
     """
     outcomes = gathered([_outcome(step)])
     return on_rank_0(lambda: then([_result(outcome) for outcome in outcomes]))
 
 
 def gathered(own: list[T]) -> list[T]:
-    """On rank 0 what all ranks have, in their order, by a binomial tree: of 16,384 ranks it receives from 14."""
+    """Gather the lists of all ranks on rank 0, in rank order, by a binomial tree: 14 receives for 16,384 ranks."""
     rank, size, step = dist.get_rank(), dist.get_world_size(), 1
     while step < size and not rank & step:
         if rank + step < size:
             received: list[list[T]] = [[]]
-            dist.recv_object_list(received, rank + step, use_batch=True)  # else NCCL would connect each pair anew
+            dist.recv_object_list(received, rank + step, use_batch=True)  # else NCCL makes a communicator per pair
             own = own + received[0]
         step *= 2
     if rank:
@@ -50,14 +50,14 @@ def gathered(own: list[T]) -> list[T]:
 
 
 def on_rank_0(step: Callable[[], T]) -> T:
-    """Run ``step()`` on rank 0; its result, on every rank. Raises its UserError on all ranks."""
+    """Run ``step()`` on rank 0. Returns its result, or raises its UserError, on every rank."""
     outcome = [_outcome(step) if dist.get_rank() == 0 else ()]
     dist.broadcast_object_list(outcome)
     return _result(outcome[0])
 
 
 def _outcome(step: Callable[[], T]) -> tuple:
-    """(result, None, []) or (None, type of the UserError, its messages): an error may not survive pickling."""
+    """(result, None, []) or (None, type of the UserError, its messages), since the error may not be picklable."""
     try:
         return step(), None, []
     except UserError as error:

@@ -1,7 +1,7 @@
-"""What may differ between a checkpoint and the run that resumes it. No torch here.
+"""Checks whether a run is compatible with the checkpoint that it resumes. No torch here.
 
-The layout may: a checkpoint of another layout is converted. Settings that decide what the run computes may with
-``--override`` only, and the shape of the model never.
+The layout may differ: a checkpoint of another layout is resharded. Settings that change what the run computes may
+differ only with ``--override``; the shape of the model must be the same.
 """
 
 import math
@@ -41,23 +41,23 @@ _SHAPE_FIELDS = {
     "expert_size": "--moe-ffn-hidden-size",
     "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
 }
-"""Fields and properties of ModelConfig, and their names in messages."""
+"""Fields and properties of ModelConfig that decide shapes, and their names in messages."""
 _HEADS = "--num-attention-heads"
-_OF_HEADS = ("--num-query-groups", "--kv-channels")
-"""They follow from the hidden size and the heads, unless they are given."""
+_DERIVED_FROM_HEADS = ("--num-query-groups", "--kv-channels")
+"""Values that by default follow from the hidden size and the number of heads."""
 
 
 def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
-    """Whether DeepSpeed can load ``saved`` without conversion: each rank of ``run`` finds the files it would write."""
+    """Whether DeepSpeed can load ``saved`` without resharding: each rank of ``run`` finds the files it would write."""
     stage, config = run.zero.zero_stage, run.checkpoint
-    # At ZeRO 3 it loads weights without optimizer from the tag in ``latest``, by a pickle that may run code.
+    # At ZeRO 3 DeepSpeed loads weights without optimizer from the tag in ``latest``, with a pickle that may run code.
     is_unsafe = stage == 3 and (config.finetune or config.no_load_optim)
-    # It would give each rank the experts of the first one.
+    # DeepSpeed would give each rank the experts of the first rank.
     has_expert_files = run.parallel.expert_model_parallel_size > 1
-    # Earlier versions did not order parameters by --zero-round-robin-gradients there.
+    # Earlier versions ignored --zero-round-robin-gradients with these settings.
     adds_up_in_fp32 = saved.config.get("precision", {}).get("grad_accum_dtype") == "fp32"
     may_differ = stage == 1 and adds_up_in_fp32 and run.zero.zero_round_robin_gradients
-    # Of another --make-vocab-size-divisible-by.
+    # The vocabulary may have been padded with another --make-vocab-size-divisible-by.
     rows = saved.config["model"].get("padded_vocab_size", run.model.padded_vocab_size)
     if is_unsafe or has_expert_files or may_differ or rows != run.model.padded_vocab_size:
         return False
@@ -65,12 +65,12 @@ def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
 
 
 def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:
-    """Whether each rank of ``run`` computes what it computed before, so that its random streams can continue."""
+    """Whether each rank of ``run`` computes the same part as before, so that its random streams can continue."""
     return SavedLayout.from_run(run).has_same_ranks(saved.layout)
 
 
 def at_saved_sample(saved: SavedRun, run: RunConfig) -> RunConfig:
-    """``run`` from the number of samples that ``saved`` consumed, whatever its global batch sizes were."""
+    """``run`` starting at the sample after those that ``saved`` consumed, regardless of its global batch sizes."""
     if run.checkpoint.finetune:
         return run
     consumed = saved.description.get("consumed_samples")
@@ -96,7 +96,7 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
 
 
 def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:
-    """The same for the schedule; a length that no flag gave is said to follow from another flag."""
+    """A line for each setting of the learning-rate schedule that differs, with the flag that a default follows from."""
     optim, before = run.optim, saved.description.get("schedule", {})
     unit = run.train.lr_unit.replace("iteration", "iter")
     length = "samples" if run.train.train_samples is not None else "iters"
@@ -107,7 +107,7 @@ def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:
         causes[f"--lr-warmup-{unit}s"] = "--warmup is a fraction of the decay"
     lines = []
     done = saved.description.get("consumed_samples", 0) if unit == "sample" else saved.iteration
-    is_decayed = done >= before.get(f"--lr-decay-{unit}s", math.inf)  # what is left has the lowest rate, or none
+    is_decayed = done >= before.get(f"--lr-decay-{unit}s", math.inf)  # the old decay is over
     for name, value in schedule_of(run).items():
         for line in _differences({name: value}, before, saved.path):
             keeps = "" if is_decayed else f"; {name} {_shown(before[name])} keeps the old value"
@@ -116,16 +116,16 @@ def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:
 
 
 def check_compatible(saved: SavedRun, run: RunConfig) -> None:
-    """Check that ``run`` can load ``saved``: same model, same settings, and the state that its flags ask for.
+    """Check that ``run`` can load ``saved``: same model, same settings, and all state that its flags require.
 
-    Raises CheckpointError with a line for each difference that is not allowed.
+    Raises CheckpointError with a line for each difference that is not supported.
     """
     config, path = run.checkpoint, saved.path
     shape = {name: getattr(run.model, field) for field, name in _SHAPE_FIELDS.items()}
     saved_model = saved.full_model_config()
     saved_shape = {name: getattr(saved_model, field) for field, name in _SHAPE_FIELDS.items()}
     if shape["--hidden-size"] != saved_shape["--hidden-size"] or shape[_HEADS] != saved_shape[_HEADS]:
-        shape = {name: value for name, value in shape.items() if name not in _OF_HEADS}
+        shape = {name: value for name, value in shape.items() if name not in _DERIVED_FROM_HEADS}
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
     messages += _adapter_differences(saved, saved_model, run)
     is_same_model = not messages
@@ -137,9 +137,10 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     if not loads_directly(saved, run):
         ours = SavedLayout.from_run(run)
         layout = _differences(ours.to_json(), saved.layout.to_json(), path)
-        if not layout and ours != saved.layout:  # in what only one of them has, such as context parallelism
+        if not layout and ours != saved.layout:  # only one of them has a key, such as context parallelism
             layout = [f"{path} was saved on another layout"]
-        messages += [f"{line}: {reason}" for reason in _kept_to_layout(saved, run, needs_optimizer) for line in layout]
+        reasons = _why_not_resharded(saved, run, needs_optimizer)
+        messages += [f"{line}: {reason}" for reason in reasons for line in layout]
     if needs_optimizer:
         if saved.has_optimizer:
             optimizers = _optimizer(run.ds_config), _optimizer(saved.config.get("ds_config", {}))
@@ -156,8 +157,8 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
         raise CheckpointError(messages)
 
 
-def _kept_to_layout(saved: SavedRun, run: RunConfig, needs_optimizer: bool) -> Iterator[str]:
-    """Why ``saved`` cannot be converted to another layout."""
+def _why_not_resharded(saved: SavedRun, run: RunConfig, needs_optimizer: bool) -> Iterator[str]:
+    """Reasons why ``saved`` cannot be resharded to another layout."""
     if architecture_of(run.model).provider is not None:
         yield "a checkpoint of a model without a spec is resumed on the layout it was saved on"
     saved_zero = saved.config.get("zero", {})
@@ -171,7 +172,7 @@ def _kept_to_layout(saved: SavedRun, run: RunConfig, needs_optimizer: bool) -> I
 
 
 def _adapter_differences(saved: SavedRun, saved_model: ModelConfig, run: RunConfig) -> list[str]:
-    """A line for each reason why the adapters of ``saved`` are not those of ``run``, unless it adds new ones."""
+    """A line for each difference between the LoRA adapters of ``saved`` and ``run``, unless ``run`` adds new ones."""
     if not saved_model.lora_rank and (run.checkpoint.finetune or not run.model.lora_rank):
         return []
     current, before = (
@@ -183,7 +184,7 @@ def _adapter_differences(saved: SavedRun, saved_model: ModelConfig, run: RunConf
 
 
 def _optimizer(ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """An optimizer's type by its state: AdamW has the same state as Adam."""
+    """The type of the optimizer, with Adam for AdamW, which has the same state."""
     kind = str(ds_config.get("optimizer", {}).get("type", "Adam"))
     return {"the optimizer": kind.lower().replace("adamw", "adam")}
 
@@ -191,7 +192,7 @@ def _optimizer(ds_config: Mapping[str, Any]) -> dict[str, str]:
 def _differences(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> list[str]:
     return [
         f"{name} is {_shown(current[name])}, but {_shown(saved[name])} in {path}"
-        # A name that only one of them has belongs to another engine, or to another version of this program.
+        # Names that only one of them has are from another engine, or another version of this program.
         for name in current
         if name in saved and current[name] != saved[name]
     ]

@@ -1,6 +1,6 @@
-"""What DeepSpeed's engine saves and loads passes through here: states for a writer, copied for one in the background.
+"""DeepSpeed's checkpoint engine: collects states to save, copied for an asynchronous writer, and loads files.
 
-Copies are in host memory, of a device's tensors in pinned memory.
+Copies of device tensors are in pinned host memory.
 """
 
 import copy
@@ -22,26 +22,26 @@ from megatron.checkpoint.tensor_files import read_file
 
 
 class HostCopies:
-    """Copies of what is in host memory already: done when ``start`` returns."""
+    """Copies of state that is in host memory; they are complete when ``start`` returns."""
 
     def start(self, item: Any, used: Sequence[Tensor] = ()) -> Any:
-        """Start ``in_host_memory``; the writer has to ``wait`` before it reads the result."""
+        """Start a copy by ``in_host_memory``; the writer must call ``wait`` before it reads the result."""
         return in_host_memory(item, used)
 
     def wait(self) -> None:
-        """Let the host wait until all that has been started is copied."""
+        """Wait until all copies are complete."""
 
 
 class PinnedCopies(HostCopies):
-    """Copies of what a device computes, into pinned memory, on a stream of their own beside the compute stream.
+    """Copies of device tensors into pinned memory, on a separate stream.
 
-    They begin after what the compute stream has to do by then. Neither the host nor the next forward and backward pass
-    waits for them; the next update of ``optimizer`` does, on the device, before it overwrites what they read.
+    They start after the work that is already on the compute stream. Neither the host nor the next forward and backward
+    passes wait for them; the next step of ``optimizer`` does, on the device, before it overwrites the tensors.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._stream, self._copied = get_accelerator().Stream(), get_accelerator().Event()
-        self._sources: list[Tensor] = []  # the memory of temporary ones must not be used for others meanwhile
+        self._sources: list[Tensor] = []  # keeps the memory of temporary tensors until they are copied
         optimizer.register_step_pre_hook(self._delay_update)
 
     def start(self, item: Any, used: Sequence[Tensor] = ()) -> Any:
@@ -61,18 +61,18 @@ class PinnedCopies(HostCopies):
 
 
 def pinned_copies(engine: DeepSpeedEngine) -> PinnedCopies | None:
-    """Copies of the state of ``engine``; None on the CPU."""
+    """A ``PinnedCopies`` for the state of ``engine``; None on the CPU."""
     return None if get_accelerator().device_name() == "cpu" else PinnedCopies(engine.basic_optimizer)
 
 
 def in_host_memory(item: Any, used: Sequence[Tensor] = (), *, pinned: bool = False) -> Any:
-    """A copy of ``item``, its tensors in host memory: in the memory of ``used`` ones if shapes are the same.
+    """A copy of ``item`` with its tensors in host memory; the memory of ``used`` is reused for equal shapes.
 
-    A copy of a device's tensors into ``pinned`` memory is still under way on return.
+    Copies of device tensors into ``pinned`` memory are asynchronous.
     """
     memory = iter(used)
 
-    def copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         leaf, into = leaf.detach(), next(memory, None)
@@ -81,76 +81,76 @@ def in_host_memory(item: Any, used: Sequence[Tensor] = (), *, pinned: bool = Fal
             into = get_accelerator().pin_memory(into) if pinned else into
         return into.copy_(leaf, non_blocking=pinned)
 
-    return tree_map(copied, item, is_leaf=is_size)
+    return tree_map(copy_leaf, item, is_leaf=is_size)
 
 
 def is_size(item: Any) -> bool:
-    """Whether ``item`` is a shape, which pytree functions would turn into a tuple."""
+    """Whether ``item`` is a torch.Size, which pytree functions would convert to a tuple."""
     return isinstance(item, torch.Size)
 
 
 def tensors_of(item: Any) -> list[Tensor]:
-    """The tensors in ``item``, in the order of pytrees."""
+    """The tensors in ``item``, in pytree order."""
     return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
 StateFile = tuple[Path, Any]
-"""A file to be written, and its content."""
+"""(path, content) of a file to write."""
 
 
 class EngineFiles(CheckpointEngine):
-    """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
+    """DeepSpeed checkpoint engine that keeps saved states in memory for a writer, and loads without running code.
 
-    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again. Otherwise
-    it keeps the tensors themselves, for a writer that is done before training continues.
+    With ``copies`` it keeps copies in host memory, whose memory is reused, so that training can continue. Otherwise it
+    keeps the tensors themselves, for a writer that finishes before training continues.
     """
 
     def __init__(self, copies: HostCopies | None = None):
         super().__init__()
-        self.copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
-        self._held: dict[str, Any] = {}
+        self.copies, self._to_write, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
+        self._preloaded: dict[str, Any] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
+        """Keep ``state_dict`` for the file ``path``. The previous file of that name must have been written."""
         if self.copies is not None:
             name = Path(path).name
             state_dict = self.copies.start(state_dict, self._used.get(name, []))
             self._used[name] = tensors_of(state_dict)
         else:
-            state_dict = tree_map(_without_other_data, state_dict, is_leaf=is_size)
-        self._kept.append((Path(path), state_dict))
+            state_dict = tree_map(_copy_if_view, state_dict, is_leaf=is_size)
+        self._to_write.append((Path(path), state_dict))
 
     @contextmanager
     def holding(self, contents: dict[str, Any]) -> Iterator[None]:
-        """While inside, ``load`` takes the files of these names from ``contents``."""
-        self._held = contents
+        """Context in which ``load`` returns the given ``contents`` by file name."""
+        self._preloaded = contents
         yield
-        self._held = {}
+        self._preloaded = {}
 
     def wait(self) -> None:
-        """Let a writer wait until all copies are complete."""
+        """Wait, in the writer, until all copies are complete."""
         if self.copies is not None:
             self.copies.wait()
 
     def take(self) -> list[StateFile]:
-        """Everything kept since the last call."""
-        kept, self._kept = self._kept, []
-        return kept
+        """The files saved since the last call."""
+        files, self._to_write = self._to_write, []
+        return files
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of ``path``, on the CPU, which was compared with the manifest before.
+        """The content of ``path``, on the CPU. The caller has compared the file with the manifest.
 
-        Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
+        Weights are memory-mapped, and read when they are copied into the model; DeepSpeed may keep other tensors.
         """
-        if Path(path).name in self._held:
-            return self._held[Path(path).name]
+        if Path(path).name in self._preloaded:
+            return self._preloaded[Path(path).name]
         content = read_file(Path(path), mapped=True)
         if Path(path).name.startswith("layer_"):
             return content
         return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}
 
     def preserves_storage_sharing(self) -> bool:
-        """No: DeepSpeed need not copy views, of which ``save`` would otherwise keep all of their storage."""
+        """False, so that DeepSpeed does not copy views: ``save`` copies them if their storage is larger."""
         return False
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -165,10 +165,10 @@ class EngineFiles(CheckpointEngine):
         return True
 
 
-def _without_other_data(leaf: Any) -> Any:
-    """``leaf``, or a copy in host memory of a tensor that is a part of its storage, all of which would be saved.
+def _copy_if_view(leaf: Any) -> Any:
+    """``leaf``, or a copy in host memory if it is a view of a larger storage, which would be saved completely.
 
-    Parts of ZeRO's storages that lack no more than padding are not copied.
+    Views of ZeRO's storages that only lack padding are not copied.
     """
     if not isinstance(leaf, Tensor) or leaf.nbytes >= 0.9 * leaf.untyped_storage().nbytes():
         return leaf
@@ -176,6 +176,6 @@ def _without_other_data(leaf: Any) -> Any:
 
 
 def bytes_of(item: Any) -> int:
-    """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
+    """Bytes that the tensors in ``item`` need in a file; each storage counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(item)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,9 +1,9 @@
-"""New files that are on disk when they are closed, their hashes, and the manifest of a checkpoint. No torch here.
+"""Writes durable files with hashes, and the manifest of a checkpoint. No torch here.
 
-Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are those of
-``megatron.common.files``.
+Files are always created: an existing name, even a symbolic link, is an error. ``megatron.common.files`` sets their
+permissions.
 
-``manifest.json`` has size and hash of each file of a checkpoint. It is written last, so it marks a complete one:
+``manifest.json`` has size and hash of each file of a checkpoint. It is written last, so it marks a complete checkpoint:
 
 {"format": 1, "files": {"run.json": {"size": 4096, "xxh128": "…"}, …}, "sha256": "… of format and files"}
 
@@ -32,9 +32,9 @@ from megatron.common.reading import LARGEST_JSON, read_bytes, regular
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
 _READERS = min(4, len(os.sched_getaffinity(0)))
-"""Threads that verify a file."""
+"""Number of threads that verify a file."""
 _ASKED_AT_ONCE = 16
-"""Files whose sizes are asked for at a time: a disk in the network takes a while for each answer."""
+"""Number of concurrent requests for file sizes, since network file systems answer slowly."""
 Content = bytes | bytearray | memoryview
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -44,14 +44,14 @@ class Record(NamedTuple):
 
     size: int
     sha256: str | None = None
-    """In checkpoints of earlier versions."""
+    """Only in checkpoints of earlier versions."""
     xxh128: str | None = None
     """XXH3-128 of the XXH3-128 digests of all blocks of 1 MiB, which several threads can verify. None in checkpoints of
     earlier versions."""
 
 
 class NewFile:
-    """A file to write from beginning to end, such as by ``torch.save``; it is hashed meanwhile."""
+    """A new file that is written sequentially, such as by ``torch.save``, and hashed while it is written."""
 
     def __init__(self, path: Path):
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), "wb")
@@ -59,7 +59,7 @@ class NewFile:
         self._error: OSError | None = None
 
     def write(self, data: Content) -> int:
-        """Append ``data``. An OSError is raised by ``close()``: torch's writer would replace it by its own."""
+        """Append ``data``. An OSError is raised only by ``close()``, since torch's writer would replace it."""
         rest = memoryview(data).cast("B")
         count = len(rest)
         while rest and self._error is None:
@@ -83,7 +83,7 @@ class NewFile:
         self._block.reset()
 
     def close(self) -> Record:
-        """Flush everything to disk. Raises OSError if any of it could not be written."""
+        """Flush everything to disk. Raises OSError if anything could not be written."""
         try:
             if self._size % _BLOCK:
                 self._end_block()
@@ -92,7 +92,7 @@ class NewFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
-            with suppress(OSError):  # if the buffer cannot be written, closing tries again
+            with suppress(OSError):  # closing tries again to write the buffer
                 self._file.close()
         return Record(self._size, xxh128=self._digests.hexdigest())
 
@@ -148,27 +148,27 @@ def xxh128_of(path: Path) -> str:
     with open(path, "rb", buffering=0, opener=regular) as file:
 
         def digest(offset: int) -> bytes:
-            block = b""  # a disk in the network may return less than was asked for
+            block = b""  # a network file system may return less than requested
             while more := os.pread(file.fileno(), _BLOCK - len(block), offset + len(block)):
                 block += more
             return xxh3_128_digest(block)
 
         offsets = range(0, os.fstat(file.fileno()).st_size, _BLOCK)
-        if len(offsets) < _READERS:  # threads take longer to start
+        if len(offsets) < _READERS:  # starting threads would take longer
             return xxh3_128(b"".join(map(digest, offsets))).hexdigest()
         with ThreadPoolExecutor(_READERS, "read") as threads:
             return xxh3_128(b"".join(threads.map(digest, offsets))).hexdigest()
 
 
 def check_disk_space(folder: Path, what: str, size: int, advice: str = SAVE_ADVICE) -> None:
-    """Raises ResourceError with ``advice`` if the disk of ``folder`` has less than ``size`` bytes free for ``what``."""
+    """Raise ResourceError with ``advice`` if the disk of ``folder`` has less than ``size`` bytes free for ``what``."""
     if size > shutil.disk_usage(folder).free:
         raise ResourceError(f"{_no_space(folder, what, size)}: {advice}")
 
 
 @contextmanager
 def disk_errors(folder: Path, what: str, size: int) -> Iterator[None]:
-    """Convert an OSError of the block, which writes ``what`` of ``size`` bytes into ``folder``, to a UserError."""
+    """Turn an OSError in the block, which writes ``what`` of ``size`` bytes into ``folder``, into a UserError."""
     try:
         yield
     except OSError as error:
@@ -193,11 +193,11 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 Manifest = Mapping[str, Record]
-"""Path relative to the tag, with slashes -> record of the file."""
+"""Records of files by their path relative to the tag, with slashes."""
 
 
 def write_manifest(tag_folder: Path, records: Manifest) -> None:
-    """Mark the tag as complete. Files that ``records`` lacks are flushed to disk and read for theirs."""
+    """Mark the tag as complete. Files that are missing in ``records`` are flushed to disk and hashed."""
     records = dict(records)
     for name in sorted(set(_names(tag_folder)) - set(records)):
         sync(tag_folder / name)
@@ -209,7 +209,7 @@ def write_manifest(tag_folder: Path, records: Manifest) -> None:
 
 
 def read_manifest(tag_folder: Path) -> Manifest:
-    """The files of a tag. Raises CheckpointError if its manifest is missing or damaged."""
+    """Read the manifest of a tag. Raises CheckpointError if it is missing or damaged."""
     file = tag_folder / MANIFEST
     reason = "the save was interrupted, or another program wrote the files"
     text = read_text(file, absent=f"{tag_folder} has no {MANIFEST}, which is written last: {reason}")
@@ -232,9 +232,10 @@ def read_manifest(tag_folder: Path) -> Manifest:
 
 
 def read_text(file: Path, *, largest: int = LARGEST_JSON, absent: str | None = None) -> str:
-    """The content of a text of a checkpoint.
+    """The content of a text file of a checkpoint.
 
-    Raises CheckpointError if it cannot be read, or is larger; with the message ``absent`` if there is none.
+    Raises CheckpointError if it cannot be read or is larger than ``largest``; ``absent`` is the message if it is
+    missing.
     """
     try:
         return read_bytes(file, largest=largest).decode("utf-8")
@@ -249,23 +250,23 @@ def read_text(file: Path, *, largest: int = LARGEST_JSON, absent: str | None = N
 
 
 def gone(place: Path) -> CheckpointError:
-    """That ``place`` is not there any more."""
+    """The error that ``place`` no longer exists."""
     return CheckpointError(f"{place} is gone: a run with --keep-last may have removed it meanwhile")
 
 
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError if a file is missing or has another size, or if there is a ``.pt`` file too many."""
+    """Raise CheckpointError if a file is missing or has a wrong size, or if there is an extra ``.pt`` file."""
     with ThreadPoolExecutor(_ASKED_AT_ONCE, "size") as threads:
         for _ in threads.map(lambda name: _check_size(tag_folder / name, manifest[name]), manifest):
             pass
     for name in _names(tag_folder):
-        # DeepSpeed looks for its files by pattern, and would take this for one of them.
+        # DeepSpeed finds its files by pattern, and would load this one, too.
         if name.endswith(".pt") and name not in manifest:
             raise CheckpointError(f"{tag_folder / name} is not in the manifest: it was not saved with this checkpoint")
 
 
 def check_content(file: Path, record: Record) -> None:
-    """Raises CheckpointError if ``file`` is missing, or its size or content is not that of ``record``."""
+    """Raise CheckpointError if ``file`` is missing, or its size or content differs from ``record``."""
     _check_size(file, record)
     try:
         kind, saved = ("xxh128", record.xxh128) if record.xxh128 else ("SHA-256", record.sha256)
@@ -312,7 +313,7 @@ def _names(tag_folder: Path) -> Iterator[str]:
 
 
 def folder_problem(named: str, folder: Path) -> str | None:
-    """Why ``folder``, of an output ``named`` so, cannot be written to, or be created; None if it can."""
+    """Why the output ``folder`` cannot be created or written to, as a message that starts with ``named``; else None."""
     if problem := _name_problem(folder):
         return f"{named} {problem}; name another folder"
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
@@ -326,10 +327,10 @@ def folder_problem(named: str, folder: Path) -> str | None:
 
 
 def file_problem(flag: str, file: Path) -> str | None:
-    """Why ``file`` cannot be written; None if it can."""
+    """Why ``file`` cannot be written, as a message about ``flag``; None if it can."""
     if problem := _name_problem(file):
         return f"{flag} {file}: {problem}; name another file"
-    if not file.exists():  # or it is a link to nothing, which is replaced
+    if not file.exists():  # also a dangling link, which is replaced
         return folder_problem(f"{flag} {file}:", file.parent)
     if file.is_dir():
         return f"{flag} {file} is a folder; name a file"
@@ -341,9 +342,9 @@ def file_problem(flag: str, file: Path) -> str | None:
 
 
 def _name_problem(path: Path) -> str | None:
-    """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it.
+    """Why ``path`` is not a valid name, such as its length, a URL or an unexpanded ~ or $VARIABLE; None if it is valid.
 
-    A URL is rejected, too, unless there is a folder of its scheme's name, and so is what a shell would have replaced.
+    A URL is accepted if a folder with the name of its scheme exists.
     """
     try:
         path.lstat()

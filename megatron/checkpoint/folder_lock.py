@@ -1,15 +1,15 @@
-"""One run at a time saves into a folder: ``SAVE/.writer.lock`` names the process that does. No torch here.
+"""Lock of a checkpoint folder, ``SAVE/.writer.lock``: only one run at a time saves into a folder. No torch here.
 
-This is a lease, not a lock of ``filelock``: on many network file systems flock() does not exclude other hosts, or the
-lock of a host that is lost is never released. The file is created exclusively, which also works on NFS, and its owner
-renews it every few seconds. It is stale
+It is a lease, not a lock of ``filelock``: on many network file systems flock() does not exclude other hosts, or never
+releases the lock of a lost host. The file is created exclusively, which also works on NFS, and its owner renews it
+every few seconds. It is stale
 
 - if its owner ran on this host and has ended: no process has its id and start time;
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
-  measured by watching it, since the clocks of two hosts may differ.
+  measured by watching the file, since the clocks of two hosts may differ.
 
-A stale file is replaced, so that a run resumes after any crash without cleanup. The elastic agent does not
-wait for a lease: it may displace the owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
+A stale file is replaced, so that a run resumes after any crash without cleanup. The elastic agent does not wait for a
+lease: it may displace an owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
 """
 
 import json
@@ -33,11 +33,11 @@ from megatron.launch.rank import print_warning
 LOCK = ".writer.lock"
 SAVES = "saves into this folder"
 RUN_VARIABLE = "MEGATRON_ELASTIC_RUN"
-"""Environment variable of all processes of an elastic run, by which they are found when they are to be ended."""
+"""Environment variable of all processes of an elastic run, with which the agent finds them to end them."""
 RENEWAL_SECONDS = 5.0
 LEASE_SECONDS = 30.0
 _SIZE = 1024
-"""Bytes of the file, padding included, so that a renewal never changes its size."""
+"""Bytes of the file, including padding, so that a renewal never changes its size."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +49,37 @@ class Owner:
     started: str
     """Start time of the process in clock ticks since the host was started; empty if the system does not report it."""
     machine: str
-    """The same for two processes that see the same process ids: the boot of the host and the namespace."""
+    """Boot id and process namespace of the host: equal for processes that see the same process ids."""
     token: str
-    """Differs for each run."""
+    """Random identifier of the run."""
     run: str = ""
-    """The elastic run that it belongs to: the same for all of its starts."""
+    """Identifier of the elastic run, the same for all of its starts; empty without one."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" if self.pid else f"its elastic agent on {self.host}"
 
     @property
     def is_displaced(self) -> bool:
-        """Whether no process has the lock, since an elastic agent has taken it from its owner."""
+        """Whether an elastic agent has taken the lock from its owner, so that no process holds it."""
         return self.pid == 0
 
 
 class FolderLock:
-    """The right to save into ``folder``, held by this process from ``take()`` to ``release()``.
+    """The lock of ``folder``, held by this process from ``take()`` to ``release()``.
 
-    ``name`` is that of the file; another name is another right, and ``use`` says for messages what its owner does.
-    ``when_lost`` is called, from another thread, with a message for the user once another process has the lock.
+    Args:
+        folder: the locked folder.
+        name: name of the lock file; files with different names are different locks.
+        use: what the owner does, for messages.
+        when_lost: called, from another thread, with a message for the user when another process has taken the lock.
     """
 
     def __init__(
         self, folder: Path, name: str = LOCK, use: str = SAVES, when_lost: Callable[[str], object] | None = None
     ) -> None:
         self.folder, self._path, self._use, self._when_lost = folder, folder / name, use, when_lost
-        place = (socket.gethostname(), os.getpid(), start_time(os.getpid()), machine_id())
-        self._owner = Owner(*place, secrets.token_hex(8), os.environ.get(RUN_VARIABLE, ""))
+        process = (socket.gethostname(), os.getpid(), start_time(os.getpid()), machine_id())
+        self._owner = Owner(*process, secrets.token_hex(8), os.environ.get(RUN_VARIABLE, ""))
         self._file, self._renewals = -1, 0
         self._over = threading.Event()
 
@@ -95,9 +98,9 @@ class FolderLock:
         threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
 
     def take_over(self) -> bool:
-        """Wait until the owner has ended without giving the lock back, and take it; False if it has given it back.
+        """Wait until the owner has ended, and take the lock if it has not released it; False if it has.
 
-        Without an owner the lock is taken at once. Raises as ``take()``.
+        Without an owner the lock is taken at once. Raises the same errors as ``take()``.
         """
         text, owner = _read(self._path)
         if text is not None:
@@ -110,9 +113,9 @@ class FolderLock:
         return True
 
     def check(self) -> None:
-        """Raises CheckpointError if another run has taken the folder over: this process was suspended for long.
+        """Raise CheckpointError if another run has taken over the folder, since this process was suspended for long.
 
-        A file that cannot be read now says nothing; one that the user has deleted is made again.
+        A file that cannot be read is ignored; a file that the user has deleted is created again.
         """
         text, owner = _read(self._path)
         with suppress(OSError):
@@ -128,7 +131,7 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Give the lock back, if it is still this process's."""
+        """Release the lock, if this process still holds it."""
         self._over.set()
         _, owner = _read(self._path)
         with suppress(OSError):
@@ -136,7 +139,7 @@ class FolderLock:
                 self._path.unlink()
 
     def _create(self) -> bool:
-        """Create the file; False if there is one."""
+        """Create the file; False if it exists."""
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode())
         except FileExistsError:
@@ -155,14 +158,14 @@ class FolderLock:
     def _renew(self) -> None:
         while not self._over.wait(RENEWAL_SECONDS):
             self._renewals += 1
-            with suppress(OSError):  # whether the file is still there is for check() to say
+            with suppress(OSError):  # check() handles a file that no longer exists
                 self._write()
             owner = _read(self._path)[1]
             if self._when_lost and owner and owner.token != self._owner.token and not self._over.is_set():
                 self._when_lost(self._lost_to(owner))
 
     def _is_held(self, text: str, owner: Owner | None, *, announced: bool = False) -> bool:
-        """Whether the owner of the file, which contains ``text``, still runs; on another host, whether it renews it."""
+        """Whether the owner of the file with content ``text`` is alive; on another host, whether it renews the file."""
         if owner is not None and _is_here(owner):
             return _is_alive(owner)
         if owner is not None and owner.is_displaced:
@@ -171,7 +174,7 @@ class FolderLock:
             whose = f"that of {owner}" if owner else "of another run"
             print_warning(f"--save {self.folder}: waiting up to {LEASE_SECONDS:.0f} s for a lock, {whose}, to expire")
         waited = 0.0
-        while waited < LEASE_SECONDS:  # without the time of reading: the file system may be away, for its owner, too
+        while waited < LEASE_SECONDS:  # not counting the time of reads: the file system may hang, for its owner, too
             time.sleep(_pause())
             waited += _pause()
             if (now := _read(self._path)[0]) != text:
@@ -179,38 +182,38 @@ class FolderLock:
         return False
 
     def _remove(self, stale: str) -> None:
-        """Remove the file if it still contains ``stale``; of several processes that do, one takes the lock."""
+        """Remove the file if it still contains ``stale``; if several processes do this, one of them takes the lock."""
         moved = self._path.with_name(f"{self._path.name}.{self._owner.token}{UNFINISHED}")
         with suppress(FileNotFoundError):
             os.rename(self._path, moved)
-            if _read(moved)[0] != stale:  # another process was faster: it is not stale any more
+            if _read(moved)[0] != stale:  # another process was faster: the file is no longer stale
                 with suppress(OSError):
                     os.link(moved, self._path)
             moved.unlink()
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raises CheckpointError if a running process of this host saves into ``folder``. Changes nothing."""
+    """Raise CheckpointError if a running process of this host holds the lock of ``folder``. Changes nothing."""
     _, owner = _read(folder / LOCK)
     if owner is not None and _is_here(owner) and _is_alive(owner):
         raise CheckpointError(_in_use(folder, owner))
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """The process that has the right to save into ``folder``, whether it still runs or not; None if there is none."""
+    """The owner of the lock of ``folder``, running or not; None if there is none."""
     return _read(folder / LOCK)[1]
 
 
 def last_renewal(folder: Path, run: str) -> str | None:
-    """What changes whenever the owner of the lock renews it; None if no process of the elastic ``run`` has it."""
+    """Content of the lock, which changes with each renewal; None if no process of the elastic ``run`` holds it."""
     text, owner = _read(folder / LOCK)
     return text if owner is not None and owner.run == run and not owner.is_displaced else None
 
 
 def displace(folder: Path, owner: Owner) -> None:
-    """Take the lock from ``owner``, which has ended or cannot be reached: the next start may have it at once.
+    """Take the lock from ``owner``, which has ended or cannot be reached, so that the next start gets it at once.
 
-    Only for an owner that the caller has started, and replaces.
+    Only for an owner that the caller has started and now replaces.
     """
     free = replace(owner, host=socket.gethostname(), pid=0, started="", machine="", token=secrets.token_hex(8))
     moved = folder / f"{LOCK}.{free.token}{UNFINISHED}"
@@ -221,7 +224,7 @@ def displace(folder: Path, owner: Owner) -> None:
 
 
 def _pause() -> float:
-    """Seconds between two looks at a lock."""
+    """Seconds between two reads of a lock."""
     return min(1.0, LEASE_SECONDS / 10)
 
 
@@ -231,7 +234,7 @@ def _in_use(folder: Path, owner: Owner | None, use: str = SAVES) -> str:
 
 
 def _read(path: Path) -> tuple[str | None, Owner | None]:
-    """Content of the file and the owner that it names. None for what is not there, or not legible."""
+    """(content, owner) of the file: (None, None) if it does not exist, owner None if it cannot be read or parsed."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -251,7 +254,7 @@ def _read(path: Path) -> tuple[str | None, Owner | None]:
 
 
 def start_time(pid: int) -> str:
-    """Start time of a process; empty if there is none, or it has ended and was not yet waited for."""
+    """Start time of a process; empty if it does not exist, or is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

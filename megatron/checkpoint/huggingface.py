@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face folder under our names, in full or a rank's shard, and back; one weight at a time.
+"""Converts weights between Hugging Face's names and shapes and ours, one weight at a time, and loads ``--load-hf``.
 
-n heads, g query groups, d size of a head, h hidden, f inside the MLP
+n heads, g query groups, d size of a head, h hidden, f hidden size of the MLP
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ _SHOWN = 4
 
 
 def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
-    """The weights of ``config``, all rows of the vocabulary included, from Hugging Face's ``tensors``.
+    """The weights of the model ``config``, with all rows of the vocabulary, from Hugging Face's ``tensors``.
 
-    Raises CheckpointError with a line for each of the first weights that are missing, unknown or of another shape, and
-    if a head that should be the embedding, or another repeated weight, is not equal.
+    Raises CheckpointError with a line for each of the first weights that are missing, unknown or have another shape,
+    and if tied weights, such as head and embedding, are not equal.
     """
     outlines = outlines_of(tensors)
     if problems := shape_problems(config, {name: tuple(one.shape) for name, one in outlines.items()}, source):
@@ -66,7 +66,7 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
 
 
 def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
-    """The state of Hugging Face's model; a head that is the embedding is left out."""
+    """The state dict of Hugging Face's model from our ``weights``; a tied head is left out."""
     outlines, sources = outlines_of(weights), source_shapes(config)
     places = {theirs: (ours, index) for ours, names in sources.items() for index, theirs in enumerate(names)}
 
@@ -81,7 +81,7 @@ def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTen
 
 
 def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Our weight ``name``, or a rank's shard of whole groups of it, from the tensors that it consists of."""
+    """Our weight ``name``, or a rank's shard with complete query groups, from Hugging Face's tensors."""
     config = sizes_of(config, name)
     if format_of(config) is GPT2_FORMAT:
         return _from_gpt2(name, theirs[0], config)
@@ -89,14 +89,14 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
         count = theirs[1].size(0) // config.head_size
         groups = [tensor.unflatten(0, (count, -1, config.head_size)) for tensor in theirs]
         return torch.cat(groups, dim=1).flatten(0, 2)
-    if "mlp.experts" in name:  # of one expert after another, gate and up if it is gated
+    if "mlp.experts" in name:  # tensors of all experts in order; for each one gate and up if it is gated
         stacked = torch.stack(list(theirs))
         return stacked.unflatten(0, (-1, 2)) if "dense_h_to_4h" in name else stacked
     return torch.stack(list(theirs)) if len(theirs) > 1 else theirs[0]
 
 
 def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-    """The tensors that our weight ``name`` consists of."""
+    """Hugging Face's tensors for our weight ``name``."""
     config = sizes_of(config, name)
     if format_of(config) is GPT2_FORMAT:
         return [_to_gpt2(name, ours, config)]
@@ -123,10 +123,10 @@ def _to_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout) -> Loaded:
-    """Load the weights of ``--load-hf`` into ``engine``, of any layout; the optimizer is new.
+    """Load the weights of ``--load-hf`` into ``engine``, on any layout; the optimizer state is new.
 
-    Each rank reads the weights of its stage, and its shards of them. Every rank must call it. Raises CheckpointError if
-    the files are not those of the model, which the checks before training have excluded.
+    Each rank reads its shards of the weights of its stage. Every rank must call it. Raises CheckpointError if the files
+    do not match the model, although the checks before training have passed.
     """
     folder = Path(str(run.checkpoint.load_hf))
     config, tensors = read_config(folder), SafetensorsFiles(folder)
@@ -138,7 +138,7 @@ def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLa
         padding = (0, 0) * (shard.dim() - 1) + (0, shape[0] - shard.size(0))
         return {WEIGHT: F.pad(shard, padding)}
 
-    # Adapters, which the folder lacks, keep their values.
+    # LoRA adapters, which the folder does not have, keep their values.
     load_states(engine, read, folder, architecture_of(config).named_parameters(config))
     return Loaded(0, (f"weights of {folder}, with a new optimizer",))
 
@@ -149,14 +149,14 @@ class _Shards:
 
     tensors: SafetensorsFiles
     weights: LazyTensors
-    """The same under our names, in full."""
+    """The full weights under our names."""
     config: ModelConfig
     layout: ParallelLayout
     tokens: int
-    """Rows of the vocabulary that are used; the others are padding."""
+    """Number of rows of the vocabulary that are not padding."""
 
     def read(self, name: str, rows: int) -> Tensor:
-        """This rank's shard of a weight, of ``rows`` rows or, of the vocabulary, without those that are padding."""
+        """This rank's shard of a weight, with ``rows`` rows, or fewer of the vocabulary, without padding."""
         config, rank, size = self.config, self.layout.tensor_group.rank(), self.layout.tensor_group.size()
         spec, sources = architecture_of(config).named_parameters(config)[name], source_shapes(config)[name]
         dim = spec.shard_dim

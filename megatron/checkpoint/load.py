@@ -1,4 +1,4 @@
-"""Load a run that a ``Checkpointer`` saved."""
+"""Loads a checkpoint that a ``Checkpointer`` has saved."""
 
 import random
 from functools import partial
@@ -32,8 +32,8 @@ from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manu
 def select_checkpoint(run: RunConfig) -> SavedRun | None:
     """The newest undamaged checkpoint, the same on every rank; None for a fresh start.
 
-    Every rank must call it. Each verifies its share of the files; no tensor is read. Raises CheckpointError on all
-    ranks if there is no such checkpoint, or the newest is damaged and ``--load-strict`` was given.
+    Every rank must call it. Each rank verifies its share of the files; no tensor is read. Raises CheckpointError on all
+    ranks if there is no undamaged checkpoint, or if the newest is damaged and ``--load-strict`` is given.
     """
     broken: dict[str, str] = {}
 
@@ -51,7 +51,7 @@ def select_checkpoint(run: RunConfig) -> SavedRun | None:
 
 
 def check_share(saved: SavedRun, manifest: Manifest) -> None:
-    """Raises CheckpointError if this rank's share of the files is damaged: every n-th, in the order of size."""
+    """Raise CheckpointError if a file of this rank's share is damaged; files are distributed in the order of size."""
     names = sorted(manifest, key=lambda name: (-manifest[name].size, name))
     for name in names[dist.get_rank() :: dist.get_world_size()]:
         check_content(saved.path / name, manifest[name])
@@ -65,7 +65,7 @@ def rng_file(tag_folder: Path, rank: int) -> Path:
 
 
 def random_states() -> dict[str, Any]:
-    """All random number states of this process, under Megatron's names."""
+    """All random number states of this process, by Megatron's names."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "random_rng_state": random.getstate(),
@@ -77,23 +77,23 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what ``random_states()`` returned. Raises ValueError, TypeError or RuntimeError for other content."""
+    """Restore the result of ``random_states()``. Raises ValueError, TypeError or RuntimeError for invalid content."""
     random.setstate(states["random_rng_state"])
     kind, keys, position, has_gauss, gauss = states["np_rng_state"]
-    if not 0 <= position <= len(keys):  # NumPy would read beyond them
+    if not 0 <= position <= len(keys):  # NumPy would read beyond the end
         raise ValueError(f"position {position} of NumPy's state")
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     tracked = states["rng_tracker_states"]
     if tracked.keys() != get_rng_tracker().get_states().keys():
         raise ValueError(f"the streams {', '.join(tracked) or 'of none'}")
-    for state in (*tracked.values(), states["cuda_rng_state"]):  # the tracker would not look at its own
+    for state in (*tracked.values(), states["cuda_rng_state"]):  # validates them: the tracker does not check its states
         get_accelerator().set_rng_state(state)
     torch.set_rng_state(states["torch_rng_state"])
     get_rng_tracker().set_states(tracked)
 
 
 CHECKPOINT_VERSION = 3.0
-"""Megatron's version number for query-key-value rows in the order [heads, 3, head size]."""
+"""Megatron's version number of checkpoints with query-key-value rows in the order [heads, 3, head size]."""
 
 
 class Loaded(NamedTuple):
@@ -102,7 +102,7 @@ class Loaded(NamedTuple):
     iteration: int
     """Finished iterations."""
     remarks: tuple[str, ...] = ()
-    """Lines about the way it was loaded, for the user."""
+    """Lines for the user about how it was loaded."""
 
 
 FRESH = Loaded(0)
@@ -125,9 +125,9 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     else:
         remarks += _load_state(engine, run, layout, saved)
     for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
-        # Those of the command line again, after DeepSpeed restored the saved ones; they differ with --override.
+        # DeepSpeed has restored the saved settings; with --override those of the command line differ and are kept.
         group.update({name: value for name, value in current.items() if name not in ("params", "step")})
-    # With ZeRO, DeepSpeed restores the optimizer's groups after the schedule, and the saved rates with them.
+    # With ZeRO, DeepSpeed restores the optimizer's groups, with the saved learning rates, after the schedule.
     engine.lr_scheduler.apply()
     if config.finetune:
         return Loaded(0, tuple(remarks))
@@ -138,7 +138,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 
 
 def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
-    """Load everything that ``run`` asks for, by DeepSpeed if it can. Returns a line about it if it cannot."""
+    """Load all state that ``run`` requires, with DeepSpeed if possible, else by resharding. Returns lines about that."""
     config = run.checkpoint
     with_optimizer = not (config.finetune or config.no_load_optim)
     if not loads_directly(saved, run):
@@ -173,9 +173,9 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
 
 
 def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
-    """Load those weights of ``saved`` that the model of ``run`` has, too. The others, such as a new head, are kept.
+    """Load the weights that ``saved`` and the model of ``run`` share. Others, such as a new head, keep their values.
 
-    Every rank must call it. Returns a line about it for the user. Raises as ``load_checkpoint``.
+    Every rank must call it. Returns a line for the user. Raises the same errors as ``load_checkpoint``.
     """
     config = saved.full_model_config()
     pretrained = architecture_of(config).named_parameters(config)
@@ -186,4 +186,4 @@ def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 
 
 _NAMED = 8
-"""New parameters that are listed by name."""
+"""Maximum number of new parameters that are listed by name."""

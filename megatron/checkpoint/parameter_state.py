@@ -1,23 +1,23 @@
-"""Weights and optimizer state in the files of a checkpoint, by parameter, regardless of the layout and ZeRO stage.
+"""Reads weights and optimizer state by parameter from the files of a checkpoint, for any layout and ZeRO stage.
 
-The *state* of a parameter: ``fp32``, the weight itself, and the optimizer's moments under their own names
-(``exp_avg``, ``exp_avg_sq``), all of one shape, and ``step``, a number.
+The *state* of a parameter: ``fp32``, the weight itself, and the optimizer's moments under their names (``exp_avg``,
+``exp_avg_sq``), all with the same shape, and ``step``, a number.
 
-DeepSpeed's files contain states in *blocks*: a flat fp32 tensor that the optimizer updates, flat moments of the same
-length, and the parameters in it. Without ZeRO a block is a parameter or a group of them. At ZeRO 1 and 2 it is a
-group, partitioned over the data-parallel ranks. At ZeRO 3 it is a rank's part of each parameter of a group, one after
-the other, padded at the end.
+DeepSpeed's files contain states in *blocks*: a flat fp32 tensor that the optimizer updates, and flat moments of the
+same length. Without ZeRO a block is a parameter or a parameter group. At ZeRO 1 and 2 it is a parameter group,
+partitioned over the data-parallel ranks. At ZeRO 3 it is the concatenation of a rank's parts of all parameters of a
+group, padded at the end.
 
-With expert parallelism, an optimizer's group of experts is partitioned over the ranks that hold the same experts. What
-else DeepSpeed's files contain of experts is that of the first rank of each expert group. The other ranks have files of
-their own, with the experts that DeepSpeed does not save:
+With expert parallelism, the parameter group of experts is partitioned over the ranks that hold the same experts.
+Otherwise DeepSpeed's files only contain the experts of the first rank of each expert group. The other ranks write
+additional files with their experts:
 
     TAG/expert_rank_EE_mp_rank_RR_states.pt    {name: state} of the experts of rank EE of the group, from 1 on
 
 RR is the model-parallel rank, stage x tensor-parallel size + tensor rank.
 
-Weights that are frozen beside adapters have no state. They are with the other weights in DeepSpeed's files; at ZeRO 3
-as parts of their own.
+Weights that are frozen (LoRA) have no optimizer state. They are stored with the other weights in DeepSpeed's files; at
+ZeRO 3 separately, in parts.
 """
 
 import math
@@ -50,16 +50,16 @@ State = dict[str, Any]
 WEIGHT = "fp32"
 """Name of the weight."""
 _OF_MATRICES = ("row_var", "col_var")
-"""Adafactor's sums over the rows and columns of a matrix, which no other layout can take over."""
+"""Adafactor's sums over the rows and columns of a matrix, which cannot be resharded."""
 Shapes = Mapping[str, torch.Size]
-"""Names and shapes of the parameters of an optimizer's group, in its order."""
+"""Names and shapes of the parameters of an optimizer's parameter group, in its order."""
 
 
 class SavedStates:
-    """The states of the parameters in the files of ``saved``, of which nothing is read but what is asked for.
+    """The states of the parameters in the files of ``saved``, read on demand.
 
-    Files that are not ``verified`` are compared with the manifest when they are opened. It raises CheckpointError if a
-    file is missing or damaged, and its methods as ``form_errors`` converts for one of another form.
+    Unless ``verified``, files are compared with the manifest when they are opened. Raises CheckpointError if a file is
+    missing or damaged; methods raise errors that ``form_errors`` converts if its content has another form.
     """
 
     def __init__(self, saved: SavedRun, *, verified: bool = False) -> None:
@@ -76,19 +76,19 @@ class SavedStates:
         self._module = cache(self._checked_module)
 
     def read(self, file: Path) -> Any:
-        """All of a file, with its tensors in memory."""
-        self._opened(file).find(())  # which compares it with the manifest
+        """The content of a file, with its tensors in memory."""
+        self._opened(file).find(())  # compares it with the manifest
         return read_file(file)
 
     def _state(self, name: str, tensor_rank: int) -> State:
-        """The state of a parameter on a tensor-parallel rank; of one that is not trained only the weight."""
+        """The state of a parameter on a tensor-parallel rank; only the weight if it is frozen."""
         for stage in self.stages() if self.saved.has_optimizer else ():
             if any(name in group for group in self.groups(stage)):
                 return self.trained(name, stage, tensor_rank)
         return {WEIGHT: self.weight(name, tensor_rank)}
 
     def shard(self, name: str, shape: Sequence[int], rank: int = 0, size: int = 1, first_expert: int = 0) -> State:
-        """The same on tensor-parallel rank ``rank`` of ``size``, where it has this shape: ``Shard`` and numbers."""
+        """The state resharded to tensor-parallel rank ``rank`` of ``size``, with ``shape``: ``Shard`` and numbers."""
         spec, count = self.specs[name], self.layout.model_parallel_size
         own = rank * count // size if spec.shard_dim is None else 0
 
@@ -98,17 +98,17 @@ class SavedStates:
         return {key: of(key) if is_flat(value) else value for key, value in self.state(name, own).items()}
 
     def full_weight(self, name: str) -> Shard:
-        """The weight of the full parameter, without padding, as it is in the files of weights if there are any."""
+        """The full weight, without padding, from the files of weights and not of the optimizer if there are any."""
         spec, count = self.specs[name], self.layout.model_parallel_size
         return Shard(lambda rank: self.weight(name, rank), count, spec, spec.shape)
 
     def copies(self, part: slice = slice(None), *, optimizer: bool = True) -> Iterator[tuple[str, list[Stored]]]:
-        """Name and copies of each tensor that all tensor-parallel ranks have whole, for ``part`` of the parameters.
+        """(name, copies) of each tensor that is replicated over tensor-parallel ranks, for ``part`` of the parameters.
 
-        With the ``optimizer``, those of its state, too. None if there is one such rank.
+        ``optimizer`` includes optimizer state. Yields nothing without tensor parallelism.
         """
-        whole = [name for name, spec in self.specs.items() if spec.shard_dim is None]
-        for name in whole[part] if self.layout.model_parallel_size > 1 else ():
+        replicated = [name for name, spec in self.specs.items() if spec.shard_dim is None]
+        for name in replicated[part] if self.layout.model_parallel_size > 1 else ():
             states = [
                 {**(self.state(name, rank) if optimizer else {}), "weight": self.weight(name, rank)}
                 for rank in range(self.layout.model_parallel_size)
@@ -118,11 +118,11 @@ class SavedStates:
                     yield f"{name}.{key}", [state[key] for state in states]
 
     def stages(self) -> range:
-        """The pipeline's stages; one without a pipeline."""
+        """The pipeline stages; a single one without a pipeline."""
         return range(max(self.layout.pipe_parallel_size, 1))
 
     def _groups(self, stage: int) -> Sequence[Shapes]:
-        """The parameters in each group of the optimizer of a stage."""
+        """The parameters in each parameter group of the optimizer of a stage."""
         model = self._model(stage * self.layout.model_parallel_size).content
         if not (groups := model.get("param_shapes")):
             raise CheckpointError(
@@ -132,7 +132,7 @@ class SavedStates:
         return groups
 
     def weight(self, name: str, tensor_rank: int) -> Stored:
-        """A weight on a tensor-parallel rank, from all experts. Raises CheckpointError if there is none."""
+        """A weight on a tensor-parallel rank, with all experts. Raises CheckpointError if it is missing."""
         if self.layout.zero_stage == 3:
             return self._frozen_at_zero3(name, tensor_rank)
         first = self._first_weight(name, tensor_rank)
@@ -143,7 +143,7 @@ class SavedStates:
         return joined([first, *(other.entry(name, WEIGHT) for other in others)])
 
     def _first_weight(self, name: str, tensor_rank: int) -> Stored:
-        """The same, but only with the experts of the first rank of the expert group."""
+        """A weight on a tensor-parallel rank, with the experts of the first rank of the expert group only."""
         path = self.saved.path
         if self.layout.pipe_parallel_size == 0:
             file = self._module(tensor_rank)
@@ -157,7 +157,7 @@ class SavedStates:
         raise CheckpointError(f"{path} holds no weight {name}")
 
     def _frozen_at_zero3(self, name: str, tensor_rank: int) -> Stored:
-        """A weight of which each data-parallel rank has a part, of one size; the last may be padded."""
+        """A weight that ZeRO 3 partitions into equal parts over data-parallel ranks; the last may be padded."""
         if self.saved.has_optimizer and any(name in group for group in self.groups(0)):
             return self.trained(name, 0, tensor_rank)[WEIGHT]
         files = [self._model(tensor_rank, rank) for rank in range(self.layout.zero_ranks)]
@@ -168,7 +168,7 @@ class SavedStates:
         return _divided(files, keys, 0, files[0].find(keys).numel(), shapes[name])
 
     def trained(self, name: str, stage: int, tensor_rank: int) -> State:
-        """The state of a parameter that the optimizer of a stage has."""
+        """The state of a parameter that the optimizer of a stage updates."""
         mp_rank = stage * self.layout.model_parallel_size + tensor_rank
         ranks, experts = range(self.layout.zero_ranks), self.layout.expert_parallel_size
         is_divided = experts > 1 and self.specs[name].is_expert
@@ -180,7 +180,7 @@ class SavedStates:
                 others = self._others(mp_rank)
                 found += [{key: file.entry(name, key) for key in file.content[name]} for file in others]
         else:
-            # The partitions of experts are those of the ranks with the same experts.
+            # Experts are partitioned over the ranks with the same experts.
             first = range(experts) if is_divided else [0]
             step = experts if is_divided else 1
             found = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in first]
@@ -189,7 +189,7 @@ class SavedStates:
         }
 
     def _zero3(self, name: str, mp_rank: int) -> State:
-        """A part of each parameter of a group is on each rank, one parameter's after the other's."""
+        """The state at ZeRO 3: each rank has a part of each parameter of a group, concatenated."""
         number, shapes = self._group_of(name, 0)
         files = [self._partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
         lengths = {one: math.ceil(shape.numel() / len(files)) for one, shape in shapes.items()}
@@ -201,10 +201,10 @@ class SavedStates:
         return _state(files[0], ("optimizer_state_dict", "fp32_flat_groups", number), place, number, of)
 
     def _zero1_and_2(self, name: str, stage: int, mp_rank: int, ranks: Sequence[int]) -> State:
-        """A group is one flat tensor, of which each of ``ranks`` has an equal part.
+        """The state at ZeRO 1 and 2: a group is one flat tensor, partitioned equally over ``ranks``.
 
-        The files state which parameters a rank has (``param_slice_mappings``), but with round-robin gradients in an
-        order that is not that of the tensors. That of the groups is.
+        The order of parameters in it is the order of the group. ``param_slice_mappings`` in the files has another order
+        with round-robin gradients.
         """
         number, shapes = self._group_of(name, stage)
         first, place = self._partition(ranks[0], mp_rank), ("optimizer_state_dict", "base_optimizer_state")
@@ -223,10 +223,9 @@ class SavedStates:
         return _state(first, weights, place, number, of)
 
     def _zero0(self, name: str, stage: int, mp_rank: int) -> State:
-        """A tensor for each parameter or, if DeepSpeed's fused wrapper flattened it, for each group.
+        """The state at ZeRO 0: a tensor for each parameter or, with DeepSpeed's fused wrapper, for each group.
 
-        There is a wrapper in half precision, which earlier versions ran at ZeRO 0. In fp32 the optimizer has no weights
-        of its own.
+        Half precision has a wrapper, which earlier versions used at ZeRO 0. In fp32 there are no master weights.
         """
         index, shapes = self._group_of(name, stage)
         file, place = self._model(mp_rank), ["optimizer"]
@@ -252,7 +251,7 @@ class SavedStates:
         return next((number, group) for number, group in enumerate(self.groups(stage)) if name in group)
 
     def _checked_module(self, tensor_rank: int) -> StoredFile:
-        """The weights of a tensor-parallel rank. Raises CheckpointError if the model lacks one of them."""
+        """The file of a tensor-parallel rank's weights. Raises CheckpointError for a weight that the model lacks."""
         file = self._model(tensor_rank)
         unknown = file.find(["module"]).keys() - self.specs.keys() - set(file.content.get("buffer_names") or ())
         if unknown:
@@ -266,18 +265,18 @@ class SavedStates:
         return self._opened(optimizer_file(self.saved.path, self.layout, zero_rank, mp_rank))
 
     def _others(self, mp_rank: int) -> list[StoredFile]:
-        """Files of a model-parallel rank's experts, of all ranks of its expert group but the first, in order."""
+        """The expert files of a model-parallel rank: all ranks of its expert group except the first, in order."""
         ranks = range(1, self.layout.expert_parallel_size)
         return [self._opened(expert_file(self.saved.path, rank, mp_rank)) for rank in ranks]
 
 
 def in_memory(state: State) -> State:
-    """``state`` with its tensors, in fp32."""
+    """``state`` with its tensors read into memory, in fp32."""
     return {key: value.read_all().float() if is_flat(value) else value for key, value in state.items()}
 
 
 def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:
-    """A tensor of which each file has ``length`` elements from ``start`` on, the last ones less or none."""
+    """A tensor of which each file has ``length`` elements from ``start`` on, the last files fewer or none."""
     counts = (min(length, shape.numel() - rank * length) for rank in range(len(files)))
     return Stored([Piece(file, keys, start, start + n) for file, n in zip(files, counts, strict=True) if n > 0], shape)
 
@@ -285,7 +284,10 @@ def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, lengt
 def _state(
     file: StoredFile, weights: Sequence[Any], place: Sequence[Any], number: int, of: Callable[[Sequence[Any]], Stored]
 ) -> State:
-    """The state of tensor ``number`` of the optimizer at ``place``, without Adafactor's sums; ``of`` finds tensors."""
+    """The state of tensor ``number`` in the optimizer at key path ``place``, without Adafactor's sums.
+
+    ``of`` maps a key path to the parameter's part of the tensor there.
+    """
     state: State = {WEIGHT: of(weights)}
     for key, value in numbered_state(file.find(place), number).items():
         is_number = not isinstance(value, Tensor) or not value.dim()
@@ -311,7 +313,7 @@ def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: i
 
 
 def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
-    """Spans in order, each followed by as many elements of padding as ``paddings`` has for it."""
+    """Consecutive spans of ``lengths`` by name, each followed by its number of padding elements."""
     spans, start = {}, 0
     for (name, length), padding in zip(lengths.items(), paddings or repeat(0), strict=False):
         spans[name] = slice(start, start + length)
@@ -320,14 +322,14 @@ def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | Non
 
 
 def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The state of tensor ``number`` in the optimizer ``base``, with the step count that some keep for a group."""
+    """The state of tensor ``number`` in the optimizer ``base``, with the step count, which may be kept by the group."""
     group = next(group for group in base["param_groups"] if number in group["params"])
     step = {"step": group["step"]} if "step" in group else {}
     return {**step, **base["state"].get(number, {})}
 
 
 def is_flat(value: Any) -> bool:
-    """Whether it is a part of an optimizer's state that has an element for each of the weight's, flattened."""
+    """Whether ``value`` is a tensor with the weight's elements, not a number."""
     return isinstance(value, Stored | Shard) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
@@ -337,9 +339,9 @@ def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
 
 
 def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[Path, dict[str, State]] | None:
-    """The file that this rank has to write into ``folder``, and its content; None if there is none.
+    """The expert file that this rank must write into ``folder``, and its content; None if it writes none.
 
-    Of the ranks that hold the same experts one writes. With ZeRO the optimizer's state is in DeepSpeed's files.
+    One of the ranks that hold the same experts writes it. With ZeRO the optimizer state is in DeepSpeed's files.
     """
     parallel, coordinate = run.parallel, coordinates(run.parallel, dist.get_rank())
     replica, expert_rank = divmod(coordinate["data"], parallel.expert_model_parallel_size)

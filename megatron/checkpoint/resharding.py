@@ -1,4 +1,4 @@
-"""Load weights and optimizer state into an engine of any layout. Each rank reads its own parts of them."""
+"""Resharding: loads weights and optimizer state on any layout; each rank reads only its parts."""
 
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -34,7 +34,7 @@ from megatron.engines.state import (
 )
 from megatron.parallel.expert import expert_group_of
 
-_WEIGHTS_ALONE = Updates()
+_WEIGHTS_ONLY = Updates()
 
 
 def load_resharded(
@@ -46,12 +46,12 @@ def load_resharded(
     progress: bool,
     only: Container[str] | None = None,
 ) -> None:
-    """Load the weights of ``saved`` into ``engine``, with ``optimizer`` the moments, with ``progress`` the counters.
+    """Load the weights of ``saved`` into ``engine``; ``optimizer`` also loads the moments, ``progress`` the counters.
 
-    Its files have been verified. With ``only``, parameters of other names keep their values. Every rank calls it.
-    Raises as ``load_states``.
+    The files must have been verified. With ``only``, parameters with other names keep their values. Every rank must
+    call it. Raises the same errors as ``load_states``.
     """
-    path, layout, updates = saved.path, saved.layout, _WEIGHTS_ALONE
+    path, layout, updates = saved.path, saved.layout, _WEIGHTS_ONLY
     with form_errors(path):
         states = SavedStates(saved, verified=True)
         shared = read_file(model_file(path, layout, 0), mapped=True)
@@ -81,12 +81,12 @@ def load_states(
     read: Callable[[str, nn.Parameter], State],
     source: Path,
     only: Container[str] | None = None,
-    updates: Updates = _WEIGHTS_ALONE,
+    updates: Updates = _WEIGHTS_ONLY,
 ) -> None:
-    """Load the state that ``read`` returns of each parameter, this tensor-parallel rank's shard, into ``engine``.
+    """Load the state of each parameter, this tensor-parallel rank's shard, which ``read`` returns, into ``engine``.
 
-    With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError, which names
-    ``source``, if a state is missing, or is not as its parameter and ``updates`` of those that are trained require.
+    With ``only``, parameters with other names keep their values. Every rank must call it. Raises CheckpointError with
+    the path ``source`` if a state is missing, or does not match its parameter or, if that is trained, ``updates``.
     """
     parameters = [item for item in engine.module.named_parameters() if only is None or item[0] in only]
 
@@ -95,12 +95,12 @@ def load_states(
         for name, parameter in parameters:
             with form_errors(source):
                 state = read(name, parameter)
-                if not parameter.requires_grad:  # it may have been trained before
+                if not parameter.requires_grad:  # a frozen parameter may have been trained earlier
                     state = {WEIGHT: state[WEIGHT]}
                 outline = {
                     key: value.outline.float() if isinstance(value, Shard) else value for key, value in state.items()
                 }
-            states[name], needed = state, updates if parameter.requires_grad else _WEIGHTS_ALONE
+            states[name], needed = state, updates if parameter.requires_grad else _WEIGHTS_ONLY
             steps.add(check_state(source, name, outline, getattr(parameter, "ds_shape", parameter.shape), needed))
             check_steps(source, steps)
         return states
@@ -121,7 +121,7 @@ def _copy_state(
     state: State,
     master: MasterWeight | None,
 ) -> None:
-    """Read this rank's parts of a parameter's state, and write them into the model and the optimizer."""
+    """Read this rank's parts of a parameter's state, and copy them into the model and the optimizer."""
 
     def part(key: str, begin: int, length: int) -> Tensor:
         value = state[key]

@@ -1,7 +1,7 @@
-"""``run.json`` of a checkpoint: the layout, the settings and the full configuration of the run that saved it.
+"""``run.json`` of a checkpoint: layout, settings and full configuration of the run that saved it. No torch here.
 
-``describe`` makes its content, ``SavedRun`` is what the rest of the program reads. ``SavedLayout`` decides what each
-file of the checkpoint contains. No torch here.
+``describe`` makes its content, and ``SavedRun`` gives access to it. ``SavedLayout`` determines the content of each file
+of the checkpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from megatron.model.partition import layers_per_chunk
 RUN_FILE = "run.json"
 _SIZE = "[1, 1048576]"
 _REMOVED = ("flex_attention", "images_per_sample", "next_tokens", "scaled_upper_triang_masked_softmax_fusion")
-"""Fields of the model that earlier versions had, and on which no weight depends."""
+"""Former fields of ModelConfig that are ignored, since no weight depends on them."""
 
 
 def _saved_as(key: str, within: str | None = None, *, choices: tuple[str, ...] = (), **options: Any) -> Any:
@@ -34,7 +34,7 @@ def _saved_as(key: str, within: str | None = None, *, choices: tuple[str, ...] =
 class SavedLayout:
     """How the state of a run is distributed over ranks, and so over the files of its checkpoints.
 
-    A field that an older checkpoint lacks is None.
+    A field that is missing in an older checkpoint is None.
     """
 
     model_parallel_size: int = _saved_as("--model-parallel-size", _SIZE)
@@ -47,17 +47,17 @@ class SavedLayout:
     cpu_torch_adam: bool = _saved_as("--cpu-torch-adam")
     precision: str = _saved_as("precision", choices=("fp32", "bf16", "fp16"))
     zero_round_robin_gradients: bool = _saved_as("--zero-round-robin-gradients")
-    """With the next two: the order of parameters in ZeRO's files."""
+    """Like the next two fields, it determines the order of parameters in ZeRO's files."""
     parameter_alignment: int | None = _saved_as("parameter_alignment")
     sub_group_size: int | None = _saved_as("sub_group_size")
     pipeline_schedule: str | None = _saved_as("--pipeline-schedule", default=None)
-    """None without a pipeline, like the next."""
+    """None without a pipeline, like ``partition``."""
     partition: str | None = _saved_as("the partition into stages", default=None)
     """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
     context_parallel_size: int | None = _saved_as("--context-parallel-size", _SIZE, default=None)
     """None without it."""
     gradient_bucket: int | None = _saved_as("elements of a bucket of gradients", default=None)
-    """None for one bucket: ZeRO's files have a tensor for each."""
+    """None for one bucket; ZeRO's files have a tensor for each bucket."""
     expert_parallel_size: int = _saved_as("--expert-model-parallel-size", _SIZE, default=1)
     """Only saved if it is more than 1."""
     unknown: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class SavedLayout:
         return cls(**values, unknown=tuple(sorted(saved.keys() - set(layout_keys().values()))))
 
     def to_json(self) -> dict[str, Any]:
-        """The layout for ``run.json``, without what has its default."""
+        """The layout for ``run.json``, without fields that have their default."""
         values = {entry.metadata["key"]: (getattr(self, entry.name), entry.default) for entry in _saved_fields()}
         return {key: value for key, (value, default) in values.items() if value != default}
 
@@ -114,16 +114,16 @@ class SavedLayout:
     @property
     def has_optimizer_partitions(self) -> bool:
         """Whether the optimizer's state is in separate files, one for each data-parallel rank."""
-        # Earlier versions ran bf16 at ZeRO 0 as that, where the pipeline engine partitions it, too.
+        # In earlier versions bf16 at ZeRO 0 also partitioned it, in the pipeline engine.
         return self.zero_stage > 0 or (self.precision == "bf16" and self.pipe_parallel_size > 0)
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks that ZeRO partitions over."""
+        """Number of ranks that ZeRO partitions over."""
         return self.data_parallel_size * (self.context_parallel_size or 1) * self.ds_sequence_parallel_size
 
     def has_same_ranks(self, other: "SavedLayout") -> bool:
-        """Whether each rank holds the same layers, shards of them and samples in both layouts."""
+        """Whether each rank has the same layers, shards and samples in both layouts."""
         names = (
             "model_parallel_size",
             "pipe_parallel_size",
@@ -163,9 +163,9 @@ _KINDS = {
 
 
 def checked_description(tree: Any, where: str) -> dict[str, Any]:
-    """The content of a ``run.json``; settings of the data that its version did not have have their defaults.
+    """The content of a ``run.json``, with defaults for data settings that its version did not have.
 
-    Raises CheckpointError with a line beginning with ``where`` for each value that no run has.
+    Raises CheckpointError with a line that starts with ``where`` for each invalid value.
     """
     if not isinstance(tree, dict) or not tree.keys() >= {"iteration", "layout", "config"}:
         raise CheckpointError(f"{where} does not describe a training run")
@@ -193,7 +193,7 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
 
 
 def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """What is right by its type, and no run has."""
+    """Values of the right type that are contradictory or impossible."""
     model, template = config.get("model", {}), config.get("data", {}).get("chat_template")
     if model.get("architecture", GPT2.name) == GPT2.name:
         names = ("encoder_num_layers", "vision_num_layers")
@@ -211,23 +211,23 @@ def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 _RANGED = (ModelConfig, DataConfig, TrainConfig)
-"""Sections whose numbers are sizes."""
+"""Sections whose numbers are checked against their ranges."""
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A complete checkpoint: where it is, and what its ``run.json`` contains."""
+    """A complete checkpoint: its path and the content of its ``run.json``."""
 
     folder: Path
     tag: str
     description: Mapping[str, Any]
     """The content of ``run.json``."""
     newer_problems: tuple[str, ...] = ()
-    """What is wrong with the newer checkpoints of the folder, which cannot be loaded."""
+    """Problems of newer checkpoints in the folder, which cannot be loaded."""
 
     @property
     def warnings(self) -> list[str]:
-        """A line on each newer checkpoint of the folder, which is passed over for this one."""
+        """A line for each newer checkpoint of the folder that is skipped."""
         return [f"{problem}; taking {self.tag}" for problem in self.newer_problems]
 
     @property
@@ -242,7 +242,7 @@ class SavedRun:
 
     @cached_property
     def layout(self) -> SavedLayout:
-        """The layout of its files."""
+        """The layout of the checkpoint's files."""
         return SavedLayout.from_json(self.description["layout"])
 
     @property
@@ -262,7 +262,7 @@ class SavedRun:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The fields of the run's ModelConfig. Without an architecture it is GPT-2, which was once the only one."""
+        """The fields of the run's ModelConfig. The architecture is GPT-2 if an early version did not save one."""
         saved = self.config["model"].items()
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in saved if key not in _REMOVED}
         return {"architecture": GPT2.name} | values
@@ -274,7 +274,7 @@ class SavedRun:
 
     @property
     def history(self) -> tuple[Segment, ...]:
-        """The samples of its iterations. Raises CheckpointError if they cannot be read."""
+        """The sample history of the run. Raises CheckpointError if it cannot be read."""
         return read_history(self.description, str(self.path))
 
     def full_model_config(self) -> ModelConfig:
@@ -291,7 +291,7 @@ def describe(
 ) -> dict[str, Any]:
     """The content of ``run.json`` for a checkpoint of ``run`` after ``iteration``.
 
-    ``skipped_samples`` are in order; ``history`` is that of the checkpoint that the run resumed.
+    ``skipped_samples`` are in order; ``history`` is the sample history of the checkpoint that the run resumed.
     """
     samples = run.train.consumed_samples(iteration)
     return {
@@ -310,7 +310,7 @@ def describe(
     }
 
 
-_OF_OPTIMIZER = {
+_OPTIMIZER_FIELDS = {
     "sgd": ("sgd_momentum",),
     "muon": (
         "muon_momentum",
@@ -325,7 +325,7 @@ _OF_OPTIMIZER = {
 """Settings that only one optimizer has."""
 
 
-_OF_EXPERTS = (
+_EXPERT_FIELDS = (
     "moe_router_topk",
     "moe_router_pre_softmax",
     "moe_router_load_balancing_type",
@@ -336,14 +336,14 @@ _OF_EXPERTS = (
 )
 
 
-_OF_LAYERS = (
+_LAYER_FIELDS = (
     "pre_tokens",
     "openai_gelu",
     "layernorm_epsilon",
     "apply_residual_connection_post_layernorm",
     "lora_dropout",
 )
-_OF_IMAGES = (
+_IMAGE_FIELDS = (
     "image_token_id",
     "vision_layernorm_epsilon",
     "vision_feature_layer",
@@ -354,7 +354,7 @@ _OF_IMAGES = (
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
-    """The settings that decide which samples ``run`` trains on and what it computes, except the learning rate."""
+    """The settings that determine the samples and the computation of ``run``, except the learning rate."""
     data = run.data
     return {
         "the content of --data-path": data.data_hash,
@@ -370,20 +370,20 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
         **formulas_of(run.model),
-        **(_flags(run.model, *_OF_EXPERTS) if run.model.has_experts else {}),
+        **(_flags(run.model, *_EXPERT_FIELDS) if run.model.has_experts else {}),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
-        **_flags(run.optim, *_OF_OPTIMIZER.get(run.optim.optimizer, ())),
+        **_flags(run.optim, *_OPTIMIZER_FIELDS.get(run.optim.optimizer, ())),
     }
 
 
 def formulas_of(model: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what the layers compute, such as the angles of a rotation; no shape depends on them."""
+    """The settings that determine what layers compute, such as the base of RoPE, but no shapes."""
     kind = ("position_embedding_type",) if model.has_rotary_embedding else ()
-    return _flags(model, *kind, *ROTATION, *_OF_LAYERS, *(_OF_IMAGES if model.vision_num_layers else ()))
+    return _flags(model, *kind, *ROTATION, *_LAYER_FIELDS, *(_IMAGE_FIELDS if model.vision_num_layers else ()))
 
 
 def schedule_of(run: RunConfig) -> dict[str, Any]:
-    """The settings that decide the learning rate of each iteration; the lengths are counted as in the run."""
+    """The settings that determine the learning rate of each iteration; lengths are in iterations or samples."""
     optim = run.optim
     unit = "samples" if run.train.batches.varies else "iters"
     wsd = {"--lr-wsd-decay-style": optim.lr_wsd_decay_style, f"--lr-wsd-decay-{unit}": optim.wsd_decay_steps(run.train)}
@@ -396,5 +396,5 @@ def schedule_of(run: RunConfig) -> dict[str, Any]:
 
 
 def _flags(config: object, *names: str) -> dict[str, Any]:
-    """Values of some fields of ``config`` by their flags."""
+    """Values of the fields ``names`` of ``config``, by flag."""
     return {"--" + name.replace("_", "-"): getattr(config, name) for name in names}

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, one or several with an index: names, types and shapes. No torch here."""
+"""Reads headers of safetensors files, single or sharded with an index: names, types and shapes. No torch here."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ from megatron.model.huggingface import read_json
 SAFETENSORS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
 FLOATS = ("F32", "BF16", "F16")
-"""Types that weights can have, by the format's names."""
+"""Supported types of weights, by their names in the format."""
 
 
 class Entry(NamedTuple):
@@ -24,11 +24,11 @@ class Entry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """By the format's name, such as ``BF16``."""
+    """Name of the type in the format, such as ``BF16``."""
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """The tensors by name in a file, in the files that an index names, or in those of a folder.
+    """The tensors by name in a file, in the files of an index, or in a folder with either.
 
     Raises CheckpointError if a file is missing or damaged.
     """
@@ -36,7 +36,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 def files_with(path: Path, *names: str) -> list[Path]:
-    """The files with the tensors of ``path``: a file, an index of files, or a folder with either, called as ``names``.
+    """The files with the tensors of ``path``, which is a file, an index, or a folder with one of the files ``names``.
 
     Raises CheckpointError if there is no such file.
     """
@@ -64,7 +64,7 @@ def _entries_of(file: Path) -> dict[str, Entry]:
 
 
 def _check_header(file: Path) -> None:
-    """Raises ValueError if a tensor is there twice, of which the library, which checks all else, takes the last."""
+    """Raise ValueError if a tensor occurs twice, which the library does not check."""
     with open(file, "rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))  # at most 100 MB, as the library has checked
 
@@ -78,7 +78,7 @@ def _check_header(file: Path) -> None:
 
 
 def no_floats(tensors: Mapping[str, Any], names: Iterable[str], source: str) -> list[str]:
-    """A line for each of the weights ``names`` among ``tensors`` of integers, or in FP8 without its scales."""
+    """A line for each weight of ``names`` in ``tensors`` that has an integer type or FP8, which would need scales."""
     types = {name: tensors[name].dtype for name in names if name in tensors}
     return [
         f"{source}: {name} is of type {str(dtype).removeprefix('torch.')}, and a weight is in bf16, fp16, fp32 or fp64"
@@ -88,7 +88,7 @@ def no_floats(tensors: Mapping[str, Any], names: Iterable[str], source: str) -> 
 
 
 def shards_of(index: Path) -> list[Path]:
-    """The files that an index names, which must be in its folder."""
+    """The files listed in an index, which must be in its folder."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")

@@ -1,8 +1,8 @@
-"""The sample history of a run: which samples its iterations consumed, through all restarts and changes of layout.
+"""The sample history of a run: the samples that its iterations consumed, over all restarts and layouts. No torch here.
 
-A run that resumes takes over the history in the checkpoint, so that the newest checkpoint has all of it. Samples are
-counted by their index in the stream that training reads; an index is a sample, except for samples skipped after a
-spike. No torch here. In ``run.json`` the history is called ``ledger``.
+A resumed run extends the history of its checkpoint, so that the newest checkpoint has the complete history. Samples are
+identified by their index in the stream that training reads, which does not count samples skipped after a spike. In
+``run.json`` the history is called ``ledger``.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ from megatron.config import RunConfig
 
 @dataclass(frozen=True)
 class Segment:
-    """Iterations between a start of the run, or a change of the batch size, and the next.
+    """Iterations from a start of the run, or a change of the batch size, to the next.
 
-    Its fields are those in ``run.json``.
+    ``run.json`` has the same fields.
     """
 
     finished: int
-    """Iterations before it."""
+    """Number of iterations before the segment."""
     last: int
-    """Its last iteration."""
+    """Last iteration of the segment."""
     first_place: int
-    """Index of its first sample."""
+    """Index of the first sample."""
     end_place: int
-    """Index after its last sample."""
+    """Index after the last sample."""
     global_batch_size: int
     """0 if unknown, in a checkpoint without a history."""
     layout: Mapping[str, int]
@@ -37,15 +37,15 @@ class Segment:
     """Identifies the stream of samples."""
 
     def sample_indices(self, iteration: int) -> range:
-        """Indices of the samples of one of its iterations."""
+        """Indices of the samples of an ``iteration`` of the segment."""
         start = self.first_place + (iteration - 1 - self.finished) * self.global_batch_size
         return range(start, start + self.global_batch_size)
 
 
 def extended(history: Sequence[Segment], run: RunConfig, iteration: int) -> tuple[Segment, ...]:
-    """The sample history of ``run`` after ``iteration``; ``history`` is that of the checkpoint it resumed.
+    """The sample history of ``run`` after ``iteration``; ``history`` is the history of the checkpoint it resumed.
 
-    If the run has gone back to before its own start, earlier segments are cut there, too.
+    If the run has rewound to before its own start, earlier segments are truncated.
     """
     parallel, batches = run.parallel, run.train.batches
     layout = {
@@ -65,7 +65,7 @@ def extended(history: Sequence[Segment], run: RunConfig, iteration: int) -> tupl
 
 
 def _stream_hash(run: RunConfig) -> str:
-    """A hash of the settings that decide which tokens the n-th sample has."""
+    """A hash of the settings that determine the tokens of the n-th sample."""
     data = run.data
     origin = (data.data_hash, data.proportions, data.split if data.is_split else "", data.seq_length, run.train.seed)
     return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
@@ -82,7 +82,7 @@ _AXES = ("PP", "DP", "SP", "TP")
 
 
 def check_history(description: Mapping[str, Any], path: str) -> None:
-    """Raises CheckpointError unless the history in a ``run.json``, its counts and the skipped samples fit together."""
+    """Raise CheckpointError unless the history, the counts and the skipped samples in a ``run.json`` are consistent."""
     if problem := next(_problems(description, read_history(description, path)), None):
         raise CheckpointError(f"{path}: the history of samples is wrong: {problem}")
 
@@ -110,9 +110,9 @@ def _problems(description: Mapping[str, Any], history: Sequence[Segment]) -> Ite
 
 
 def read_history(description: Mapping[str, Any], path: str) -> tuple[Segment, ...]:
-    """The sample history in a ``run.json``. Without one: a single segment with the numbers that are known.
+    """The sample history in a ``run.json``; if it has none, a single segment with the known numbers.
 
-    Raises CheckpointError if it cannot be read. ``path`` is the checkpoint, for the message.
+    Raises CheckpointError with the ``path`` of the checkpoint if it cannot be read.
     """
     if "ledger" not in description:
         return (Segment(0, description["iteration"], 0, description.get("consumed_samples", 0), 0, {}, ""),)

@@ -1,7 +1,7 @@
-"""Save a run in DeepSpeed's files, with Megatron's tracker next to them.
+"""Saves checkpoints in DeepSpeed's format, with Megatron's tracker file.
 
 A save has three steps: every rank collects its state from the engine, every rank writes it into an unfinished folder,
-and when all of it is on disk, rank 0 makes that folder the newest checkpoint.
+and when everything is on disk, rank 0 commits the folder as the newest checkpoint.
 """
 
 import json
@@ -79,8 +79,11 @@ class Checkpointer:
     ranks, together with other numbers, and calls ``poll`` with it. An error is raised on all ranks. With
     ``--on-save-error continue`` it is logged instead, and raised by ``finish()`` unless a later save succeeds.
 
-    ``log`` is called with lines for the user; ``history`` is that of the checkpoint that the run resumed. ``lock`` is
-    that of the folder, on the rank that holds it. ``settings`` is a settings file for ``--config``, which is kept.
+    Args:
+        log: called with lines for the user.
+        history: sample history of the checkpoint that the run resumed.
+        lock: lock of the folder, on the rank that holds it.
+        settings: content of a settings file for ``--config``, which is saved in the folder.
     """
 
     def __init__(
@@ -105,9 +108,9 @@ class Checkpointer:
             on_rank_0(disk_errors(self._folder, "ds_config.json", 0)(self._prepare))
 
     def save(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:
-        """Start the checkpoint of ``iteration``, if the run has a folder; without ``--async-save`` also finish it.
+        """Start to save the checkpoint of ``iteration``, if ``--save`` is given; without ``--async-save`` also finish.
 
-        ``skipped_samples`` are those that training skips, in order. Raises ResourceError if the disk is full,
+        ``skipped_samples`` are the samples that training skips, in order. Raises ResourceError if the disk is full,
         CheckpointError if files cannot be written.
         """
         if not self._run.checkpoint.save:
@@ -119,14 +122,14 @@ class Checkpointer:
 
     @property
     def state(self) -> int:
-        """1 while this rank writes, 2 if it cannot; 0 if it has written, or has nothing to write."""
+        """1 while this rank writes, 2 if writing failed; 0 if it is done, or there is nothing to write."""
         if self._in_flight is None:
             return 0
         written = self._in_flight.written
         return (2 if written.exception() else 0) if written.done() else 1
 
     def poll(self, state: float) -> None:
-        """Commit a checkpoint that is written, by the largest ``state`` of all ranks. Raises as ``save()`` does."""
+        """Commit a written checkpoint if the maximum ``state`` of all ranks allows it. Raises as ``save()`` does."""
         if self._in_flight is None or state == 1:
             return
         if state == 2:
@@ -181,7 +184,7 @@ class Checkpointer:
     def collect(
         self, iteration: int, skipped_samples: Sequence[range], path: Path, files: EngineFiles
     ) -> list[StateFile]:
-        """The files that this rank has to write into the folder ``path``. ``files`` takes what DeepSpeed saves."""
+        """The files that this rank must write into the folder ``path``. DeepSpeed saves into ``files``."""
         engine, run = self.engine, self._run
         description = describe(run, iteration, skipped_samples, self._history)
         description["optimizer"] = optimizer_name(engine.basic_optimizer)
@@ -199,13 +202,13 @@ class Checkpointer:
         if (experts := own_experts(engine, run, path)) is not None:
             file, states = experts
             files.save(states, str(file))
-        taken = files.take()
+        collected = files.take()
         if not run.checkpoint.no_save_rng:
-            taken.append((rng_file(path, dist.get_rank()), random_states()))
-        taken = [(file, with_identity(content, file.name, iteration)) for file, content in taken]
+            collected.append((rng_file(path, dist.get_rank()), random_states()))
+        collected = [(file, with_identity(content, file.name, iteration)) for file, content in collected]
         if dist.get_rank() == 0:
-            taken.append((path / RUN_FILE, json.dumps(description, indent=2) + "\n"))
-        return taken
+            collected.append((path / RUN_FILE, json.dumps(description, indent=2) + "\n"))
+        return collected
 
     def _complete(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
@@ -214,7 +217,7 @@ class Checkpointer:
             self._guarded(save.iteration, lambda: self._commit(save))
 
     def _commit(self, save: _Save) -> None:
-        """Wait for the writers of all ranks, and make what they wrote the newest checkpoint."""
+        """Wait for the writers of all ranks, and commit the checkpoint as the newest."""
         folder, what = self._folder, _name(save.iteration)
 
         @disk_errors(folder, what, save.size)
@@ -241,12 +244,12 @@ class Checkpointer:
         self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 
     def _guarded(self, iteration: int, step: Callable[[], None]) -> None:
-        """Take a step of a save. If it fails, on all ranks then, undo the save and apply ``--on-save-error``."""
+        """Run a step of a save. If it fails, on all ranks then, undo the save and apply ``--on-save-error``."""
         try:
             step()
         except UserError as error:
             path = tracker.unfinished(self._folder, tracker.tag_name(iteration))
-            on_rank_0(lambda: shutil.rmtree(path, ignore_errors=True))  # as far as the disk allows
+            on_rank_0(lambda: shutil.rmtree(path, ignore_errors=True))  # if the disk allows it
             if self._run.checkpoint.on_save_error == "stop":
                 raise
             self._failure = error
@@ -254,9 +257,9 @@ class Checkpointer:
 
 
 _AT_ONCE = 2
-"""Files that a rank writes at a time."""
+"""Number of files that a rank writes concurrently."""
 _FILE_OVERHEAD = 1 << 16
-"""Approximate bytes of a file besides its tensors."""
+"""Approximate bytes of a file in addition to its tensors."""
 
 
 def _name(iteration: int) -> str:
@@ -266,9 +269,9 @@ def _name(iteration: int) -> str:
 def write_files(
     files: list[StateFile], folder: Path, stop: Event | None = None, *, crc32: bool = True
 ) -> dict[str, Record]:
-    """Write texts and states into files of ``folder``, several at a time, and free each. Ends early after ``stop``.
+    """Write texts and states concurrently into files of ``folder``, and free each. Ends early if ``stop`` is set.
 
-    Without ``crc32`` torch computes none, which takes it longer than the rest; it never compares them.
+    ``crc32=False`` makes torch skip the CRC-32 of records, which takes most of its time and is never compared.
     """
 
     def write(path: Path, state: Any) -> Record | None:
@@ -277,7 +280,7 @@ def write_files(
         make_subfolder(path, folder)
         return write_text(path, state) if isinstance(state, str) else write_file(path, state)
 
-    use_crc32 = partial(set_crc32_options, crc32)  # of the thread that calls it
+    use_crc32 = partial(set_crc32_options, crc32)  # a setting of the calling thread
     with ThreadPoolExecutor(_AT_ONCE, "file", initializer=use_crc32) as writers:
         written = {path.relative_to(folder).as_posix(): writers.submit(write, path, state) for path, state in files}
         files.clear()
@@ -285,20 +288,20 @@ def write_files(
 
 
 def _conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
-    """What DeepSpeed's own conversion of a checkpoint needs, and it does not save by itself: client state."""
+    """Client state that DeepSpeed's own conversion to a universal checkpoint needs, and DeepSpeed does not save."""
     info = {
         "universal_checkpoint_version": 0.2,
         "original_vocab_size": run.model.vocab_size,
         "padded_vocab_size": run.model.padded_vocab_size,
         **parameter_patterns(run.model),
     }
-    # Only with ZeRO DeepSpeed itself saves which parameters the optimizer's tensors are.
+    # Only with ZeRO DeepSpeed itself saves the names of the optimizer's parameters.
     shapes = {} if run.zero.zero_stage else {"param_shapes": parameter_shapes(engine)}
     return {"universal_checkpoint_info": info, **shapes}
 
 
 def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
-    """Regular expressions of parameter names, by which DeepSpeed's own conversion merges tensor-parallel shards."""
+    """Patterns of parameter names with which DeepSpeed's own conversion merges tensor-parallel shards."""
     named = architecture_of(model).named_parameters(model)
     specs = {f"{re.escape(name)}$": spec for name, spec in named.items()}
     return {

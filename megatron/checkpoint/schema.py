@@ -1,7 +1,7 @@
-"""What the tensors of a checkpoint must be: checked after they are read, and before any of them is copied.
+"""Checks the content of a checkpoint against the model and its optimizer, before any of it is copied.
 
-Hashes show that a file is the one that was written, not that it holds the state of this model and its optimizer. A
-kernel of the optimizer reads beyond the end of a moment that is smaller than its parameter.
+Hashes show that a file is unchanged, not that it holds the state of this model and optimizer. An optimizer kernel would
+read beyond the end of a moment that is smaller than its parameter.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,11 +25,11 @@ from megatron.engines.state import base_tensors, moment_names, optimizer_notifie
 
 Shape = Sequence[int]
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "sum", "variance", "row_var", "col_var")
-"""None of their elements is negative."""
+"""Moments whose elements are never negative."""
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
-"""The master weights in the optimizer's files of ZeRO 1, 2 and 3."""
+"""Keys of the master weights in the optimizer files of ZeRO 1, 2 and 3."""
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""What else DeepSpeed loads of these files, besides the state of the base optimizer."""
+"""Other keys that DeepSpeed loads from these files, in addition to the state of the base optimizer."""
 
 
 _FORM = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
@@ -37,26 +37,26 @@ _FORM = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopI
 
 @contextmanager
 def form_errors(place: Path) -> Iterator[None]:
-    """Convert the errors of a block that reads ``place``, if it has another form than what is saved, or was removed."""
+    """Turn errors in a block that reads ``place`` into CheckpointError if its form is wrong, or it was removed."""
     try:
         yield
     except (*_FORM, OSError, AssertionError) as error:
         if not place.exists():
             raise gone(place) from error
         if not isinstance(error, _FORM) or "inline_container" in str(error):
-            raise  # the last is of torch's writer, if a disk is full
+            raise  # "inline_container" is in errors of torch's writer about a full disk
         problem = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{place} lacks a part, or holds one of another form ({problem})") from error
 
 
 def check_tensor(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:
-    """Raises CheckpointError unless ``found`` has this shape and type, or any of floating point, and finite numbers."""
+    """Raise CheckpointError unless ``found`` has this shape and type (default: any float), and is finite."""
     _check_outline(place, name, found, shape, dtype)
     check_numbers(place, name, found)
 
 
 def check_numbers(place: object, name: str, found: Tensor) -> None:
-    """Raises CheckpointError unless ``found`` has finite numbers of floating point. One on the meta device has none."""
+    """Raise CheckpointError unless ``found`` is a finite float tensor. On the meta device only the type is checked."""
     if not found.is_floating_point():
         raise _wrong(place, name, _outline(found), "a tensor of floating point")
     if found.numel() == 0 or found.is_meta:
@@ -69,18 +69,18 @@ def check_numbers(place: object, name: str, found: Tensor) -> None:
 
 
 class Updates(NamedTuple):
-    """What an optimizer keeps of each parameter after a number of iterations."""
+    """The expected optimizer state of a parameter."""
 
     moments: Collection[set[str]] = ()
-    """One of these sets of names."""
+    """Alternative sets of names of moments."""
     most: int = 0
-    """The most updates there can have been."""
+    """Maximum number of updates."""
 
 
 def check_state(place: object, name: str, state: State, shape: Shape, updates: Updates) -> int | None:
-    """The step count in the ``state`` of a parameter of this shape, if it has second moments.
+    """Check the ``state`` of a parameter. Returns its step count, if it has second moments.
 
-    Raises CheckpointError unless everything in it, also a weight of any type, is as ``shape`` and ``updates`` require.
+    Raises CheckpointError unless weight and moments match ``shape`` and ``updates``.
     """
     if updates.moments and not any(names <= state.keys() for names in updates.moments):
         needed = " or ".join(", ".join(sorted(names)) for names in updates.moments)
@@ -104,7 +104,7 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
 
 
 def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> None:
-    """Raises CheckpointError unless tensor-parallel ranks have the same of what ``SavedStates.copies`` names."""
+    """Raise CheckpointError unless replicated tensors (``SavedStates.copies``) are equal on tensor-parallel ranks."""
     with form_errors(states.saved.path):
         for name, copies in states.copies(part, optimizer=optimizer):
             files = [copy.pieces[0].file.path for copy in copies]
@@ -119,16 +119,16 @@ def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: b
 
 
 def check_share_of_copies(states: SavedStates) -> None:
-    """The same on all ranks, each of which compares every n-th parameter. Every rank must call it."""
+    """``check_copies``, distributed over all ranks: each compares every n-th parameter. Every rank must call it."""
     on_all_ranks(lambda: check_copies(states, slice(dist.get_rank(), None, dist.get_world_size())))
 
 
 _ROUNDING = 1e-3
-"""Part of the largest number of a tensor by which copies may differ, as if devices had rounded differently."""
+"""Maximum difference of copies, relative to the tensor's largest number, since devices may round differently."""
 
 
 def check_steps(place: object, steps: set[int | None]) -> None:
-    """Raises CheckpointError if parameters, of which some may have none, have several step counts."""
+    """Raise CheckpointError if parameters have different step counts; None is ignored."""
     counts = sorted(count for count in steps if count is not None)
     if len(counts) > 1:
         raise CheckpointError(f"{place}: the optimizer's step counts are {counts}, and should be equal")
@@ -137,11 +137,11 @@ def check_steps(place: object, steps: set[int | None]) -> None:
 def read_rank_files(
     engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool, progress: bool, has_spec: bool
 ) -> dict[str, Any]:
-    """The contents by name of the files that DeepSpeed loads on this rank, which are as ``engine`` needs them.
+    """Read and check the files that DeepSpeed loads on this rank. Returns their contents by name.
 
-    Every rank must call it. Raises CheckpointError on all ranks if a file of any rank is damaged, or holds other names,
-    shapes, types or numbers than this run can have saved. Of a model that has no spec not every parameter need have
-    been updated.
+    Every rank must call it. Raises CheckpointError on all ranks if a file of any rank is damaged, or has names, shapes,
+    types or numbers that do not match ``engine``. In a model without a spec some parameters may never have been
+    updated.
     """
     contents: dict[str, Any] = {}
     moments = moment_names(engine.basic_optimizer) if has_spec else ()
@@ -173,7 +173,7 @@ def read_rank_files(
 def _check_counts(
     engine: DeepSpeedEngine, place: Path, found: Mapping[str, Any], saved: SavedRun, *, progress: bool
 ) -> int:
-    """The number of skipped iterations in a rank's file, whose counts are those of ``run.json``, or not above them."""
+    """Check the counters in a rank's file against ``run.json``. Returns the number of skipped iterations."""
     counts = {key: saved.description.get(key) for key in ("iteration", "consumed_samples")}
     for key, count in {**counts, "mp_world_size": engine.mp_world_size}.items():
         if found.get(key, count) != count:
@@ -192,7 +192,7 @@ def _check_counts(
 def _check_optimizer(
     place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], tensors: Sequence[Tensor], updates: Updates
 ) -> set[int | None]:
-    """The step counts in the optimizer's state ``found``, which updates ``tensors``."""
+    """Check the optimizer state ``found`` of ``tensors``. Returns its step counts."""
     for key in expected.keys() & _SCALING:
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
@@ -214,7 +214,7 @@ def _check_optimizer(
 
 
 def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check names and tensors. Numbers in a buffer may be infinite, as in masks."""
+    """Check names and tensors. Buffers, such as masks, may have infinite values."""
     for name in sorted(expected.keys() ^ found.keys()):
         raise _wrong(place, name, *(("missing", "there") if name in expected else ("there", "missing")))
     for name, tensor in expected.items():
@@ -231,7 +231,7 @@ def _check_outline(place: object, name: str, found: Any, shape: Shape, dtype: to
 
 
 def _outline(value: Any) -> str:
-    """Type and shape of a tensor, such as ``float32 [4, 2]``. What reads a file has refused all but dense ones."""
+    """Type and shape of a dense tensor, such as ``float32 [4, 2]``, or the type of another value."""
     if not isinstance(value, Tensor):
         return f"of type {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

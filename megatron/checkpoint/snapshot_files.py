@@ -1,19 +1,19 @@
-"""Snapshots: the newest state of a run in the memory of its hosts, for ``--snapshot-interval``. No torch here.
+"""Snapshots: checkpoints in the memory of the hosts of a run, for ``--snapshot-interval``. No torch here.
 
-Every K iterations each rank writes its files of an ordinary checkpoint into a folder of its host's memory (a tmpfs such
-as /dev/shm), which outlives the process; and in the background it sends them to a rank of the next host. So the state
-is complete while of any two hosts that follow one another in the order of ranks one is left. The next start of the run
-looks into the memory of its hosts. If they have all shards of a snapshot that is newer than the newest checkpoint on
-disk, its ranks write it to the folder of checkpoints, from where it is loaded like any other, on any layout.
+Every K iterations each rank writes the files of an ordinary checkpoint into a folder in its host's memory (a tmpfs such
+as /dev/shm), which survives the process, and sends them in the background to a rank of the next host. So the state is
+complete as long as no two consecutive hosts, in the order of ranks, are lost. The next start of the run looks for
+snapshots in the memory of its hosts. If all shards of a snapshot are found that is newer than the newest checkpoint on
+disk, the ranks write it to the checkpoint folder, and it is loaded like any other checkpoint, on any layout.
 
     DIR/megatron-ID/START/ITERATION/FILES            the files of this host's ranks, and copies of the previous host's
-    DIR/megatron-ID/START/ITERATION/rank_00003.json  written last: rank 3's are complete; their sizes and hashes
-    SAVE/.snapshots                                  START: of all snapshots, only those of the newest start are valid
+    DIR/megatron-ID/START/ITERATION/rank_00003.json  written last: rank 3's files are complete; their sizes and hashes
+    SAVE/.snapshots                                  START: only snapshots of the newest start are valid
     SAVE/.memory-of-HOST                             megatron-ID of a host that the elastic agent leaves idle
 
 ID is a hash of the path of ``--save``, the same on all hosts. A snapshot is removed when the next one is complete, so
-that a fault in the middle loses nothing. A shard whose hash is wrong counts as lost, and so does a snapshot of another
-start, which may be of another layout or of samples that were skipped later.
+that a failure in between loses nothing. A shard with a wrong hash counts as lost, and so does a snapshot of another
+start, which may have another layout, or samples that were skipped later.
 """
 
 import hashlib
@@ -40,37 +40,37 @@ from megatron.parallel import AXES, axis_sizes
 
 START_FILE = ".snapshots"
 _SNAPSHOTS = 2
-"""In memory at a time, while one replaces the other."""
+"""Number of snapshots in memory at the same time, while one replaces the other."""
 _BROUGHT = ".memory-of-"
 
 Files = dict[str, tuple[int, str]]
-"""By name: size in bytes, and ``Record.xxh128``."""
+"""(size in bytes, ``Record.xxh128``) by file name."""
 
 
 Place = tuple[int, str, int]
-"""Where a shard is: the first rank of the host, its folder, and the rank that took it."""
+"""Location of a copy of a shard: the first rank of the host, the folder, and the rank that took the shard."""
 
 
 class Shard(NamedTuple):
-    """The files of one rank in one snapshot, as a host has them."""
+    """The files of one rank of a snapshot, in the memory of a host."""
 
     iteration: int
     rank: int
     ranks: int
-    """Of the run that took the snapshot."""
+    """Number of ranks of the run that took the snapshot."""
     files: Files
     folder: str
     host: int = 0
-    """The first rank of the host, of the run that looks for snapshots."""
+    """The host, as its first rank in the run that looks for snapshots."""
 
     @property
     def size(self) -> int:
-        """Bytes of the files."""
+        """Total bytes of the files."""
         return sum(size for size, _ in self.files.values())
 
     @property
     def place(self) -> Place:
-        """Where it is, among all copies of all shards."""
+        """Location of this copy of the shard."""
         return self.host, self.folder, self.rank
 
 
@@ -81,29 +81,29 @@ def snapshot_folder(config: CheckpointConfig) -> Path:
 
 
 def brought_folder(save: Path, host: str) -> Path:
-    """Where a host that does not take part in the next start brings its snapshots, for the ranks of others."""
+    """The folder on disk to which the snapshots of a host are moved that does not take part in the next start."""
     return save / f"{_BROUGHT}{host}"
 
 
 def brought_folders(save: Path) -> list[Path]:
-    """All that exist."""
+    """All existing folders of ``brought_folder``."""
     return sorted(save.glob(f"{_BROUGHT}*"))
 
 
 def this_host() -> str:
-    """A name that differs for each host of a run."""
+    """A unique name of this host in the run."""
     return f"{socket.gethostname()} {machine_id()}"
 
 
 def read_start(save: Path) -> str:
-    """The newest start that took snapshots of the run that saves into ``save``; empty if there is none."""
+    """Identifier of the newest start with snapshots of the run that saves into ``save``; empty if there is none."""
     with suppress(OSError, UnicodeDecodeError):
         return read_bytes(save / START_FILE).decode().strip()
     return ""
 
 
 def make_start_folder(folder: Path, start: str) -> None:
-    """Remove the snapshots of other starts, and make the empty folder for those of ``start``.
+    """Remove the snapshots of other starts, and create an empty folder for the snapshots of ``start``.
 
     Raises CheckpointError if ``folder`` belongs to another user, or cannot be made.
     """
@@ -138,9 +138,9 @@ def read_shards(folder: Path, start: str) -> list[Shard]:
 
 
 def copy_holders(hosts: Sequence[str]) -> dict[int, int]:
-    """By rank: the rank that keeps a copy of its shard, on the next host; empty for a single host.
+    """For each rank the rank of the next host that keeps a copy of its shard; empty for a single host.
 
-    ``hosts`` names the host of each rank. The ranks of a host are spread over those of the next one.
+    ``hosts`` has the host of each rank. The copies of a host are distributed over the ranks of the next one.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -149,18 +149,18 @@ def copy_holders(hosts: Sequence[str]) -> dict[int, int]:
     if len(groups) == 1:
         return {}
     return {
-        rank: after[place % len(after)]
-        for ranks, after in zip(groups, groups[1:] + groups[:1], strict=True)
-        for place, rank in enumerate(ranks)
+        rank: holders[position % len(holders)]
+        for ranks, holders in zip(groups, groups[1:] + groups[:1], strict=True)
+        for position, rank in enumerate(ranks)
     }
 
 
 def newest_complete(
     found: Iterable[Shard], after: int, broken: Collection[Place] = ()
 ) -> dict[int, list[Shard]] | None:
-    """The newest snapshot of which ``found`` has all shards, if it is newer than iteration ``after``.
+    """The newest complete snapshot in ``found``, if it is newer than iteration ``after``.
 
-    Those at the places ``broken`` do not count. Returns the copies of each shard by the rank that took it.
+    Shards at locations in ``broken`` are ignored. Returns the copies of each shard by the rank that took it.
     """
     snapshots: dict[tuple[int, int], dict[int, list[Shard]]] = {}
     for shard in found:
@@ -171,7 +171,7 @@ def newest_complete(
 
 
 def divide(snapshot: Mapping[int, Sequence[Shard]], hosts: Sequence[str]) -> dict[int, list[Shard]]:
-    """Which shards each rank writes to disk, of those that its host has: as many bytes as the others, if possible."""
+    """Distribute the shards of a snapshot over ranks of the hosts that have them, with balanced numbers of bytes."""
     load: Counter[int] = Counter()
     work: dict[int, list[Shard]] = {}
     for _, copies in sorted(snapshot.items()):
@@ -188,13 +188,13 @@ def divide(snapshot: Mapping[int, Sequence[Shard]], hosts: Sequence[str]) -> dic
 
 
 _FILE_OVERHEAD = 1 << 16
-"""Approximate bytes of a file besides its tensors."""
+"""Approximate bytes of a file in addition to its tensors."""
 _MOMENTS = 8
 """Bytes of Adam's two moments of a parameter."""
 
 
 def planned_bytes(run: RunConfig) -> list[int]:
-    """Approximate bytes of each rank's files of a checkpoint; if the optimizer has less state than Adam, fewer are."""
+    """Approximate bytes of each rank's files of a checkpoint with Adam; other optimizers may need fewer."""
     weight = 4 if run.precision.dtype == "fp32" else 2
     owners = run.parallel.data_parallel_size * run.parallel.sequence_ranks
     counts = [_counts(run, stage) for stage in plan(run)]
@@ -215,7 +215,7 @@ def planned_bytes(run: RunConfig) -> list[int]:
 
 
 def _counts(run: RunConfig, stage: Stage) -> tuple[int, int, int]:
-    """Elements that a tensor-parallel rank of ``stage`` holds, those of them that are trained, and those of experts."""
+    """Numbers of all, of trained and of experts' parameter elements on a tensor-parallel rank of ``stage``."""
     t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
     rows = [
         (spec.local_numel(t, experts), is_trained_in(run.model, layer.part, spec.name), spec.is_expert)
@@ -227,18 +227,18 @@ def _counts(run: RunConfig, stage: Stage) -> tuple[int, int, int]:
 
 
 def planned_host_bytes(run: RunConfig, ranks_on_host: int) -> int:
-    """Bytes that the snapshots take on the host with most of them, if each has ``ranks_on_host`` ranks.
+    """Maximum bytes of snapshots on a host with ``ranks_on_host`` ranks.
 
-    They are two, each with a shard for each rank, and on several hosts with copies of another host's.
+    There are two snapshots, each with the host's shards and, with several hosts, copies of the previous host's shards.
     """
     sizes = planned_bytes(run)
-    of_hosts = [sum(sizes[first : first + ranks_on_host]) for first in range(0, len(sizes), ranks_on_host)]
-    copies = of_hosts[-1:] + of_hosts[:-1] if len(of_hosts) > 1 else [0]
-    return _SNAPSHOTS * max(own + copy for own, copy in zip(of_hosts, copies, strict=True))
+    host_sizes = [sum(sizes[first : first + ranks_on_host]) for first in range(0, len(sizes), ranks_on_host)]
+    copies = host_sizes[-1:] + host_sizes[:-1] if len(host_sizes) > 1 else [0]
+    return _SNAPSHOTS * max(own + copy for own, copy in zip(host_sizes, copies, strict=True))
 
 
 def check_memory(run: RunConfig, ranks_on_host: int) -> None:
-    """Raises ResourceError if the snapshots of ``ranks_on_host`` ranks do not fit into the memory of this host."""
+    """Raise ResourceError if the snapshots of ``ranks_on_host`` ranks do not fit into the memory of this host."""
     folder, needed = snapshot_folder(run.checkpoint), planned_host_bytes(run, ranks_on_host)
     free = _free_memory(folder)
     if needed > free:
@@ -249,7 +249,7 @@ def check_memory(run: RunConfig, ranks_on_host: int) -> None:
 
 
 def _free_memory(folder: Path) -> int:
-    """Bytes that the snapshots in ``folder`` may take: what is free in its tmpfs and in memory, and what they have."""
+    """Bytes available for snapshots in ``folder``: free in its tmpfs and in memory, plus existing snapshots."""
     free = shutil.disk_usage(folder.parent).free
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -258,6 +258,6 @@ def _free_memory(folder: Path) -> int:
 
 
 def describe_snapshots(run: RunConfig, ranks_on_host: int) -> str:
-    """How much memory of a host the snapshots need."""
+    """Text about the memory that snapshots need on a host."""
     needed = with_prefix(planned_host_bytes(run, ranks_on_host), "B")
     return f"the two snapshots of {counted(ranks_on_host, 'rank')} and the copies of others take up to {needed}"

@@ -1,4 +1,4 @@
-"""Resume from the newest snapshot in the memory of the hosts, if it is newer than the checkpoints on disk."""
+"""Recovers the newest snapshot in the memory of the hosts, if it is newer than the checkpoints on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,16 +28,16 @@ from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
 
 Work = Mapping[int, Sequence[Shard]]
-"""By rank: the shards that it writes, which its host has."""
+"""The shards that each rank writes; they are in its host's memory."""
 Save = Callable[[Work, int], dict[Place, str]]
-"""Saves the snapshot of an iteration; returns which shards are damaged, and how."""
+"""Saves the snapshot of an iteration; returns messages about damaged shards by location."""
 
 
 def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
-    """As ``select_checkpoint``; with ``--snapshot-interval``, a newer snapshot in memory is saved to disk before.
+    """``select_checkpoint``, but with ``--snapshot-interval`` a newer snapshot in memory is first saved to disk.
 
-    Every rank must call it; ``lock`` is that of the folder, on the rank that holds it. Raises ResourceError if the disk
-    is full, CheckpointError if the folder cannot be written.
+    Every rank must call it; ``lock`` is the lock of the folder, on the rank that holds it. Raises ResourceError if the
+    disk is full, CheckpointError if the folder cannot be written.
     """
     if run.checkpoint.snapshot_interval is None:
         return select_checkpoint(run)
@@ -47,7 +47,7 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
     recover = partial(_recover, partial(_save, run, lock), hosts, shards)
     recovered = recover(on_disk)
     saved = select_checkpoint(run)
-    # Verification has found that the newest checkpoint is damaged: the snapshot may be the newest one now.
+    # If verification finds that the newest checkpoint is damaged, the snapshot may be newer.
     if not recovered and on_disk and (saved is None or saved.iteration < on_disk):
         if recover(saved.iteration if saved else 0):
             saved = select_checkpoint(run)
@@ -55,7 +55,7 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
 
 
 def _find_shards(run: RunConfig, hosts: Sequence[str]) -> list[Shard]:
-    """The shards in the memory of all hosts; what idle hosts brought to the disk is that of rank 0's."""
+    """The shards in the memory of all hosts; shards of idle hosts, which are on disk, count as rank 0's."""
     save, rank = Path(run.checkpoint.save or ""), dist.get_rank()
     start = on_rank_0(lambda: read_start(save))
     folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
@@ -65,7 +65,7 @@ def _find_shards(run: RunConfig, hosts: Sequence[str]) -> list[Shard]:
 
 
 def _newest_on_disk(run: RunConfig) -> int:
-    """The iteration of the newest checkpoint that has all its files; 0 if there is none."""
+    """The iteration of the newest complete checkpoint; 0 if there is none."""
     try:
         return tracker.newest(run.checkpoint.save or "").iteration
     except CheckpointError:
@@ -73,7 +73,7 @@ def _newest_on_disk(run: RunConfig) -> int:
 
 
 def _recover(save: Save, hosts: Sequence[str], found: Sequence[Shard], after: int) -> bool:
-    """``save`` the newest complete snapshot, if it is of an iteration after ``after``; whether there was one."""
+    """``save`` the newest complete snapshot after iteration ``after``. Returns whether there was one."""
     broken: dict[Place, str] = {}
     while (snapshot := newest_complete(found, after, broken)) is not None:
         work = divide(snapshot, hosts)
@@ -94,7 +94,7 @@ def _recover(save: Save, hosts: Sequence[str], found: Sequence[Shard], after: in
 
 
 def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -> dict[Place, str]:
-    """Save the snapshot of ``iteration`` as a checkpoint, unless shards of it are damaged, which are returned."""
+    """Save the snapshot of ``iteration`` as a checkpoint, unless shards are damaged. Returns the damaged shards."""
     save, what = Path(run.checkpoint.save or ""), f"the snapshot of iteration {iteration}"
     size = sum(shard.size for shards in work.values() for shard in shards)
 
@@ -121,7 +121,7 @@ def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -
 
 
 def _write(shards: Sequence[Shard], path: Path) -> tuple[dict[str, Record], dict[Place, str]]:
-    """Copy shards of this host's memory to disk: the records of the files, and shards that are damaged, and how."""
+    """Copy shards from this host's memory to disk. Returns records of the files, and messages about damaged shards."""
     records: dict[str, Record] = {}
     broken: dict[Place, str] = {}
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Take snapshots of a run in the memory of its hosts: see ``snapshot_files``."""
+"""Takes snapshots of a run in the memory of its hosts: see ``snapshot_files``."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ from megatron.config import RunConfig
 from megatron.launch.progress import SNAPSHOT_THREAD
 
 _MESSAGE = 1 << 26
-"""Bytes of a message to another host."""
+"""Maximum bytes of a message to another host."""
 
 
 def requested_snapshots(checkpointer: Checkpointer, run: RunConfig, log: Callable[[str], None]) -> "Snapshots | None":
@@ -49,10 +49,10 @@ def requested_snapshots(checkpointer: Checkpointer, run: RunConfig, log: Callabl
 
 
 class Snapshots:
-    """The snapshots that a run takes. Every rank must call every method; ``log`` is called with lines for the user."""
+    """Takes the snapshots of a run. Every rank must call every method; ``log`` is called with lines for the user."""
 
     def __init__(self, checkpointer: Checkpointer, run: RunConfig, log: Callable[[str], None]) -> None:
-        """Remove what earlier starts left in memory. Raises CheckpointError if the folder cannot be used."""
+        """Remove snapshots of earlier starts from memory. Raises CheckpointError if the folder cannot be used."""
         self._checkpointer, self._log = checkpointer, log
         self._save = Path(run.checkpoint.save or "")
         self._rank, self._hosts = dist.get_rank(), gathered_on_rank_0(this_host, list)
@@ -64,7 +64,7 @@ class Snapshots:
         self._receiver = copies.get(self._rank)
         self._senders = [rank for rank, holder in copies.items() if holder == self._rank]
         timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
-        with patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):  # a rank has two neighbors, and connects to no others
+        with patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):  # a rank only connects to its two neighbors
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._background = ThreadPoolExecutor(1, SNAPSHOT_THREAD)
         self._files = EngineFiles(pinned_copies(checkpointer.engine))
@@ -74,8 +74,8 @@ class Snapshots:
     def take(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:
         """Write the state after ``iteration`` into memory, and send it to another host, in the background.
 
-        Waits for the snapshot before. On the CPU also waits until the state is written, of which there is no copy. If
-        there is no memory for it, training continues with a warning.
+        Waits for the previous snapshot. On the CPU also waits until the state is written, since it is not copied. If
+        there is not enough memory, training continues with a warning.
         """
         self.finish()
         folder = self._folder / str(iteration)
@@ -91,7 +91,7 @@ class Snapshots:
             wait([written])
 
     def finish(self) -> None:
-        """Wait until the last snapshot is complete on all ranks, and remove the one before.
+        """Wait until the last snapshot is complete on all ranks, and remove the previous one.
 
         If it cannot be completed, training continues with a warning.
         """
@@ -111,13 +111,13 @@ class Snapshots:
         self._on_each_host(lambda: self._remove_all_but(None))
 
     def remove(self) -> None:
-        """The same at the end of the run, which leaves nothing in memory."""
+        """Remove all snapshots and their folders, at the end of the run."""
         self.finish()
         self._on_each_host(self._remove_root)
         on_rank_0(self._end)
 
     def _begin(self) -> str:
-        """A name for this start, which makes all snapshots of other starts invalid."""
+        """Make a new identifier for this start, which invalidates the snapshots of other starts."""
         start = token_hex(8)
         for folder in brought_folders(self._save):
             rmtree(folder, ignore_errors=True)
@@ -144,7 +144,7 @@ class Snapshots:
         self._log(f"  warning: {error}; training continues without it")
 
     def _on_each_host(self, step: Callable[[], object]) -> None:
-        """Call ``step()`` on the first rank of each host; all ranks wait for it."""
+        """Call ``step()`` on the first rank of each host; all ranks wait."""
         is_first = self._hosts.index(self._hosts[self._rank]) == self._rank
 
         def call() -> None:
@@ -162,9 +162,9 @@ class Snapshots:
         return Shard(int(folder.name), self._rank, len(self._hosts), hashes, str(folder))
 
     def _complete(self, folder: Path, written: Future[Shard]) -> None:
-        """Send this rank's shard, receive those of others, and mark all as complete. Runs in the background.
+        """Send this rank's shard, receive shards of other ranks, and mark all as complete. Runs in the background.
 
-        A rank that cannot do its part tells its neighbors, and raises; of the other ranks only ``finish`` does.
+        A rank that fails informs its neighbors, and raises its error here; on other ranks only ``finish`` raises it.
         """
         receivers = [] if self._receiver is None else [self._receiver]
         errors: list[Exception] = []
@@ -179,18 +179,18 @@ class Snapshots:
             return True
 
         with _memory_errors(folder):
-            shards = self._told(own, receivers, self._senders, errors)
-            takes = self._told(made, self._senders, receivers, errors)
-            self._exchange({rank: sent[rank] for rank in sent if takes[rank]}, {} if errors else received)
+            shards = self._exchange_results(own, receivers, self._senders, errors)
+            accepted = self._exchange_results(made, self._senders, receivers, errors)
+            self._exchange({rank: sent[rank] for rank in sent if accepted[rank]}, {} if errors else received)
             if errors:
                 raise errors[0]
             for shard in (written.result(), *filter(None, shards.values())):
                 write_marker(shard, folder)
 
-    def _told(
+    def _exchange_results(
         self, step: Callable[[], object], to: Sequence[int], of: Sequence[int], errors: list[Exception]
     ) -> dict[int, Any]:
-        """Send the result of ``step()`` to some ranks, None if it fails; what others send, by rank."""
+        """Send the result of ``step()``, None if it fails, to the ranks ``to``. Returns results of the ranks ``of``."""
         result = None
         try:
             result = step() if not errors else None
@@ -204,7 +204,7 @@ class Snapshots:
         return {rank: pickle.loads(content.numpy().tobytes()) for rank, content in found.items()}
 
     def _exchange(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send tensors to some ranks, and receive others from some, by rank."""
+        """Send and receive lists of tensors, given by rank."""
         calls = [(dist.isend, rank) for rank in sent] + [(dist.irecv, rank) for rank in received]
         for tensors in zip_longest(*sent.values(), *received.values()):
             ready = [(*one, tensor) for one, tensor in zip(calls, tensors, strict=True) if tensor is not None]
@@ -221,18 +221,18 @@ def _where(copies: Mapping[int, int]) -> str:
 
 def _make(folder: Path) -> None:
     with _memory_errors(folder):
-        folder.mkdir(0o700, exist_ok=True)  # DeepSpeed may have made it
+        folder.mkdir(0o700, exist_ok=True)  # DeepSpeed may have created it
 
 
 def _messages(folder: Path, shard: Shard) -> list[Tensor]:
-    """The bytes of files, mapped into memory: tensors [at most _MESSAGE]. Raises OSError."""
+    """The memory-mapped bytes of a shard's files, as tensors of at most ``_MESSAGE`` bytes. Raises OSError."""
     sizes = {name: size for name, (size, _) in shard.files.items() if size}
     files = [torch.from_numpy(np.memmap(folder / name, mode="r+", shape=size)) for name, size in sizes.items()]
     return [message for file in files for message in file.split(_MESSAGE)]
 
 
 def _make_files(folder: Path, shard: Shard) -> list[Tensor]:
-    """The same for a shard of another rank, whose files are made with memory for their content."""
+    """Create the files of another rank's shard, with memory allocated. Returns their bytes like ``_messages``."""
     for name, (size, _) in shard.files.items():
         file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
@@ -245,7 +245,7 @@ def _make_files(folder: Path, shard: Shard) -> list[Tensor]:
 
 @contextmanager
 def _memory_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError of the block, which writes a snapshot into ``folder``, to a ResourceError."""
+    """Turn an OSError in the block, which writes a snapshot into ``folder``, into a ResourceError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Tensors in files of ``torch.save`` that are read in parts: a rank reads what it needs, and each part at once."""
+"""Partial reads of tensors in ``torch.save`` files: a rank only reads the elements that it needs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -18,10 +18,10 @@ from megatron.model.spec import ParameterSpec
 
 
 class StoredFile:
-    """A file by ``torch.save``. Its structure is read once; tensors are outlines in it, on the meta device.
+    """A ``torch.save`` file. Its structure is read once, with tensors on the meta device.
 
-    It is compared with ``record`` then, if there is one, and must say that it is of ``iteration``, if that is given.
-    Raises as ``read_file`` and ``check_identity``.
+    It is then compared with ``record`` and checked to be from ``iteration``, if these are given. Raises the same errors
+    as ``read_file`` and ``check_identity``.
     """
 
     def __init__(self, path: Path, record: Record | None = None, iteration: int | None = None) -> None:
@@ -29,7 +29,7 @@ class StoredFile:
 
     @cached_property
     def content(self) -> Any:
-        """What was saved, with outlines in place of tensors."""
+        """The saved content, with tensors on the meta device."""
         if self._record is not None:
             check_content(self.path, self._record)
         if self._iteration is not None:
@@ -37,7 +37,7 @@ class StoredFile:
         return read_file(self.path, outlines=True)
 
     def find(self, keys: Sequence[Any]) -> Any:
-        """What is at a path of keys. Raises KeyError, IndexError or TypeError if there is nothing."""
+        """The value at a path of keys. Raises KeyError, IndexError or TypeError if it does not exist."""
         value = self.content
         for key in keys:
             if isinstance(value, Tensor):
@@ -46,14 +46,14 @@ class StoredFile:
         return value
 
     def entry(self, *keys: Any) -> Any:
-        """The same; of a tensor what ``Stored`` is, or of one without dimensions its number."""
+        """The value at a path of keys, with a tensor as ``Stored``, or read if it has no dimensions."""
         if not isinstance(value := self.find(keys), Tensor):
             return value
         stored = Stored([Piece(self, keys, 0, value.numel())], value.shape)
         return stored if value.dim() else stored.read_all()
 
     def read_into(self, buffer: memoryview, pieces: Iterable["Piece"], dtype: torch.dtype) -> int:
-        """Read ``pieces`` of this file to the beginning of ``buffer``. Returns their bytes."""
+        """Read ``pieces`` of this file into the beginning of ``buffer``. Returns the number of bytes."""
         done = 0
         with open(self.path, "rb", buffering=0, opener=regular) as file:
             for _, keys, begin, end in pieces:
@@ -68,7 +68,7 @@ class StoredFile:
 
 
 class Piece(NamedTuple):
-    """Elements ``begin`` to ``end`` of the flattened tensor that is in ``file`` at a path of keys."""
+    """Elements ``begin`` to ``end`` of the flattened tensor in ``file`` at the path ``keys``."""
 
     file: StoredFile
     keys: Sequence[Any]
@@ -77,18 +77,18 @@ class Piece(NamedTuple):
 
 
 class Stored:
-    """A tensor in pieces of one or several files."""
+    """A tensor that is stored in pieces in one or several files."""
 
     def __init__(self, pieces: Sequence[Piece], shape: Sequence[int]) -> None:
         self.pieces, self.shape = pieces, tuple(shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its elements."""
+        """Type of the elements."""
         return self.pieces[0].file.find(self.pieces[0].keys).dtype
 
     def numel(self) -> int:
-        """Elements in all."""
+        """Number of elements."""
         return prod(self.shape)
 
     def flat(self, begin: int, end: int) -> "Stored":
@@ -111,7 +111,7 @@ class Stored:
         return found.read_all().view(len(rows), end - begin)
 
     def read_all(self) -> Tensor:
-        """The tensor, in memory. Raises OSError, or ValueError for pieces that do not fit together."""
+        """Read the tensor into memory. Raises OSError, or ValueError for inconsistent pieces."""
         buffer = np.empty(self.numel() * (itemsize := self.dtype.itemsize), np.uint8)
         done = 0
         for file, pieces in groupby(self.pieces, lambda piece: piece.file):
@@ -122,20 +122,21 @@ class Stored:
 
 
 def joined(parts: Sequence[Stored]) -> Stored:
-    """Tensors one after the other along their first dimension."""
+    """The concatenation of tensors along their first dimension."""
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return Stored([piece for part in parts for piece in part.pieces], shape)
 
 
 class Shard:
-    """A rank's shard of a tensor whose tensor-parallel shards of another layout are ``parts(rank)``, of ``count``.
-
-    Attributes:
-        shape: of the shard, which may have padding of the vocabulary, zeros.
+    """A tensor-parallel rank's shard of a tensor that is stored in the shards of another layout.
 
     Args:
-        rank: tensor-parallel rank, for which ``shape`` is.
-        first_expert: that of the rank's experts.
+        parts: returns the stored shard of a tensor-parallel rank of the saved layout.
+        count: tensor-parallel size of the saved layout.
+        spec: the parameter.
+        shape: shape of the shard; it may have more rows of the vocabulary, which are padding and read as zeros.
+        rank: tensor-parallel rank of the shard.
+        first_expert: first expert of the rank.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Shard:
         first_expert: int = 0,
     ) -> None:
         self.shape, self._parts = tuple(shape), parts
-        # A matrix of rows, of which each has a part of the columns; a single row if the first dimension is divided.
+        # View the tensor as a matrix whose columns are sharded; it has a single row if the first dimension is sharded.
         dim, is_divided = spec.shard_dim or 0, spec.shard_dim is not None
         found, inner = list(parts(0).shape), prod(spec.shape[dim + 1 :])
         self._count = count if is_divided else 1
@@ -167,13 +168,13 @@ class Shard:
         return torch.empty(self.shape, dtype=self._parts(0).dtype, device="meta")
 
     def read_all(self) -> Tensor:
-        """The whole shard."""
+        """Read the full shard."""
         return self.read(0, prod(self.shape)).view(self.shape)
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Elements ``begin`` to ``end`` of the flattened shard."""
+        """Read elements ``begin`` to ``end`` of the flattened shard."""
         rows = range(begin // self._width, -(-end // self._width))
-        # Of a single row no more than is asked for.
+        # Of a single row only the requested elements are read.
         skipped = begin - rows.start * self._width if len(rows) == 1 else 0
         width = end - begin if len(rows) == 1 else self._width
         first = self._column + skipped

@@ -1,7 +1,4 @@
-"""Files of tensors, written by ``torch.save``, and read without letting them run code.
-
-Tensors of safetensors files are read when they are asked for.
-"""
+"""Writes ``torch.save`` files, and reads ``torch.save`` and safetensors files without executing code in them."""
 
 import io
 import re
@@ -27,14 +24,14 @@ from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-"""Classes in DeepSpeed's files besides tensors and plain values. Creating them has no effects."""
+"""Classes in DeepSpeed's files in addition to tensors and plain values. Creating them has no side effects."""
 
 
 def write_file(path: Path, content: Any) -> Record:
     """Write ``content`` to a new file, and flush it to disk. Raises OSError if it cannot be written."""
     file = NewFile(path)
     try:
-        torch.save(content, cast(IO[bytes], file))  # which calls no other methods than write() and flush()
+        torch.save(content, cast(IO[bytes], file))  # only calls write() and flush()
     except BaseException:
         with suppress(Exception):
             file.close()
@@ -43,10 +40,10 @@ def write_file(path: Path, content: Any) -> Record:
 
 
 def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
-    """The content of ``path``, on the CPU, of which no hash is compared.
+    """The content of ``path``, on the CPU, without comparing its hash.
 
-    The tensors of a ``mapped`` file are in memory only while they are used. With ``outlines`` none is read; they are on
-    the meta device. Raises CheckpointError if the file is missing or damaged, or asks for code.
+    ``mapped`` memory-maps the tensors. With ``outlines`` no tensor is read; they are on the meta device. Raises
+    CheckpointError if the file is missing or damaged, or would run code.
     """
     try:
         if not outlines:
@@ -76,7 +73,7 @@ def _load_outlines(path: Path) -> Any:
 
 @cache
 def _places_are_known() -> bool:
-    """Whether storages on the meta device say where they are in the file; before torch 2.13 only those of fakes do."""
+    """Whether meta storages have their offset in the file; before torch 2.13 only those of fake tensors have it."""
     file = io.BytesIO()
     torch.save(torch.ones(1), file)
     file.seek(0)
@@ -85,13 +82,13 @@ def _places_are_known() -> bool:
 
 
 def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
-    """What ``torch.load`` reads with the classes ``allowed`` and its ``options``, silently. Raises whatever it does.
+    """Call ``torch.load`` with the allowed classes and ``options``, without warnings. Raises the errors of torch.
 
-    Raises ValueError for more than the content of a file of this suite or of Megatron: see ``_check_content``.
+    Also raises ValueError for content that no file of this project or of Megatron has: see ``_check_content``.
     """
     check_archive(path)
     with torch.serialization.safe_globals([*allowed]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of types of tensor that are rejected here
+        warnings.simplefilter("ignore")  # about tensor types that _check_content rejects
         content = torch.load(path, weights_only=True, **options)
         _check_content(content, has_data=options["map_location"] != "meta")
     return content
@@ -101,13 +98,13 @@ _DEEPEST, _LARGEST = 64, 1 << 26
 
 
 def _check_content(content: Any, *, has_data: bool) -> None:
-    """Raises ValueError for containers within containers that never end, as when one holds itself, or too many, and
-    for tensors that are sparse, quantized, or larger than their data, or that have none although the file ``has_data``.
+    """Raise ValueError for containers that are nested too deep (or contain themselves) or have too many values, and for
+    tensors that are sparse, quantized, larger than their data, or without data although the file ``has_data``.
     """
     counted: dict[int, int] = {}
 
     def count(value: Any, depth: int, name: str = "") -> int:
-        """Values in ``value``, of which what is there several times counts each time."""
+        """Number of values in ``value``; a value that occurs several times is counted each time."""
         if not isinstance(value, Mapping | list | tuple):
             if kind := "without data" if has_data and isinstance(value, Tensor) and value.is_meta else _unusual(value):
                 raise ValueError(f"{name or 'it'} is {kind}")
@@ -124,7 +121,7 @@ def _check_content(content: Any, *, has_data: bool) -> None:
 
 
 def _unusual(value: Any) -> str | None:
-    """What kind of data ``value`` is, unless it is a plain tensor or another value."""
+    """Description of an unsupported kind of tensor or storage; None for a dense tensor and any other value."""
     if isinstance(value, TypedStorage | UntypedStorage):
         return "a storage, not a tensor"
     if not isinstance(value, Tensor):
@@ -139,8 +136,8 @@ def _unusual(value: Any) -> str | None:
 
 
 def check_identity(path: Path, iteration: int) -> None:
-    """Raises CheckpointError if ``path`` asks for code, or is another file, or one of another iteration, by what it
-    says of itself; files of earlier versions say nothing. Reads no tensor.
+    """Raise CheckpointError if ``path`` would run code, or if the name or iteration recorded in it differs; files of
+    earlier versions have no record. Reads no tensor.
     """
     content = read_file(path, mapped=True)
     metadata = getattr(content, "_metadata", None)
@@ -158,7 +155,7 @@ def _identity(name: str, iteration: int) -> str:
 
 
 def with_identity(content: Any, name: str, iteration: int) -> Any:
-    """``content`` of the file ``name``, which says so in an attribute that ``nn.Module`` and other readers ignore."""
+    """``content`` with the file name and iteration recorded in an attribute that ``nn.Module`` and others ignore."""
     if isinstance(content, dict):
         content = OrderedDict(content)
         content._metadata = {_IDENTITY: _identity(name, iteration)}
@@ -166,10 +163,10 @@ def with_identity(content: Any, name: str, iteration: int) -> Any:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for and not kept, so that a model need not fit into memory."""
+    """Tensors by name, each read on access and not kept, so that a model need not fit into memory."""
 
     def __init__(self, outlines: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        """``outlines`` are tensors of the same shapes and types on the meta device, without data."""
+        """``outlines`` are tensors with the same shapes and types on the meta device."""
         self.outlines, self._read = outlines, read
 
     def __getitem__(self, name: str) -> Tensor:
@@ -188,22 +185,22 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def outlines_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of the same shapes and types; none is read."""
+    """Tensors with the same shapes and types, without reading any."""
     return tensors.outlines if isinstance(tensors, LazyTensors) else tensors
 
 
 class SafetensorsFiles(LazyTensors):
-    """The tensors in one or several safetensors files, by ``read_entries``, each read when it is asked for."""
+    """The tensors in one or several safetensors files (see ``read_entries``), each read on access."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError as ``read_entries``."""
+        """Read the headers. Raises CheckpointError as ``read_entries`` does."""
         self._entries = read_entries(path)
         self._opened: dict[Path, Any] = {}
         # The library maps a tensor into memory, which reads nothing of it.
         super().__init__({name: self._whole(name).to("meta") for name in self._entries}, self._whole)
 
     def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """Indices from ``begin`` to ``end`` in dimension ``dim`` of a tensor; the rest of it is not read."""
+        """Slice ``begin`` to ``end`` of dimension ``dim`` of a tensor; the rest is not read."""
         with self._errors(name):
             return self._file(name).get_slice(name)[tuple([slice(None)] * dim + [slice(begin, end)])]
 
@@ -214,7 +211,7 @@ class SafetensorsFiles(LazyTensors):
     def _file(self, name: str) -> Any:
         file = self._entries[name].file
         if file not in self._opened:
-            self._opened.clear()  # tensors are mostly read in the order of their files
+            self._opened.clear()  # keep one file open: tensors are mostly read in the order of files
             self._opened[file] = safetensors.safe_open(file, framework="pt")
         return self._opened[file]
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: which one is loaded, and how one is added, published and removed. No torch here.
+"""The checkpoints of a folder: selects the one to load; creates, commits and removes them. No torch here.
 
 SAVE/latest                               name of the newest tag, read by DeepSpeed
 SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
@@ -45,12 +45,12 @@ from megatron.config import CheckpointConfig, RunConfig
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
 UNIVERSAL = "_universal"
-"""Suffix of the folder with the universal form of a tag."""
+"""Suffix of the folder with the universal checkpoint of a tag."""
 _REPLACED = ".replaced"
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 _STEP = re.compile(r"global_step([0-9]{1,18})")
 _FOLDERS_AT_ONCE = 16
-"""That are removed at a time, while all ranks wait."""
+"""Number of folders that are removed concurrently, while all ranks wait."""
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 
@@ -62,7 +62,7 @@ def tag_name(iteration: int) -> str:
 def resolve(run: RunConfig, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun | None:
     """The checkpoint that ``run`` loads, or None for a fresh start; ``broken`` as for ``newest``.
 
-    Raises CheckpointError if there is none, none is complete, or it is not compatible with the run.
+    Raises CheckpointError if no checkpoint exists or is complete, or if it is not compatible with the run.
     """
     config = run.checkpoint
     folder = config.save if config.auto_resume and config.save and holds_checkpoint(Path(config.save)) else config.load
@@ -90,10 +90,10 @@ def replaces_others(run: RunConfig, saved: SavedRun | None) -> bool:
 
 
 def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun:
-    """The checkpoint that ``folder/latest`` names; if it is damaged, and not ``strict``, the newest complete one.
+    """The checkpoint in ``folder/latest``; if it is damaged, and not ``strict``, the newest complete one.
 
-    A checkpoint is complete if it has a manifest and every file in it, with the right size. ``broken`` are tags whose
-    contents are known to be damaged, with the reason. Raises CheckpointError if there is none.
+    A checkpoint is complete if it has a manifest, and all files in it with the right size. ``broken`` maps tags whose
+    files are known to be damaged to the reason. Raises CheckpointError if there is none.
     """
     folder = Path(folder)
     if not holds_checkpoint(folder):
@@ -140,7 +140,7 @@ def _tags(folder: Path) -> list[str]:
 
 
 _LARGEST_POINTER = 1 << 12
-"""Bytes of ``latest``: the name of a folder."""
+"""Maximum bytes of ``latest``, which has the name of a folder."""
 
 
 def _latest_tag(folder: Path) -> str:
@@ -154,7 +154,7 @@ def _latest_tag(folder: Path) -> str:
 
 
 def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
-    """The checkpoint ``tag``. Raises CheckpointError with the reason if it is not complete."""
+    """Read the checkpoint ``tag``. Raises CheckpointError with the reason if it is not complete."""
     if tag in broken:
         raise CheckpointError(broken[tag])
     path = folder / tag
@@ -183,7 +183,7 @@ _NUMBERED = re.compile(
 
 
 def check_layout(saved: SavedRun, names: Iterable[str]) -> None:
-    """Raises CheckpointError if the checkpoint has files ``names`` of more or fewer ranks than its layout has."""
+    """Raise CheckpointError if the files ``names`` are from more or fewer ranks than the checkpoint's layout has."""
     layout, found = saved.layout, defaultdict[str, set[int]](set)
     for name in names:
         if match := _NUMBERED.fullmatch(name.rpartition("/")[2]):
@@ -225,9 +225,9 @@ def unfinished(folder: Path, tag: str) -> Path:
 
 
 def commit_tag(folder: Path, iteration: int, records: Manifest, config: CheckpointConfig) -> None:
-    """Complete the written tag, give it its name, point the trackers to it, and remove what ``config`` does not keep.
+    """Complete the written tag, rename it, point the trackers to it, and remove tags that ``config`` does not keep.
 
-    ``records`` are of its files. If this is killed at any step, the trackers name a complete checkpoint.
+    ``records`` has the records of its files. If it is killed at any step, the trackers point to a complete checkpoint.
     """
     tag = tag_name(iteration)
     path, final = unfinished(folder, tag), folder / tag
@@ -244,7 +244,7 @@ def commit_tag(folder: Path, iteration: int, records: Manifest, config: Checkpoi
 
 
 def write_description(tag_folder: Path, description: dict[str, Any]) -> None:
-    """Write ``run.json`` and then the manifest, which marks the checkpoint as complete; its files are read for that."""
+    """Write ``run.json`` and then the manifest, which marks the checkpoint as complete and hashes all its files."""
     write_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
     write_manifest(tag_folder, {})
 
@@ -270,7 +270,7 @@ def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> 
     steps = sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and int(match[1]) <= iteration)
     for step in steps[: -config.keep_last]:
         if config.keep_every is None or step % config.keep_every:
-            # First the name, so that nothing finds half of the checkpoint.
+            # Rename it first, so that no program finds a partial checkpoint.
             path = folder / tag_name(step)
             removed = unfinished(folder, path.name)
             os.rename(path, removed)
