@@ -37,7 +37,7 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     and if tied weights, such as head and embedding, are not equal.
     """
     outlines = outlines_of(tensors)
-    if problems := shape_problems(config, {name: tuple(one.shape) for name, one in outlines.items()}, source):
+    if problems := shape_problems(config, {name: tuple(outline.shape) for name, outline in outlines.items()}, source):
         more = [f"{source}: {len(problems)} such lines in all"] if len(problems) > _SHOWN else []
         raise CheckpointError(problems[:_SHOWN] + more)
     wanted = (present(name, tensors) for theirs in source_shapes(config).values() for name in theirs)

@@ -41,12 +41,12 @@ def select_checkpoint(run: RunConfig) -> SavedRun | None:
         saved = resolve(run, broken)
         return None if saved is None else (saved, read_manifest(saved.path))  # read once, for all ranks
 
-    while (found := on_rank_0(resolved)) is not None:
+    while (candidate := on_rank_0(resolved)) is not None:
         try:
-            on_all_ranks(partial(check_share, *found))
-            return found[0]
+            on_all_ranks(partial(check_share, *candidate))
+            return candidate[0]
         except CheckpointError as error:
-            broken[found[0].tag] = str(error)
+            broken[candidate[0].tag] = str(error)
     return None
 
 
@@ -138,7 +138,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 
 
 def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
-    """Load all state that ``run`` requires, with DeepSpeed if possible, else by resharding. Returns lines about that."""
+    """Load all state that ``run`` requires, with DeepSpeed if possible, else by resharding; returns lines about it."""
     config = run.checkpoint
     with_optimizer = not (config.finetune or config.no_load_optim)
     if not loads_directly(saved, run):

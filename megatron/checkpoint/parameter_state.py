@@ -173,26 +173,26 @@ class SavedStates:
         ranks, experts = range(self.layout.zero_ranks), self.layout.expert_parallel_size
         is_divided = experts > 1 and self.specs[name].is_expert
         if self.layout.zero_stage == 3:
-            found = [self._zero3(name, mp_rank)]
+            parts = [self._zero3(name, mp_rank)]
         elif not self.layout.has_optimizer_partitions:
-            found = [self._zero0(name, stage, mp_rank)]
+            parts = [self._zero0(name, stage, mp_rank)]
             if is_divided:
                 others = self._others(mp_rank)
-                found += [{key: file.entry(name, key) for key in file.content[name]} for file in others]
+                parts += [{key: file.entry(name, key) for key in file.content[name]} for file in others]
         else:
             # Experts are partitioned over the ranks with the same experts.
             first = range(experts) if is_divided else [0]
             step = experts if is_divided else 1
-            found = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in first]
+            parts = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in first]
         return {
-            key: joined([one[key] for one in found]) if is_flat(value) else value for key, value in found[0].items()
+            key: joined([part[key] for part in parts]) if is_flat(value) else value for key, value in parts[0].items()
         }
 
     def _zero3(self, name: str, mp_rank: int) -> State:
         """The state at ZeRO 3: each rank has a part of each parameter of a group, concatenated."""
         number, shapes = self._group_of(name, 0)
         files = [self._partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
-        lengths = {one: math.ceil(shape.numel() / len(files)) for one, shape in shapes.items()}
+        lengths = {parameter: math.ceil(shape.numel() / len(files)) for parameter, shape in shapes.items()}
         start, place = _consecutive_spans(lengths)[name].start, ("optimizer_state_dict", "optimizer_state_dict")
 
         def of(keys: Sequence[Any]) -> Stored:
@@ -211,7 +211,7 @@ class SavedStates:
         weights = ("optimizer_state_dict", "single_partition_of_fp32_groups", number)
         length = first.find(weights).numel()
         paddings = first.content["optimizer_state_dict"].get("param_alignment_paddings")
-        lengths = {one: shape.numel() for one, shape in shapes.items()}
+        lengths = {parameter: shape.numel() for parameter, shape in shapes.items()}
         span = _consecutive_spans(lengths, paddings and paddings[number])[name]
         holders = range(span.start // length, min(-(-span.stop // length), len(ranks)))
 
@@ -234,7 +234,7 @@ class SavedStates:
         span = slice(0, shapes[name].numel())
         number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
         if "fp32_groups_flat" in optimizer:
-            span = _consecutive_spans({one: shape.numel() for one, shape in shapes.items()})[name]
+            span = _consecutive_spans({parameter: shape.numel() for parameter, shape in shapes.items()})[name]
         else:
             position = list(shapes).index(name)
             number = sum(map(len, self.groups(stage)[:index])) + position

@@ -127,9 +127,9 @@ def _copy_state(
         value = state[key]
         with form_errors(source):
             end = begin + length
-            found = value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]
-        check_numbers(source, f"{name}.{key}", found)
-        return found.float()
+            elements = value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]
+        check_numbers(source, f"{name}.{key}", elements)
+        return elements.float()
 
     if (own := own_weights(parameter)) is not None:
         weights, first = part(WEIGHT, own.begin, own.length), own.begin
@@ -146,7 +146,7 @@ def _copy_state(
         if isinstance(value, Shard) or (isinstance(value, Tensor) and value.dim()):
             is_weight = key == WEIGHT
             target = tensor if is_weight else moments.setdefault(key, torch.zeros_like(tensor))
-            found = weights[begin - first :][:length] if is_weight else part(key, begin, length)
-            target.data.view(-1)[start : start + length].copy_(found)
+            elements = weights[begin - first :][:length] if is_weight else part(key, begin, length)
+            target.data.view(-1)[start : start + length].copy_(elements)
         else:
             set_step(engine.basic_optimizer, tensor, float(value))

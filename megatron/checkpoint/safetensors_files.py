@@ -55,7 +55,7 @@ def _entries_of(file: Path) -> dict[str, Entry]:
         with safetensors.safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
             entries = {
-                name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in sorted(slices.items())
+                name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in sorted(slices.items())
             }
         _check_header(file)
     except (safetensors.SafetensorError, OSError, ValueError) as error:

@@ -60,8 +60,8 @@ def _find_shards(run: RunConfig, hosts: Sequence[str]) -> list[Shard]:
     start = on_rank_0(lambda: read_start(save))
     folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
     folders += brought_folders(save) if rank == 0 else []
-    found = gathered_on_rank_0(lambda: [shard for folder in folders for shard in read_shards(folder, start)], list)
-    return [shard._replace(host=rank) for rank, shards in enumerate(found) for shard in shards]
+    per_rank = gathered_on_rank_0(lambda: [shard for folder in folders for shard in read_shards(folder, start)], list)
+    return [shard._replace(host=rank) for rank, shards in enumerate(per_rank) for shard in shards]
 
 
 def _newest_on_disk(run: RunConfig) -> int:

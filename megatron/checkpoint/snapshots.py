@@ -199,15 +199,15 @@ class Snapshots:
         data = torch.frombuffer(bytearray(pickle.dumps(result)), dtype=torch.uint8)
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in of}
         self._exchange(dict.fromkeys(to, [torch.tensor([len(data)])]), {rank: [size] for rank, size in sizes.items()})
-        found = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        self._exchange(dict.fromkeys(to, [data]), {rank: [content] for rank, content in found.items()})
-        return {rank: pickle.loads(content.numpy().tobytes()) for rank, content in found.items()}
+        buffers = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        self._exchange(dict.fromkeys(to, [data]), {rank: [buffer] for rank, buffer in buffers.items()})
+        return {rank: pickle.loads(buffer.numpy().tobytes()) for rank, buffer in buffers.items()}
 
     def _exchange(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]) -> None:
         """Send and receive lists of tensors, given by rank."""
         calls = [(dist.isend, rank) for rank in sent] + [(dist.irecv, rank) for rank in received]
         for tensors in zip_longest(*sent.values(), *received.values()):
-            ready = [(*one, tensor) for one, tensor in zip(calls, tensors, strict=True) if tensor is not None]
+            ready = [(*call, tensor) for call, tensor in zip(calls, tensors, strict=True) if tensor is not None]
             works: list[Any] = [call(tensor, rank, group=self._group) for call, rank, tensor in ready]
             for work in works:
                 work.wait()

@@ -105,10 +105,10 @@ class Stored:
     def columns(self, width: int, rows: range, begin: int, end: int) -> Tensor:
         """Columns ``begin`` to ``end`` of some rows of ``width`` elements, [rows, columns]."""
         if (begin, end) == (0, width):
-            found = self.flat(rows.start * width, rows.stop * width)
+            selected = self.flat(rows.start * width, rows.stop * width)
         else:
-            found = joined([self.flat(row * width + begin, row * width + end) for row in rows])
-        return found.read_all().view(len(rows), end - begin)
+            selected = joined([self.flat(row * width + begin, row * width + end) for row in rows])
+        return selected.read_all().view(len(rows), end - begin)
 
     def read_all(self) -> Tensor:
         """Read the tensor into memory. Raises OSError, or ValueError for inconsistent pieces."""
@@ -151,16 +151,16 @@ class Shard:
         self.shape, self._parts = tuple(shape), parts
         # View the tensor as a matrix whose columns are sharded; it has a single row if the first dimension is sharded.
         dim, is_divided = spec.shard_dim or 0, spec.shard_dim is not None
-        found, inner = list(parts(0).shape), prod(spec.shape[dim + 1 :])
+        stored_shape, inner = list(parts(0).shape), prod(spec.shape[dim + 1 :])
         self._count = count if is_divided else 1
-        self._width, self._part_width, self._end = (one[dim] * inner for one in (shape, found, spec.shape))
+        self._width, self._part_width, self._end = (sizes[dim] * inner for sizes in (shape, stored_shape, spec.shape))
         self._column = rank * self._width if is_divided else first_expert * inner
         self._row = first_expert * prod(spec.shape[1:dim]) if dim else 0
-        found[dim] *= self._count
+        stored_shape[dim] *= self._count
         if spec.is_vocabulary:
-            found[0] = min(found[0], spec.shape[0])
-        if tuple(found) != tuple(spec.shape):
-            raise ValueError(f"it has the shape {found}, and should have {list(spec.shape)}")
+            stored_shape[0] = min(stored_shape[0], spec.shape[0])
+        if tuple(stored_shape) != tuple(spec.shape):
+            raise ValueError(f"it has the shape {stored_shape}, and should have {list(spec.shape)}")
 
     @property
     def outline(self) -> Tensor:
@@ -178,13 +178,13 @@ class Shard:
         skipped = begin - rows.start * self._width if len(rows) == 1 else 0
         width = end - begin if len(rows) == 1 else self._width
         first = self._column + skipped
-        found = torch.zeros(len(rows), width, dtype=self._parts(0).dtype)
+        matrix = torch.zeros(len(rows), width, dtype=self._parts(0).dtype)
         for number in range(first // self._part_width, self._count):
             at = number * self._part_width
             low, high = max(first, at), min(first + width, at + self._part_width, self._end)
             if low >= high:
                 break
-            moved = range(rows.start + self._row, rows.stop + self._row)
-            part = self._parts(number).columns(self._part_width, moved, low - at, high - at)
-            found[:, low - first : high - first] = part
-        return found.flatten()[begin - rows.start * self._width - skipped :][: end - begin]
+            stored_rows = range(rows.start + self._row, rows.stop + self._row)
+            part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at)
+            matrix[:, low - first : high - first] = part
+        return matrix.flatten()[begin - rows.start * self._width - skipped :][: end - begin]

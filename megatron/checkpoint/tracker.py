@@ -282,7 +282,7 @@ def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         with os.scandir(path) as entries, ThreadPoolExecutor(_FOLDERS_AT_ONCE, "remove") as threads:
-            list(threads.map(shutil.rmtree, [one.path for one in entries if one.is_dir(follow_symlinks=False)]))
+            list(threads.map(shutil.rmtree, [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]))
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

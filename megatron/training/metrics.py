@@ -135,7 +135,7 @@ class MetricsLogger:
     def report(self, iteration: int, status: StepStatus, measured: Mapping[str, Any]) -> None:
         """Log the iteration that ends a log interval, and start the next one; for other iterations only print the line.
 
-        ``measured`` has the values of ``means()``, ``grad_norm``, and those of callbacks by name.
+        ``measured`` has the values of ``means()``, ``grad_norm``, and the metrics of callbacks by name.
         """
         further = dict(measured)
         loss, grad_norm, averaged = further.pop("lm_loss"), further.pop("grad_norm"), int(further.pop(_AVERAGED))

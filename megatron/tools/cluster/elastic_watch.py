@@ -136,7 +136,7 @@ class Watch:
 
 def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psutil.Process]:
     """The ssh process of pdsh for each of ``hosts`` that is connected."""
-    found: dict[str, psutil.Process] = {}
+    by_host: dict[str, psutil.Process] = {}
     for process in _children(launcher, recursive=True):
         with suppress(psutil.Error):  # it has just ended
             if _is_pdsh(process):
@@ -144,8 +144,8 @@ def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psu
                     with suppress(psutil.Error):
                         # A child that is not ssh yet has the command line of pdsh, with the names of all hosts.
                         if not _is_pdsh(ssh):
-                            found |= {host: ssh for host in set(hosts).intersection(ssh.cmdline())}
-    return found
+                            by_host |= {host: ssh for host in set(hosts).intersection(ssh.cmdline())}
+    return by_host
 
 
 def _is_pdsh(process: psutil.Process) -> bool:

@@ -109,11 +109,11 @@ def _with_this_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.distributed.new_group`` that always uses this backend, and notifies the observer."""
 
     def make(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> Any:
-        made = new_group(ranks, *arguments, **(options | {"backend": NAME}))
+        group = new_group(ranks, *arguments, **(options | {"backend": NAME}))
         if (observer := OneRankGroup.observer) is not None:
             members = range(dist.get_world_size()) if ranks is None else ranks
-            observer.grouped([tuple(members)], made if isinstance(made, OneRankGroup) else None)
-        return made
+            observer.grouped([tuple(members)], group if isinstance(group, OneRankGroup) else None)
+        return group
 
     return make
 
@@ -124,11 +124,11 @@ def _observed_own_group(own_group: Callable[..., Any]) -> Callable[..., Any]:
     def make(parts: Sequence[Sequence[int]], **options: Any) -> Any:
         observer = OneRankGroup.observer
         with patch.object(OneRankGroup, "observer", None):
-            made = own_group(parts, **options)
+            group = own_group(parts, **options)
         if observer is not None:
             singles = set(range(dist.get_world_size())).difference(*parts)
-            observer.grouped([*map(tuple, parts), *((rank,) for rank in sorted(singles))], made)
-        return made
+            observer.grouped([*map(tuple, parts), *((rank,) for rank in sorted(singles))], group)
+        return group
 
     return make
 
