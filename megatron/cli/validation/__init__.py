@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.cli.batch_sizes import ACCUMULATION, GLOBAL, MICRO
 from megatron.cli.provided import Provided
-from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
+from megatron.cli.validation.rules import EXCLUDES, FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name, flag_of, has_flag, inside, interval_as_text, is_above
@@ -33,6 +33,12 @@ def _broken(run: RunConfig, *, only_warns: bool) -> Iterator[tuple[str, str]]:
     for rule in RULES:
         if rule.only_warns == only_warns and (message := rule.check(run)) is not None:
             yield rule.name, message
+
+
+def contradictions(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
+    """Messages for provided values that exclude each other, whatever the layout of ``run`` is."""
+    rules = (rule for rule in RULES if rule.kind == EXCLUDES and rule.fields <= provided.keys())
+    return [message for rule in rules if (message := rule.check(run)) is not None]
 
 
 def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:

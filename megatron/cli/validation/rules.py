@@ -32,6 +32,8 @@ class Rule(NamedTuple):
     """Rules of one kind share a row of docs/layouts.md; empty for a rule with its own row."""
     of_transformers: bool = False
     """Whether the rule does not apply to a user's own model (``pretrain``), which may interpret sizes differently."""
+    fields: frozenset[str] = frozenset()
+    """The fields of a rule that a field declares."""
 
     def check(self, run: RunConfig) -> str | None:
         """The message for a run that breaks the rule, or None."""
@@ -175,6 +177,7 @@ def _relation(field: Field, kind: str, text: str, why: str, earlier: tuple[Rule,
         only_warns=kind == IGNORED,
         kind=kind,
         of_transformers=field.name == "vocab_size",
+        fields=frozenset({field.name, *(other.field.name for other in others)}),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from megatron.cli.flags import read_flags
 from megatron.cli.presets import PRESETS, preset_arguments
 from megatron.cli.provided import Provided
-from megatron.cli.validation import value_problems
+from megatron.cli.resolve import resolve_run
+from megatron.cli.validation import contradictions, value_problems
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.config import flag_fields
@@ -114,7 +115,11 @@ def make_request(
     size = _vocabulary_size(given) or vocab_size or default
     if is_limited and (samples := _value(given, "train_samples") or _samples(given)):
         tokens = samples * _value(given, "seq_length")
-    return Request(given, machine, devices, size, headroom, tokens, architecture, program)
+    request = Request(given, machine, devices, size, headroom, tokens, architecture, program)
+    run, _ = resolve_run(given, request.environ, architecture)
+    if problems := contradictions(run, given):
+        raise ConfigError(problems)
+    return request
 
 
 def _samples(given: Mapping[str, Provided]) -> int:

@@ -171,6 +171,7 @@ def test_search_imports_no_torch():
     [
         ("--explain", "--explain is not for the planner"),
         ("--deepspeed_config x.json", "--deepspeed-config x.json is written by the planner"),
+        ("--global-batch-size 8 --swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other"),
     ],
 )
 def test_bad_arguments_are_refused(words, message):
