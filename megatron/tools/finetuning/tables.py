@@ -89,6 +89,9 @@ def read_table(path: Path, form: Format) -> Table:
         if not width:
             width = len(header or columns)
             indices = tuple(_column_index(column, header, width, path) for column in (*form.texts, form.label))
+            if indices[-1] in indices[:-1]:
+                column = form.texts[indices.index(indices[-1])]
+                raise DataError(f"{path}:1: the text and the label are one column, {column}: give --text-columns")
         if len(columns) != width:
             if form.skips_broken_rows:
                 skipped += 1

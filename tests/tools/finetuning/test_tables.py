@@ -70,6 +70,12 @@ GOOD = b"sentence\tlabel\nbaka\t1\nfile\t0\nfile mi\t0\n"
         ("--task SST-2", b"sentence\tlabel\na\t1\n\xff\t0\n", DataError, "{table}:3: not UTF-8"),
         ("--task RTE", GOOD, DataError, "{table}:1: there is no column sentence1: did you mean sentence?"),
         ("--task TSV", b"sentence\tlabel\na\t1\n", DataError, "{table}: all rows have the label 1"),
+        (
+            "--task TSV",
+            b"label\tsentence\n1\ta\n0\tb\n",
+            DataError,
+            "{table}:1: the text and the label are one column, 1",
+        ),
         ("--task SST-3", GOOD, ConfigError, "--task SST-3 is unknown: choose from COLA, MNLI"),
         ("--task SST-2 --train-iters 5", GOOD, ConfigError, "--epochs 2 and --train-iters 5 exclude each other"),
     ],
