@@ -68,9 +68,8 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     problems += [*unresolved, *(message for _, message in violations(run)), *conflicts(run, tree, provided)]
     problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
-        run = replace(run, ds_config=compile_config(run, provided, tree))
-        extra_args = read_extra_args(argv, architecture)
-        run = replace(run, extra_args=extra_args, settings=_settings(settings, extra_args))
+        ds_config, extra_args = compile_config(run, provided, tree), read_extra_args(argv, architecture)
+        run = replace(run, ds_config=ds_config, extra_args=extra_args, settings=_settings(settings, extra_args))
     return ParsedRun(run, problems, ignored + warnings(run, provided))
 
 

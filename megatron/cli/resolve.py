@@ -30,7 +30,6 @@ from megatron.model.spec import ArchitectureSpec
 
 METRICS = "metrics.jsonl"
 """Name of the metrics file in --run-dir."""
-_EMPTY: Steps = ()
 _VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -81,10 +80,7 @@ def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping
     device, parallel = expected_device(environ), run.parallel
     pretended = "world_size" in provided
     if pretended and not (run.logging.explain or run.logging.dry_run):
-        raise ConfigError(
-            f"{provided['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a "
-            "run"
-        )
+        raise ConfigError(f"{provided['world_size'].source} is for --explain and --dry-run: remove it")
     return replace(
         parallel,
         world_size=parallel.world_size if pretended else world_size(environ),
@@ -137,9 +133,9 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
     else:
         kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
     data = replace(data, tokenizer_type=kind)
-    if kind not in (NULL_TOKENIZER, *PUBLISHED) and "vocab_size" in provided:
-        if provided["vocab_size"].source.startswith("--load-hf "):  # from config.json, and without effect here
-            data = replace(data, vocab_size=None)
+    from_hf = "vocab_size" in provided and provided["vocab_size"].source.startswith("--load-hf ")
+    if from_hf and kind not in (NULL_TOKENIZER, *PUBLISHED):  # the files of the tokenizer decide
+        data = replace(data, vocab_size=None)
     files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
     data = replace(data, vocab_file=files[0], merge_file=files[1])
     if architecture.provider is not None:
@@ -155,11 +151,10 @@ def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
         layers = model.num_layers + model.vision_layers
         model = replace(model, num_layers=layers, text_seq_length=run.data.seq_length)
     packs = run.data.sft and not architecture.is_encoder_decoder
-    if not model.has_experts:
-        model = replace(model, num_experts=0)
     return replace(
         model,
         architecture=architecture.name,
+        num_experts=model.num_experts if model.has_experts else 0,
         ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model),
         max_position_embeddings=model.max_position_embeddings or max(run.data.seq_length, run.data.decoder_seq_length),
         reset_position_ids=run.data.reset_position_ids or packs,
@@ -202,7 +197,8 @@ def _zero(run: RunConfig) -> ZeroConfig:
 
 
 def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
-    train, steps = run.train, _EMPTY
+    train = run.train
+    steps: Steps = ()
     if train.step_batch_size_schedule is not None:
         steps = read_steps(train.step_batch_size_schedule, run.data.seq_length)
         largest = max(size for _, size in steps)
@@ -215,7 +211,7 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
         micro_batch_size=batch.micro_size,
         gradient_accumulation_steps=batch.accumulation,
         global_batch_size=batch.global_size,
-        batch_steps=steps if len(steps) > 1 else _EMPTY,
+        batch_steps=steps if len(steps) > 1 else (),
     )
     if train.epochs is not None and run.data.sft:
         samples = 1.0

@@ -46,9 +46,8 @@ def read_settings_file(path: str) -> list[Given]:
     except yaml.MarkedYAMLError as error:
         _refuse(path, error.problem_mark or error.context_mark, f"not YAML: {error.problem or error.context}")
     except yaml.reader.ReaderError as error:
-        raise ConfigError(
-            f"{path}, line {text.count(chr(10), 0, error.position) + 1}: not YAML: {error.reason}"
-        ) from None
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}, line {line}: not YAML: {error.reason}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deep: write lines of FLAG: VALUE") from None
     if root is None:
@@ -98,8 +97,7 @@ def _scalar(path: str, name: str, node: yaml.ScalarNode) -> bool | str:
     if value is None:
         _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
     if isinstance(value, str) and not value.isprintable():
-        problem = f"{name}: {value!r} has a character that is not printable: remove it"
-        _refuse(path, node.start_mark, problem)
+        _refuse(path, node.start_mark, f"{name}: {value!r} has a character that is not printable: remove it")
     return value
 
 

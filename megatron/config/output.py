@@ -44,9 +44,7 @@ class CheckpointConfig:
         "stop", "What training does if a checkpoint cannot be written.", choices=("stop", "continue"), needs="save"
     )
     load: str | None = flag(
-        None,
-        "Folder to load a checkpoint from; if it is --save, and empty, training starts from scratch.",
-        metavar="DIR",
+        None, "Folder to load a checkpoint from; if it is --save, and empty, training starts fresh.", metavar="DIR"
     )
     load_hf: str | None = flag(
         None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.cli.batch_sizes import ACCUMULATION, GLOBAL, MICRO
 from megatron.cli.provided import Provided
-from megatron.cli.validation.rules import EXCLUDES, FUNCTIONS, Rule, relation_rules
+from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields, flag_value
 from megatron.config.fields import flag_name, flag_of, has_flag, inside, interval_as_text, is_above
@@ -24,26 +24,16 @@ _TRIAL = 10
 """Iterations below which a run counts as a trial, whose warm-up does not matter."""
 
 
-def violations(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Name and message of each rule that ``run`` breaks, without the rules that only warn."""
-    return _broken(run, only_warns=False)
-
-
-def _broken(run: RunConfig, *, only_warns: bool) -> Iterator[tuple[str, str]]:
+def violations(run: RunConfig, *, only_warns: bool = False) -> Iterator[tuple[str, str]]:
+    """Name and message of each rule that ``run`` breaks: of the rules that only warn, or of all others."""
     for rule in RULES:
         if rule.only_warns == only_warns and (message := rule.check(run)) is not None:
             yield rule.name, message
 
 
-def contradictions(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
-    """Messages for provided values that exclude each other, whatever the layout of ``run`` is."""
-    rules = (rule for rule in RULES if rule.kind == EXCLUDES and rule.fields <= provided.keys())
-    return [message for rule in rules if (message := rule.check(run)) is not None]
-
-
 def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
     """Warnings: rules that ``run`` breaks without harm, and provided values that have no effect or are replaced."""
-    messages = [message for _, message in _broken(run, only_warns=True)]
+    messages = [message for _, message in violations(run, only_warns=True)]
     if "lr_warmup_fraction" in provided and run.train.global_batch_size > 0:
         steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
         if steps >= _TRIAL and provided["lr_warmup_fraction"].value > 0 == run.optim.warmup_steps(run.train):
@@ -105,9 +95,6 @@ def _is_needed(name: str, provided: Mapping[str, Provided]) -> bool:
 
 
 _TRANSFORMER_SIZES = ("hidden_size", "num_attention_heads", "seq_length")
-_PARALLEL = "--model-parallel-size and --pipe-parallel-size"
-_ACCELERATE_MODES = {"MEGATRON_LM": _PARALLEL, "FSDP": "--zero-stage", "PARALLELISM_CONFIG": _PARALLEL}
-"""Modes of ``accelerate launch`` (suffix of the variable ACCELERATE_USE_*) to the flags to use instead."""
 _ACCELERATE_SETTINGS = {
     "DEEPSPEED_ZERO_STAGE": "zero_stage",
     "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -123,12 +110,9 @@ def accelerate_conflicts(run: RunConfig, environ: Mapping[str, str], config_file
 
     These settings configure ``accelerate.Accelerator``, which the programs here do not use.
     """
-    for mode, advice in _ACCELERATE_MODES.items():
-        if environ.get(f"ACCELERATE_USE_{mode}", "").lower() in ("true", "1"):
-            yield (
-                f"accelerate launch --use_{mode.lower()} has no effect on this program: use --use_deepspeed, and set "
-                f"{advice} of the program"
-            )
+    for mode in ("megatron_lm", "fsdp", "parallelism_config"):
+        if environ.get(f"ACCELERATE_USE_{mode.upper()}", "").lower() in ("true", "1"):
+            yield f"accelerate launch --use_{mode} has no effect here: use --use_deepspeed, and flags of the program"
     settings: dict[str, tuple[str, Any]] = {"MIXED_PRECISION": ("--bf16 and --fp16", run.precision.dtype)}
     for name, field in _ACCELERATE_SETTINGS.items():
         settings[name] = (flag_name(flag_fields()[field]), flag_value(run, field))

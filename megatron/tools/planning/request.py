@@ -11,7 +11,8 @@ from megatron.cli.flags import read_flags
 from megatron.cli.presets import PRESETS, preset_arguments
 from megatron.cli.provided import Provided
 from megatron.cli.resolve import resolve_run
-from megatron.cli.validation import contradictions, value_problems
+from megatron.cli.validation import RULES, value_problems
+from megatron.cli.validation.rules import EXCLUDES
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.config import flag_fields
@@ -116,10 +117,16 @@ def make_request(
     if is_limited and (samples := _value(given, "train_samples") or _samples(given)):
         tokens = samples * _value(given, "seq_length")
     request = Request(given, machine, devices, size, headroom, tokens, architecture, program)
-    run, _ = resolve_run(given, request.environ, architecture)
-    if problems := contradictions(run, given):
+    if problems := _contradictions(request):
         raise ConfigError(problems)
     return request
+
+
+def _contradictions(request: Request) -> list[str]:
+    """Messages for given flags that exclude each other in every layout."""
+    run, _ = resolve_run(request.given, request.environ, request.architecture)
+    rules = (rule for rule in RULES if rule.kind == EXCLUDES and rule.fields <= request.given.keys())
+    return [message for rule in rules if (message := rule.check(run)) is not None]
 
 
 def _samples(given: Mapping[str, Provided]) -> int:
