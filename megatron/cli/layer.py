@@ -171,7 +171,10 @@ class _Reader:
     def _read_value(self, name: str, action: argparse.Action, given: Given) -> None:
         at, values, is_switch = given.at, given.arguments, action.nargs == 0
         most = 0 if is_switch else 1 if action.nargs is None else len(values)
-        self.layer.problems += [f"{at}{unexpected(value, name if is_switch else None)}" for value in values[most:]]
+        if given.place and len(values) > most == 1:
+            self.layer.problems.append(f"{at}{name} takes one value, not a list")
+        else:
+            self.layer.problems += [f"{at}{unexpected(value, name if is_switch else None)}" for value in values[most:]]
         if not is_switch and not values:
             self.layer.unreadable.append(f"{at}{name}: needs a value")
             return
