@@ -13,6 +13,12 @@ from megatron.checkpoint.files import MANIFEST, folder_problem
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, sync, sync_folder
 from megatron.common.reading import was_read
+from megatron.common.tokenizer_files import tokenizer_files, tokenizer_kind
+from megatron.config import RunConfig
+from megatron.config.data import loss_mask_prefix
+
+_DATA_SET = (".bin", ".idx", ".tokenizer.json", "_images.npy", "_image_starts.npy")
+_AN_INPUT = "{flag} {path} is an input of this command; name another file"
 
 
 @contextmanager
@@ -32,6 +38,17 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
         with replace_file(path, text=not binary) as file:
             yield file
             _check_unread(path, flag)
+
+
+def check_not_read(path: Path | None, flag: str, run: RunConfig) -> None:
+    """Raises ConfigError if ``path`` is a file of the data or the tokenizer that other processes read for ``run``."""
+    data = run.data
+    kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
+    tokenizer = tokenizer_files(kind, data.vocab_file, data.merge_file, data.tokenizer_model)
+    names = [name for prefix in data.prefixes for name in (prefix, loss_mask_prefix(prefix))]
+    files = [*filter(None, tokenizer), *(name + ending for name in names for ending in _DATA_SET)]
+    if path is not None and os.path.realpath(path) in map(os.path.realpath, files):
+        raise ConfigError(_AN_INPUT.format(flag=flag, path=path))
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -74,7 +91,7 @@ def check_vacant(path: Path, flag: str) -> None:
 
 def _check_unread(path: Path, flag: str) -> None:
     if was_read(path):
-        raise ConfigError(f"{flag} {path} is an input of this command; name another file")
+        raise ConfigError(_AN_INPUT.format(flag=flag, path=path))
 
 
 def _check_outside(path: Path, flag: str) -> None:

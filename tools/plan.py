@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file, write_json
+from _atomic_file import atomic_file, check_not_read, write_json
 
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
@@ -69,6 +69,8 @@ def main() -> None:
     plan = search(request, any_schedule=True)
     if args.choose > max(len(plan.fitting), 1):
         raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")
+    for candidate in plan.every[:1]:
+        check_not_read(args.json, "--json", candidate.run)
     print("\n".join(describe_plan(plan, request, args.top)), flush=True)
     if args.json:
         write_json(args.json, as_json(plan, request, args.top))

@@ -24,7 +24,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import write_json
+from _atomic_file import check_not_read, write_json
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.tools.command_line import ToolParser, check_values, output_file, run_tool
@@ -54,6 +54,7 @@ def main() -> None:
 def verify_one_layout(args: Namespace, words: list[str]) -> None:
     """Of the layout of the command line: all findings by start and phase."""
     run, starts = make_starts(words, args.world_size, os.environ, args.program)
+    check_not_read(args.json, "--json", run)
 
     from megatron.tools.communication.verify import as_dict, table, verify
 
@@ -75,6 +76,7 @@ def verify_every_layout(args: Namespace, words: list[str]) -> None:
     """Of each layout of a number of ranks, a line, and what is wrong."""
     request = make_request(words, 2 * ITERATIONS, None, os.environ, args.program)
     layouts = supported_layouts(request, args.all, 10**6 if args.sample is None else args.sample, args.sample_seed)
+    check_not_read(args.json, "--json", request.run(layouts[0]))
 
     from megatron.tools.communication.verify import as_dict, verify_layouts
 

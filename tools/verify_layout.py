@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import write_json
+from _atomic_file import check_not_read, write_json
 
 from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError
@@ -66,7 +66,9 @@ def main() -> None:
     from megatron.tools.verify.compare import Bounds
     from megatron.tools.verify.results import as_dict, progress_line, table, verify_layouts
 
-    bounds = Bounds.of(request.run(layouts[0]).precision.dtype)
+    reference = request.run(layouts[0])
+    check_not_read(args.json, "--json", reference)
+    bounds = Bounds.of(reference.precision.dtype)
     if args.tolerance is not None:
         bounds = bounds._replace(loss=args.tolerance, grad_norm=args.tolerance, gradient=args.tolerance)
     results = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.common import reading
 from megatron.common.errors import ConfigError, nearest
 from megatron.tools.command_line import ToolParser, output_file, output_folder, read_architecture
 
@@ -180,3 +181,29 @@ def test_a_program_that_exits_is_none(tmp_path: Path) -> None:
 def test_a_device_is_no_program() -> None:
     with pytest.raises(ConfigError, match="--program /dev/zero cannot be loaded"):
         read_architecture(Path("/dev/zero"))
+
+
+RUN_TOOLS = {
+    "plan": "--devices 1",
+    "verify_communication": "--world-size 1",
+    "verify_layout": "--layouts tp1-pp0-dp1 --iterations 1",
+}
+"""Tools whose ``--json`` is about a run that reads its data in other processes, if at all."""
+
+
+@pytest.mark.parametrize("name", ["my_document.idx", "my_document_loss_mask.bin", "vocab.json"])
+@pytest.mark.parametrize("program", RUN_TOOLS)
+def test_the_results_do_not_replace_what_the_run_reads(
+    tool: Callable, vocabulary: Path, monkeypatch: pytest.MonkeyPatch, program: str, name: str
+) -> None:
+    monkeypatch.chdir(vocabulary.parent)
+    monkeypatch.setattr(reading, "_read", set())  # as if this process had read nothing yet
+    if name != vocabulary.name:
+        Path(name).write_text("tokens")
+    before = Path(name).read_bytes()
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --batch-size 4 --gas 1"
+    data = "--data-path my_document --tokenizer-type WhitespaceTokenizer --vocab-file vocab.json"
+    words = f"{RUN_TOOLS[program]} --json {name} {sizes} {data} --global-batch-size 4 --lr 1e-3 --train-iters 20"
+    ended = tool(program, *words.split())
+    assert ended.returncode == 2 and f"--json {name} is an input of this command" in ended.stderr
+    assert Path(name).read_bytes() == before
