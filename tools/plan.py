@@ -123,7 +123,7 @@ def _request(args: argparse.Namespace, words: list[str]) -> Request:
     preset = PRESETS[args.model].program if args.model else GPT2.program
     program = args.program or Path(preset)
     architecture = read_architecture(args.program) if args.program else _BY_PROGRAM[preset]
-    return make_request(
+    request = make_request(
         words,
         Machine(device, min(args.devices_per_node or device.per_node, args.devices)),
         args.devices,
@@ -135,6 +135,10 @@ def _request(args: argparse.Namespace, words: list[str]) -> Request:
         architecture=architecture,
         program=str(program),
     )
+    planned = next((name for name in ("bf16", "fp16") if name in request.given), "fp32")
+    if args.precision not in (None, planned):
+        raise ConfigError(f"--precision {args.precision} and --{planned} exclude each other: remove one")
+    return request
 
 
 def _parser() -> ToolParser:

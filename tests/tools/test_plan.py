@@ -126,3 +126,9 @@ def test_a_model_names_its_program(tool):
     words = "--model siglip-smollm2-222m --device h100 --devices 1 --global-batch-size 8 --zero-stage 1".split()
     ended = tool("plan", *words)
     assert ended.returncode == 0 and "images: 224 pixels" in ended.stdout
+
+
+@pytest.mark.parametrize("words", ["--precision fp16 --bf16", "--precision fp32 --fp16"])
+def test_two_precisions_exclude_each_other(tool, words):
+    ended = tool("plan", *SMALL, *words.split())
+    assert ended.returncode == 2 and f"{words.replace(' --', ' and --')} exclude each other" in ended.stderr
