@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from megatron.cli.batch_sizes import MICRO
 from megatron.cli.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.flags import read_extra_args, read_flags
@@ -86,15 +87,16 @@ def _merge(
     """Merge both sources into values, messages about contradictions, and warnings about flags that the file overrides.
 
     The file overrides bucket sizes and --zero-stage 0: scripts of DeepSpeed's 3D example give both, and the flags had
-    no effect there.
+    no effect there. It also stands for a micro-batch that both give, whose other sizes are then those of the file.
     """
     differing = [name for name in flags if name in file and flags[name].value != file[name].value]
     overridden = [name for name in differing if "_bucket_" in name or (name, flags[name].value) == ("zero_stage", 0)]
     warned = [f"{flags[name].source} has no effect: {file[name].source} overrides it" for name in overridden]
+    contradicted = [name for name in differing if name not in overridden]
     contradictions = [
         f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].arguments[0]} from "
         "the file to use the flag, or delete the flag"
-        for name in differing
-        if name not in overridden
+        for name in contradicted
     ]
-    return {**file, **flags, **{name: file[name] for name in overridden}}, contradictions, warned
+    stands = {*overridden, MICRO} & file.keys() - {*contradicted}
+    return {**file, **flags, **{name: file[name] for name in stands}}, contradictions, warned

@@ -128,6 +128,12 @@ def test_the_flops_profiler_is_set_in_one_place(config_file_errors) -> None:
     assert printed == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
 
 
+def test_batch_sizes_of_a_file_fit_each_other_also_beside_a_flag(config_file_errors) -> None:
+    tree = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    (printed,) = config_file_errors(tree, "--batch-size 2")
+    assert printed.startswith("train_batch_size 8 in ") and "is not train_micro_batch_size_per_gpu 2 in " in printed
+
+
 def test_auto_is_left_to_the_flags(config_file) -> None:
     tree = {
         "train_batch_size": "auto",
