@@ -103,7 +103,8 @@ class ModelProvider:
     def open(self, run: RunConfig, samples: Sequence[int]) -> list["ProvidedDataset | None"]:
         """Data sets for training, validation and test with the given numbers of samples; None for a split without data.
 
-        Raises DataError if there are not three data sets, if there is none for training, or if one is empty.
+        Raises DataError if there are not three data sets, if there is none for training, or if one that is used is
+        empty.
         """
         with user_function("train_valid_test_datasets_provider"):
             datasets = self.datasets(run, samples)
@@ -112,11 +113,12 @@ class ModelProvider:
                 "train_valid_test_datasets_provider must return three data sets, of which validation and test may be "
                 "None"
             )
-        if any(dataset is not None and not len(dataset) for dataset in datasets):
+        used = [dataset if count else None for dataset, count in zip(datasets, samples, strict=True)]
+        if any(dataset is not None and not len(dataset) for dataset in used):
             raise DataError("train_valid_test_datasets_provider returned a data set without samples")
         return [
-            None if dataset is None or not count else ProvidedDataset(dataset, count)
-            for dataset, count in zip(datasets, samples, strict=True)
+            None if dataset is None else ProvidedDataset(dataset, count)
+            for dataset, count in zip(used, samples, strict=True)
         ]
 
     def batch(self, parts: Sequence["Tensor"]) -> "Batch":

@@ -155,3 +155,5 @@ def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
             ModelProvider(lambda *_: None, lambda *_, datasets=datasets: datasets, lambda *_: None).open(run, (1, 1, 1))
     train, valid, test = ModelProvider(None, lambda *_: ([1.0, 2.0], [3.0], [4.0]), None).open(run, (5, 1, 0))
     assert train.take([1, 4])[0].tolist() == [2.0, 1.0] and (len(train), len(valid), test) == (5, 1, None)
+    _, *unused = ModelProvider(None, lambda *_: ([1.0], [], []), None).open(run, (5, 0, 0))
+    assert unused == [None, None], "a data set of which no sample is used may be empty"
