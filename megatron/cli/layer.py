@@ -6,7 +6,7 @@ Flags may be written with hyphens or underscores. Classic flags that do not exis
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.cli.classic_flags import outcome_of
 from megatron.cli.parser import SETTINGS_FILE, ConfigFlag, names_of
@@ -164,9 +164,8 @@ class _Reader:
         if action.nargs == 0:
             self.layer.problems += [f"{given.at}{unexpected(value, name)}" for value in values]
         if given.value is not False:
-            self.layer.extra_arguments += (
-                [f"{name}={values[0]}", *values[1:]] if values and is_flag(values[0]) else [name, *values]
-            )
+            joined = [f"{name}={values[0]}", *values[1:]] if values and is_flag(values[0]) else [name, *values]
+            self.layer.extra_arguments += joined
 
     def _read_value(self, name: str, action: argparse.Action, given: Given) -> None:
         at, values, is_switch = given.at, given.arguments, action.nargs == 0
@@ -180,10 +179,9 @@ class _Reader:
             return
         text = " ".join(values[:most])
         source = Source(name if is_switch else f"{name} {text or repr(text)}", given.place)
-        value: Any = action.const
+        field = flag_fields().get(action.dest)
         try:
-            if not is_switch:
-                value = read_value(flag_fields().get(action.dest), values[0] if action.nargs is None else values)
+            value = action.const if is_switch else read_value(field, values[0] if action.nargs is None else values)
         except ValueError as error:
             self.layer.unreadable.append(f"{source}: {error}")
         else:

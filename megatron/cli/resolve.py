@@ -42,8 +42,7 @@ def resolve_run(
     The vocabulary sizes and the DeepSpeed config are set later.
     """
     run = _with_provided(provided)
-    run = replace(run, activation=_activation(run.activation))
-    run = replace(run, data=_data(run.data, provided, architecture))
+    run = replace(run, activation=_activation(run.activation), data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
     if architecture.reads_images:
         run = replace(run, data=replace(run.data, image_format=tuple(run.model.image_format)))
@@ -191,9 +190,8 @@ def _zero(run: RunConfig) -> ZeroConfig:
     DeepSpeed 0.19.8 without ZeRO clips with the gradient norm of one tensor-parallel rank; in fp16 it does not scale
     the loss, but divides the gradient by the scale; in bf16 on ``DeepSpeedEngine`` it keeps no fp32 weights.
     """
-    if run.precision.dtype == "fp32" or run.zero.zero_stage > 0:
-        return run.zero
-    return replace(run.zero, zero_stage=1)
+    is_replaced = run.precision.dtype != "fp32" and run.zero.zero_stage == 0
+    return replace(run.zero, zero_stage=1) if is_replaced else run.zero
 
 
 def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:

@@ -38,8 +38,7 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
         steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
         if steps >= _TRIAL and provided["lr_warmup_fraction"].value > 0 == run.optim.warmup_steps(run.train):
             messages.append(f"{source} of {counted(steps, run.train.lr_unit)} is less than one: there is no warm-up")
-    sizes_given = {GLOBAL, MICRO, ACCUMULATION} <= provided.keys()
-    if sizes_given and provided[GLOBAL].value != run.train.global_batch_size > 0:
+    if {GLOBAL, MICRO, ACCUMULATION} <= provided.keys() and provided[GLOBAL].value != run.train.global_batch_size > 0:
         messages.append(
             f"{provided[GLOBAL].source} has no effect: {provided[MICRO].source} x {provided[ACCUMULATION].source} x "
             f"data-parallel size {run.parallel.data_parallel_size} is a global batch of {run.train.global_batch_size}"
