@@ -156,7 +156,7 @@ def test_tokens_counted_at_once_are_those_of_the_samples(write_dataset: Callable
             *others, last = part.spans(index)
             for span in (*others, last._replace(stop=last.stop - 1)):
                 expected[span.document - part.documents.start] += span.stop - span.start
-        assert audit._tokens_of_text(part, lengths, count, skipped).tolist() == expected.tolist()
+        assert audit._gpt2_tokens_read(part, lengths, count, skipped).tolist() == expected.tolist()
 
 
 def test_the_first_epoch_and_large_ones_are_stored(
