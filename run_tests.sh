@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what the tests need and run them all: about 11 minutes on two idle cores. Arguments go to pytest:
+# Install what the tests need and run them all: 10 to 13 minutes on two idle cores. Arguments go to pytest:
 # bash run_tests.sh -k resume
 # Three tests run at a time, since some of them wait most of the time; -n 8 runs more. Each worker takes neighboring
 # tests, which share fixtures, and then some of another worker's.

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.run_file import SavedLayout, SavedRun, formulas_of, schedule_of, settings_of
+from megatron.checkpoint.run_file import SavedRun, formulas_of, schedule_of, settings_of
+from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.spec import architecture_of

@@ -33,7 +33,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megatron.checkpoint.files import read_manifest
-from megatron.checkpoint.run_file import SavedLayout, SavedRun
+from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.checkpoint_folders import existing_rank_file

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.command_lines import parse
 
-from megatron.checkpoint.run_file import SavedLayout, describe
+from megatron.checkpoint.run_file import describe
+from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of

@@ -23,7 +23,7 @@ from megatron.checkpoint.parameter_state import (
     numbered_state,
     optimizer_file,
 )
-from megatron.checkpoint.run_file import SavedLayout
+from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
 from megatron.tools.communication.check import Trace
