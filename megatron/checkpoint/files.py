@@ -36,6 +36,8 @@ _READERS = min(4, len(os.sched_getaffinity(0)))
 _ASKED_AT_ONCE = 16
 """Number of concurrent requests for file sizes, since network file systems answer slowly."""
 Content = bytes | bytearray | memoryview
+_NO_DISKS = ("proc", "sys")
+"""Folders of the root whose permissions do not say that nobody can create files there."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -319,6 +321,8 @@ def folder_problem(named: str, folder: Path) -> str | None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         return f"{named} {existing} is not a folder; name another folder, or move it away"
+    if os.path.realpath(existing).split(os.sep)[1] in _NO_DISKS:
+        return f"{named} {existing} is of the system, and holds no files of users; name another folder"
     if (existing / MANIFEST).exists():
         return f"{named} {existing} is a checkpoint, and is refused with other files in it; name another"
     if not os.access(existing, os.W_OK | os.X_OK):

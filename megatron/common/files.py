@@ -33,10 +33,13 @@ def withheld_permissions(environ: Mapping[str, str]) -> int:
 def restrict_new_files(environ: Mapping[str, str]) -> None:
     """Apply the umask of ``UMASK`` to all files that this process, its libraries and its children create.
 
-    Raises ConfigError as ``withheld_permissions``.
+    Raises ConfigError as ``withheld_permissions``, also for the umask of the process.
     """
     withheld = withheld_permissions(environ)
-    os.umask(os.umask(0o077) | withheld)
+    given = os.umask(0o077)
+    if given & 0o700:
+        raise ConfigError(f"umask {given:03o} takes permissions from the owner of new files: set umask 027 or 022")
+    os.umask(given | withheld)
 
 
 def file_mode() -> int:

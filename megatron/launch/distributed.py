@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from socket import getaddrinfo, socket
+from socket import EAI_NONAME, getaddrinfo, socket
 from typing import Any
 
 import deepspeed
@@ -136,8 +136,11 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
     listener = listen(environ) if hosts_store(environ) else None
     try:
         getaddrinfo(environ["MASTER_ADDR"], None)
-    except (OSError, UnicodeError) as error:  # the name may be registered later, when its host starts
-        print_warning(f"MASTER_ADDR {environ['MASTER_ADDR']} does not resolve ({first_line(error)}); waiting for it")
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name can be so
+        reason = f"MASTER_ADDR {environ['MASTER_ADDR']} does not resolve ({first_line(error)})"
+        if not isinstance(error, OSError) or error.errno == EAI_NONAME:
+            raise LaunchError(f"{reason}: set it to the name or address of the host of rank 0") from error
+        print_warning(f"{reason}; waiting for it")
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
         with buffered_stderr():  # torch prints pages of C++ stack frames about a time-out

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,13 +208,15 @@ def _end_last_line(path: Path) -> None:
     """Terminate the last line of a metrics file, or remove a partial line of a process that was killed."""
     if not path.is_file():
         return
-    with open(path, "rb+") as file:
-        file.seek(max(path.stat().st_size - _LONGEST, 0))
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(size - _LONGEST, 0))
         last = file.read().rpartition(b"\n")[2]
-        if last.rstrip().endswith(b"}"):
+    if last.rstrip().endswith(b"}"):
+        with open(path, "ab") as file:
             file.write(b"\n")
-        elif last.startswith(b'{"iteration": '):
-            file.truncate(path.stat().st_size - len(last))
+    elif last.startswith(b'{"iteration": '):
+        os.truncate(path, size - len(last))
 
 
 _LONGEST = 1 << 20

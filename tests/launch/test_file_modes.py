@@ -63,6 +63,12 @@ def test_a_setting_that_opens_files_to_writing_is_refused(text: str) -> None:
         restrict_new_files({UMASK: text})
 
 
+def test_a_umask_that_locks_the_owner_out_is_refused(restored_umask: None) -> None:
+    os.umask(0o777)
+    with pytest.raises(ConfigError, match="^umask 777 takes permissions from the owner"):
+        restrict_new_files({})
+
+
 def test_programs_restrict_their_files(tmp_path: Path) -> None:
     """Those of several ranks, and all others."""
     writes = "lambda: pathlib.Path({!r}).write_text('') and None"

@@ -1,11 +1,13 @@
 """The rendezvous: where rank 0 listens, a port that is taken, ranks that never arrive, and who leaves last."""
 
 import os
+import re
 import socket
 from datetime import timedelta
 from pathlib import Path
+from socket import EAI_AGAIN, EAI_NONAME, gaierror
 from threading import Thread
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from support.bare_ranks import BareRanks
@@ -238,10 +240,24 @@ def test_the_wait_is_bounded_and_a_lost_host_is_no_error() -> None:
     leave_store(other, environment(1, port), TIMEOUT)
 
 
-def test_a_name_that_does_not_resolve_yet_is_waited_for_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("error", "raised", "printed"),
+    [
+        (gaierror(EAI_AGAIN, "try again"), "no answer at nowhere.invalid:1", "try again); waiting for it"),
+        (
+            gaierror(EAI_NONAME, "unknown"),
+            f"nowhere.invalid does not resolve ([Errno {EAI_NONAME}] unknown): set it to",
+            "",
+        ),
+        (UnicodeError("label too long"), "nowhere.invalid does not resolve (label too long): set it to", ""),
+    ],
+    ids=str,
+)
+def test_a_name_that_may_resolve_later_is_waited_for_and_an_unknown_one_is_not(
+    error: Exception, raised: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     place = {**PLACE, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
-    with pytest.raises(LaunchError, match="no answer at nowhere.invalid:1"):
+    monkeypatch.setattr("megatron.launch.distributed.getaddrinfo", Mock(side_effect=error))
+    with pytest.raises(LaunchError, match=re.escape(raised)):
         rendezvous_barrier(place, timedelta(seconds=1))
-    assert "MASTER_ADDR nowhere.invalid does not resolve (" in capsys.readouterr().err
+    assert printed in capsys.readouterr().err

@@ -119,11 +119,13 @@ def test_a_repeated_flag_loses_no_value() -> None:
     [
         *((output_file, name, f"{name} is a folder; name a file") for name in ("folder", ".", "..", "/")),
         (output_file, "file/x", "file is not a folder; name another folder"),
+        (output_file, "/proc/x", "/proc is of the system, and holds no files of users; name another folder"),
         (output_file, "fifo", "fifo is no file, and writing to it may wait forever"),
         (output_file, "locked/x", "locked/x: no permission to write in"),
         (output_file, "locked/file", "locked/file: no permission to write in"),
         (output_file, "x" * 300, "File name too long"),
         (output_folder, "file", "file is not a folder; name another folder"),
+        (output_folder, "/sys/class/x", "/sys/class is of the system"),
         (output_folder, "locked/x/y", "locked/x/y: no permission to write in"),
         (
             output_folder,
