@@ -54,7 +54,7 @@ class T5Dataset(SentenceDataset):
         random = np.random.RandomState((self._seed + index) % 2**32)
         try:
             return corrupted(tokens[: run.target], run.target, self._vocabulary, self._data, random)
-        except ValueError as error:
+        except DataError as error:
             raise DataError(f"sample {index} of {self.indexed.prefix}: {error}") from None
 
     def _parts(self, run: Run, index: int) -> Sequence[range]:
@@ -72,17 +72,17 @@ def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabular
     """Inputs of encoder and decoder, and labels, concatenated, int64 [encoder + 2 x decoder].
 
     A sentinel replaces each of the ``spans`` in the encoder's input. Decoder input and labels are, for each span, its
-    sentinel and its tokens. Raises ValueError if there are too few sentinels or the decoder's sequence is too short.
+    sentinel and its tokens. Raises DataError if there are too few sentinels or the decoder's sequence is too short.
     """
     if len(spans) > len(vocabulary.sentinels):
-        raise ValueError(
+        raise DataError(
             f"{len(spans)} spans are more than the {len(vocabulary.sentinels)} sentinels: raise --vocab-extra-ids, or "
             "lower --mask-prob"
         )
     sentinels = [int(sentinel) for sentinel in vocabulary.sentinels[: len(spans)]]
     predicted = [token for mark, span in zip(sentinels, spans, strict=True) for token in (mark, *tokens[span])]
     if len(predicted) >= data.decoder_seq_length:
-        raise ValueError(
+        raise DataError(
             f"the spans have {len(predicted) + 1} tokens, more than --decoder-seq-length {data.decoder_seq_length}: "
             "raise it, or lower --mask-prob"
         )

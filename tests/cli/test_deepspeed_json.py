@@ -94,6 +94,7 @@ def test_a_contradiction_names_both_sides(words: str, text: str, message: str, c
     assert f"{message} in ds.json contradict each other: {remedy}" in config_file_errors(text, words)
 
 
+MASTERS, STATES = {"bf16": {"bf16_master_weights_and_grads": True}}, {"bf16": {"bf16_optimizer_states": True}}
 PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_factor": 4}
 
 
@@ -110,10 +111,17 @@ PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_fac
         (PRESCALED, "--zero-stage 2 --no-zero-reduce-scatter", None),
         (DIVIDED_BY_4, "--zero-stage 2 --no-zero-reduce-scatter", None),
         ({"gradient_predivide_factor": 2}, "--zero-stage 3 --no-zero-reduce-scatter", None),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "--zero-stage 2",
+         "fp16_master_weights_and_grads true needs --fp16, and DeepSpeed's Adam by --offload-optimizer cpu: remove it"),
+        (MASTERS, "--bf16", "bf16_master_weights_and_grads true needs --bf16, and DeepSpeed's Adam"),
+        (STATES, "--bf16", 'bf16_optimizer_states true needs "bf16_master_weights_and_grads": true: add it'),
+        ({"bf16": MASTERS["bf16"] | STATES["bf16"]}, "--bf16 --cpu-optimizer --cpu-torch-adam", "bf16_master"),
+        ({"bf16": MASTERS["bf16"] | STATES["bf16"]}, "--bf16", None),
+        (MASTERS, "--bf16 --cpu-optimizer", None),
         ({"prescale_gradients": False, "gradient_predivide_factor": 1.0}, "--zero-stage 2", None),
     ],
 )  # fmt: skip
-def test_gradients_are_scaled_only_where_deepspeed_does_it_right(
+def test_what_deepspeed_asserts_or_computes_wrong_is_refused(
     config_file_errors, tree: dict, words: str, expected
 ) -> None:
     found = config_file_errors(tree, words, ranks=4)

@@ -76,6 +76,10 @@ def test_samples_with_their_spans_are_the_text(settings):
             "spans are more than the 1 sentinels: raise",
         ),
         ({"decoder_seq_length": 4}, "more than --decoder-seq-length 4: raise it, or lower --mask-prob"),
+        (
+            {"mock_data": True, "data_path": (), "mask_prob": 0.9, "decoder_seq_length": 4},
+            "more than --decoder-seq-length 4: raise it, or lower --mask-prob",
+        ),
         ({"vocab_file": None}, "--vocab-file is missing"),
     ],
 )

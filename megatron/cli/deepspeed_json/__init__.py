@@ -30,6 +30,11 @@ def _none_if_default(value: Any) -> Any:
     return value or None
 
 
+def _even(size: float) -> int | None:
+    """The next even number, which DeepSpeed 0.19.8 asserts; None for 0."""
+    return 2 * math.ceil(size / 2) or None
+
+
 def _optimizer_flag(type_: str) -> str:
     """The value of --optimizer for an "optimizer.type": ``adam`` for both Adam and AdamW."""
     return type_.lower().replace("adamw", "adam")
@@ -99,7 +104,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_reduce_scatter", (ZERO, "reduce_scatter")),
     Setting("zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
     Setting("zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, lambda size: int(size) or None),
-    Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, lambda size: int(size) or None),
+    Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _even),
     Setting("zero_overlap_comm", (ZERO, "overlap_comm")),
     Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_none_if_default),
     *_offload_settings("offload_optimizer"),
@@ -206,6 +211,11 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
     return tree
 
 
+_REPLACED = ("zero_stage", "global_batch_size", "zero_allgather_bucket_size")
+"""Fields that replace a value in the file: in half precision stage 0 becomes 1, train_batch_size may be ignored, and an
+odd bucket becomes even. All other values in the file already equal those of the run."""
+
+
 def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str, Provided]) -> None:
     """Add to ``tree`` the missing settings of ``run`` that DeepSpeed needs or the user provided."""
     params = OPTIMIZERS[tree["optimizer"]["type"]]
@@ -219,9 +229,7 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
             setting.key[:2] == PARAMS and setting.key[2] not in params
         )
         required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
-        # In half precision stage 0 in the file becomes 1, and its train_batch_size may be ignored; all other values
-        # in the file already equal those of the run.
-        missing = value_at(tree, setting.key) is None or setting.field in ("zero_stage", "global_batch_size")
+        missing = value_at(tree, setting.key) is None or setting.field in _REPLACED
         if required and setting.allowed(run) and not is_for_another_optimizer and missing:
             value = setting.write(flag_value(run, setting.field))
             if value is not None:
@@ -265,6 +273,21 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
         yield "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
     yield from _gradient_scaling_conflicts(run, file)
+    yield from _master_weight_conflicts(run, file)
+
+
+def _master_weight_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
+    """Messages where DeepSpeed 0.19.8 raises AssertionError about master weights in half precision."""
+    zero, states = run.zero, bool(value_at(file, ("bf16", "bf16_optimizer_states")))
+    is_deepspeeds = zero.offloads_optimizer and run.optim.optimizer == "adam" and not zero.cpu_torch_adam
+    for dtype, fits in (("bf16", is_deepspeeds or (states and not zero.offloads_optimizer)), ("fp16", is_deepspeeds)):
+        key = f"{dtype}_master_weights_and_grads"
+        is_on = bool(value_at(file, (dtype, key)))
+        if is_on and not (fits and run.precision.dtype == dtype):
+            other = ', or "bf16_optimizer_states": true' if dtype == "bf16" else ""
+            yield f"{key} true needs --{dtype}, and DeepSpeed's Adam by --offload-optimizer cpu{other}: remove it"
+        elif dtype == "bf16" and states and not is_on:
+            yield f'bf16_optimizer_states true needs "{key}": true: add it, or remove bf16_optimizer_states'
 
 
 def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
