@@ -101,7 +101,10 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
         if (folder / "config.json").is_file():
             raise CheckpointError(f"{problem}, but a Hugging Face folder: train on from it with --load-hf")
         if (folder / MANIFEST).is_file():
-            raise CheckpointError(f"--load {folder}: this is one checkpoint; name its folder: --load {folder.parent}")
+            raise CheckpointError(
+                f"--load {folder}: this is one checkpoint; name its folder: --load {folder.parent}; to go back to it, "
+                f"write {folder.name} into {folder.parent / LATEST}"
+            )
         raise CheckpointError(f"{problem}; name a folder that contains one")
     try:
         return _read(folder, _latest_tag(folder), broken)

@@ -226,7 +226,7 @@ _REFUSED = {
     "settings are read from the command line: tools/inspect_checkpoint.py prints the settings of a checkpoint": (
         "use-checkpoint-args use-mp-args-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args"
     ),
-    "the newest complete checkpoint of --load is loaded: remove it": "ckpt-step load-tag",
+    "the checkpoint that the file latest in --load names is loaded: remove it": "ckpt-step load-tag",
     "use --override-lr-scheduler": "no-load-lr-state",
     "checkpoints are converted by tools/convert_checkpoint.py": "ckpt-convert-* load-main-params-from-ckpt",
     "checkpoints are saved in one folder: use --save-interval, --keep-last and --keep-every": "save-retain-interval",

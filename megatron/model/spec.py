@@ -282,7 +282,8 @@ def architecture_of(config: ModelConfig) -> ArchitectureSpec:
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(
-            f"the model {config.architecture} is unknown (known: {known}): name its entry script with --program"
+            f"the model {config.architecture} is unknown (known: {known}): name the entry script that has its list of "
+            "layers with --program"
         )
     return ARCHITECTURES[config.architecture]
 

@@ -215,7 +215,10 @@ def read_architecture(program: Path) -> ArchitectureSpec:
         raise ConfigError(f"--program {program} cannot be loaded ({type(error).__name__}: {error})") from error
     if isinstance(architecture := contents.get("ARCHITECTURE"), ArchitectureSpec):
         return architecture
-    raise ConfigError(f"--program {program} defines no ARCHITECTURE: name an entry script such as pretrain_gpt2.py")
+    raise ConfigError(
+        f"--program {program} defines no ARCHITECTURE, the list of layers of its model, which this needs: name an "
+        "entry script such as pretrain_gpt2.py"
+    )
 
 
 _SECONDS = 30.0

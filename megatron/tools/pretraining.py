@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 ARCHITECTURE = GPT2
 
 
-def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
-    """Parse and check the command line, then train. Returns the exit code of the process.
+def main(architecture: ArchitectureSpec = ARCHITECTURE, callbacks: Sequence[Callback] = ()) -> int | None:
+    """Parse and check the command line, then train, observed by ``callbacks``. Returns the exit code of the process.
 
     Nothing here imports torch, so that a mistake is reported in under a second.
     """
@@ -64,7 +64,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
         if is_main_rank:
             dry_run(run)
         return None
-    return train(run, default_callbacks())
+    return train(run, [*default_callbacks(), *callbacks])
 
 
 class Program:
@@ -153,6 +153,7 @@ def pretrain(
     forward_step: Callable[[Iterator[Any], Any], Any],
     extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> NoReturn:
     """Train a model of one's own as this program trains GPT-2: docs/adding-a-model.md. Ends the process.
 
@@ -167,6 +168,7 @@ def pretrain(
         extra_args_provider: called with the parser, for ``parser.add_argument()``; the values are
             ``run.extra_args[name]``.
         args_defaults: values of flags by name, for which the command line need not give one.
+        callbacks: observers of the run.
     """
     provider = ModelProvider(
         model_provider,
@@ -175,4 +177,4 @@ def pretrain(
         extra_args_provider,
         args_defaults or {},
     )
-    run_rank(partial(main, provided_architecture(provider)))
+    run_rank(partial(main, provided_architecture(provider), callbacks))

@@ -61,12 +61,19 @@ class ModelProvider:
 
     def module(self, run: RunConfig, layout: "ParallelLayout") -> "nn.Module":
         """The full model for ``DeepSpeedEngine``. Raises ConfigError for settings that need a list of layers."""
+        from torch.nn import Module
+
         from megatron.engines.containers import ProvidedModel, SequentialModel
 
         with user_function("model_provider"):
             model = self.model(run, layout)
         if isinstance(model, list | tuple):
             return SequentialModel(model, self.loss_of_outputs, run.activation)
+        if not isinstance(model, Module) or not any(weight.requires_grad for weight in model.parameters()):
+            raise ConfigError(
+                f"model_provider returned a {type(model).__name__} without weights to train: let it return a module, "
+                "or a list of layers"
+            )
         if run.activation.layers_together:
             raise ConfigError(
                 "--checkpoint-activations recomputes transformer layers in a list: let model_provider return a list of "

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from megatron.cli import parse_run
+from megatron.cli.presets import PRESETS
 from megatron.common.units import with_prefix
+from megatron.model.architectures import BERT, GPT2, LLAVA
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
@@ -107,6 +109,27 @@ def test_an_emitted_run_saves_warms_up_and_decays():
     run = emitted("--train-iters 1000 --lr 1e-5 --lr-warmup-iters 7 --lr-decay-style linear --save own --load own")
     assert (run.checkpoint.save, run.checkpoint.load, run.checkpoint.auto_resume) == ("own", "own", False)
     assert (run.optim.lr_decay_style, run.optim.min_lr, run.optim.warmup_steps(run.train)) == ("linear", 1e-6, 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "data"),
+    [
+        ("345m", GPT2, ["data/my_text_document", "vocab/vocab.json"]),
+        ("bert-large", BERT, ["data/my_text_sentence", "vocab/vocab.txt"]),
+        ("siglip-smollm2-222m", LLAVA, ["data/my_images_document"]),
+    ],
+)
+def test_placeholders_of_data_fit_the_model_and_are_not_read(tmp_path, monkeypatch, model, architecture, data):
+    (tmp_path / "vocab").mkdir()
+    (tmp_path / "vocab" / "vocab.json").write_text('{"a": 0}')
+    monkeypatch.chdir(tmp_path)
+    words, machine = ["--global-batch-size", "8"], Machine(DEVICES["a100"], 4)
+    request = make_request(words, machine, 4, model=model, architecture=architecture)
+    assert request.vocab_size == PRESETS[model].vocab_size
+    assert [
+        *request.given["data_path"].value,
+        *(request.given[n].value for n in ["vocab_file"] if n in request.given),
+    ] == data
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.programs import Programs, read_metrics
 
 from megatron.cli import read_run
@@ -50,6 +51,7 @@ def test_a_module_trains_at_zero_3_and_in_bf16(programs: Programs, tmp_path: Pat
     module = "tests/support/own_module.py"
     words, save = ["--zero-stage", "3"], ["--save", tmp_path / "saved", "--exit-interval", "3"]
     begin = train(programs, 2, tmp_path / "begin", *words, *save, program=module)
+    assert [line["answer"] for line in read_metrics(tmp_path / "begin") if "lm_loss" in line] == [42] * 3
     end = train(programs, 2, tmp_path / "end", *words, "--load", tmp_path / "saved", program=module)
     assert begin | end == pytest.approx(one, rel=1e-4) and len(end) == 4
     half = train(programs, 2, tmp_path / "half", "--model-parallel-size", "2", "--bf16", program=module)
@@ -150,6 +152,9 @@ def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
         ModelProvider(lambda *_: "module", *[lambda *_: None] * 2).layers(run, None)
     with pytest.raises(ConfigError, match="--num-layers 2 is the number of layers .* model_provider returned 1"):
         ModelProvider(lambda *_: ["layer"], *[lambda *_: None] * 2).layers(run, None)
+    for model in (None, torch.nn.Linear(1, 1).requires_grad_(False)):
+        with pytest.raises(ConfigError, match=f"model_provider returned a {type(model).__name__} without weights"):
+            ModelProvider(lambda *_, model=model: model, *[lambda *_: None] * 2).module(run, None)
     for datasets, message in (([None] * 3, "must return three data sets"), (([1], [], None), "without samples")):
         with pytest.raises(Exception, match=message):
             ModelProvider(lambda *_: None, lambda *_, datasets=datasets: datasets, lambda *_: None).open(run, (1, 1, 1))

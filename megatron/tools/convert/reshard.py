@@ -20,7 +20,7 @@ from megatron.config import DataConfig, RunConfig, sections
 from megatron.config.fields import flag_name
 from megatron.config.model import padded_vocabulary
 from megatron.launch.environment import prepare_environment
-from megatron.model.architectures import ARCHITECTURES
+from megatron.model.spec import architecture_of
 
 _REPLACED = ("parallel", "checkpoint", "logging", "observe")
 """Sections of the configuration that are not taken from the saved run."""
@@ -33,8 +33,8 @@ def resharded_run(saved: SavedRun, flags: Sequence[str], replica: int, copies: i
 
     Raises ConfigError for flags that the program or its rules reject, CheckpointError if the run cannot be resharded.
     """
-    architecture = ARCHITECTURES.get(saved.model["architecture"])
-    if architecture is None or not architecture.is_language_model or not saved.config.get("settings"):
+    architecture = architecture_of(saved.full_model_config())
+    if not architecture.is_language_model or not saved.config.get("settings"):
         raise CheckpointError(
             f"{saved.path} does not have the flags of a run of this suite: use --load on the new layout"
         )

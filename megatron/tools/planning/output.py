@@ -84,6 +84,8 @@ def script(candidate: Candidate) -> str:
         f" \\\n    {shlex.join(value.arguments)}" for name, value in candidate.given.items() if name not in data
     )
     index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
+    images = candidate.request.architecture.reads_images
+    instead = f"--data-path {shlex.quote(index[:-4])} --tokenizer-type NullTokenizer" if images else "--mock-data"
     return f"""\
 #!/usr/bin/env bash
 # Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.
@@ -102,8 +104,8 @@ for argument in "$@"; do
         start=(env DS_ACCELERATOR={accelerator} python)
         set -- --world-size {devices} "$@"
         if [ ! -e {shlex.quote(index)} ]; then
-            echo "{SCRIPT}: there is no {index} yet: $argument with --mock-data" >&2
-            data=(--mock-data --vocab-size {candidate.request.vocab_size})
+            echo "{SCRIPT}: there is no {index} yet: $argument with {instead}" >&2
+            data=({instead} --vocab-size {candidate.request.vocab_size})
         fi
         break
     fi

@@ -30,13 +30,8 @@ _NOT_FOR_PLANNER = {
     "local_rank": "remove it",
 }
 _LR = 1.5e-4
-_PLACEHOLDERS = {
-    "lr": _LR,
-    "data_path": "data/my_text_document",
-    "vocab_file": "vocab/vocab.json",
-    "merge_file": "vocab/merges.txt",
-}
-"""Default values of required flags that do not affect the layout."""
+_PLACEHOLDERS = {"lr": _LR, "vocab_file": "vocab/vocab.json", "merge_file": "vocab/merges.txt"}
+"""Default values of required flags that do not affect the layout; files that a user may have are not read."""
 _TOKENIZER = "tokenizer"
 """Default of --tokenizer-model for a tokenizer that is read from a folder."""
 _SCHEDULE = {"lr_decay_style": "cosine", "save": "checkpoints/my", "save_interval": 1000}
@@ -102,6 +97,7 @@ def make_request(
         problems.append("--global-batch-size is required")
     without_defaults = replace(architecture, defaults=())  # a given flag may have turned one of them off
     is_limited = {"train_iters", "train_samples"} & given.keys()
+    has_vocabulary = {"vocab_file", "tokenizer_model"} & given.keys()
     filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), without_defaults)
     given = {**filled, **given}
     kind = tokenizer_kind(_value(given, "tokenizer_type"), _value(given, "tokenizer_model"))
@@ -113,7 +109,7 @@ def make_request(
     if problems:
         raise ConfigError(problems)
     default = PRESETS[model].vocab_size if model else DEFAULT_VOCABULARY[architecture.masked_lm is not False]
-    size = _vocabulary_size(given) or vocab_size or default
+    size = (has_vocabulary and _vocabulary_size(given)) or vocab_size or default
     if is_limited and (samples := _value(given, "train_samples") or _samples(given)):
         tokens = samples * _value(given, "seq_length")
     request = Request(given, machine, devices, size, headroom, tokens, architecture, program)
@@ -146,6 +142,9 @@ def _fillers(
     chosen = given["tokenizer_type"].value if "tokenizer_type" in given else default
     tokenizer = tokenizer_kind(chosen, folder, architecture.tokenizers[0])
     values: dict[str, object] = {**_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
+    values["data_path"] = f"data/my_{_samples_of(architecture)}"
+    if tokenizer.startswith("BertWordPiece"):
+        values["vocab_file"] = "vocab/vocab.txt"
     values["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"
     if not {"lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"} & given.keys():
         values["lr_warmup_fraction"] = 0.01
@@ -170,6 +169,17 @@ def _fillers(
         for argument in (flag_name(flag_fields()[name]), *(() if value is True else (str(value),)))
     ]
     return [*(preset_arguments(model) if model else ()), *placeholders]
+
+
+def _samples_of(architecture: ArchitectureSpec) -> str:
+    """The end of the name of a data set for ``architecture``, as preprocessing writes it."""
+    return (
+        "images_document"
+        if architecture.reads_images
+        else "text_sentence"
+        if architecture.masked_lm
+        else "text_document"
+    )
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
