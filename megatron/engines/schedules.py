@@ -15,6 +15,7 @@ Test: tests/training/test_schedules_agree.py, test_transfers.py.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from megatron.config import RunConfig
+from megatron.data.loader import Batch
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
 from megatron.engines.transfers import Transfers, as_list
 from megatron.engines.zero import ZeroOptimizer
+from megatron.model.embedding import limits_on_host
+from megatron.ops.packed_attention import keep_on_host
 from megatron.parallel.pipeline.schedule import (
     FORWARD,
     INPUT_GRADIENTS,
@@ -51,8 +56,9 @@ class PipelinedEngine(Engine, PipelineEngine):
     _chunk: int | None = None
     """The model chunk that is running."""
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, run: RunConfig, **options: Any):
+        super().__init__(*arguments, run=run, **options)
+        self._limits_on_host = partial(limits_on_host, run.model)
         self._is_ready = True
         assert not (self.is_pipe_partitioned or self.is_grad_partitioned or self.dynamic_shape)
         assert not (self.has_attention_mask or self.has_bool_tensors)
@@ -65,6 +71,7 @@ class PipelinedEngine(Engine, PipelineEngine):
         kinds = {action.kind for action in self._schedule.actions(self.stage_id)}
         self._deferred = DeferredWeightGradients(self.module) if WEIGHT_GRADIENTS in kinds else None
         self._losses: dict[int, Tensor] = {}
+        self._limits: dict[int, Tensor | None] = {}
         self._weight_gradients: dict[int, Collected] = {}
 
     @property
@@ -119,6 +126,11 @@ class PipelinedEngine(Engine, PipelineEngine):
             self.agg_additional_losses = dict(zip(parts, losses[2:].unbind(), strict=True))
         return losses[1]
 
+    @overrides(PipelineEngine, "(self, iterator)")
+    def set_dataiterator(self, iterator: Iterator[Batch] | None) -> None:
+        """Use the micro-batches of ``iterator``; DeepSpeed ignores them between the first and the last stage."""
+        self.data_iterator = iterator
+
     @overrides(PipelineEngine, "(self)")
     def reset_activation_shape(self) -> None:
         """Make stages exchange the shapes of tensors again."""
@@ -146,6 +158,7 @@ class PipelinedEngine(Engine, PipelineEngine):
         """Run the steps of a batch with ``hooks``, and update the weights unless it is an evaluation."""
         self._reserve_pipe_buffers(len(self.module.chunks) * self.micro_batches)
         self.fwd_outputs: list[Tensor] = []
+        self._limits.clear()
         self._transfers.most_sends = 2 * sum(in_flight(self._schedule, self.stage_id))
         for step in pipe_schedule:
             if isinstance(step, Transfer):
@@ -202,26 +215,33 @@ class PipelinedEngine(Engine, PipelineEngine):
         finally:
             self._chunk = None
 
-    def _load(self, chunk: int, micro_batch: int) -> None:
+    def _load(self, micro_batch: int, batches: Iterator[Batch]) -> None:
         """Load a micro-batch: its inputs to the buffer of the first chunk, its labels to the one of the last chunk.
 
-        DeepSpeed copies the inputs twice, and the copies lose the values that are kept on the host.
+        What limits attention in it stays on the host: segment ids that arrive from other stages would have to be copied
+        there, and the host would wait for them. DeepSpeed copies the inputs twice, and the copies lose what is kept.
         """
         with self.inside_hooks(Instruction("LoadMicroBatch", micro_batch + 1)):
-            batch = self.moved(next(self.data_iterator))
-        if chunk == 0:
+            batch = next(batches)
+            self._limits[micro_batch] = self._limits_on_host(as_list(batch.tokens)[-1])
+            is_first, is_last = 0 in self.module.chunks, self.is_last_stage()
+            batch = self.moved(batch) if is_first or is_last else batch
+        if is_first:
             self.pipe_buffers["inputs"][self._buffer(0, micro_batch)] = _inputs(batch.tokens)
-        if self.is_last_stage():
+        if is_last:
             self.pipe_buffers["labels"][self._buffer(self._last_chunk, micro_batch)] = batch.targets
 
     def _forward(self, action: Action) -> None:
         chunk, _, number = action
         buffers, buffer, trains = self.pipe_buffers, self._buffer(chunk, number), torch.is_grad_enabled()
-        if self._is_elsewhere(chunk - 1):
-            buffers["inputs"][buffer] = _inputs(self._received(action))
-        # A stage that holds both ends of the model reads each micro-batch only once.
-        if chunk == 0 or (chunk == self._last_chunk and 0 not in self.module.chunks):
-            self._load(chunk, number)
+        received = self._received(action) if self._is_elsewhere(chunk - 1) else None
+        if chunk == self.module.chunks[0] and self.data_iterator is not None:
+            self._load(number, self.data_iterator)
+        if received is not None:
+            limits = self._limits.get(number)
+            if limits is not None and received[1].shape == limits.shape:  # before its images are in, a text is tokens
+                keep_on_host(received[1], limits)
+            buffers["inputs"][buffer] = _inputs(received)
         with self._instruction("ForwardPass", action), self._running(chunk):
             self._exec_forward_pass(buffer)
         if chunk == self._last_chunk:

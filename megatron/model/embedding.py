@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
+from megatron.model.architectures import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.model.weights import hidden_norm, weight
 from megatron.ops.linear import linear_kernel
-from megatron.ops.packed_attention import positions_in_segment, segment_ids_of
+from megatron.ops.packed_attention import copy_on_host, on_both, positions_in_segment, segment_ids_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient
@@ -55,8 +56,7 @@ class PairEmbedding(WordEmbedding):
     def forward(self, hidden_states: Tensor, to_logits: bool = False) -> HiddenStates:
         if to_logits:
             return super().forward(hidden_states, to_logits=True)
-        tokens, token_types = hidden_states.unbind(1)
-        return without_segment_ids(super().forward(tokens)), token_types.int()
+        return without_segment_ids(super().forward(hidden_states[:, 0])), on_both(token_types, hidden_states)
 
 
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
@@ -160,7 +160,31 @@ class TokenTypeEmbedding(nn.Module):
         hidden, token_types = hidden_states
         types = token_types.clamp(min=0).movedim(1, self.sequence_dim)
         types = sequence_shard(types, self.layout, self.sequence_dim, of_tensor_group=True)
-        return hidden + self.tokentype_embeddings(types), token_types.lt(0).int()
+        return hidden + self.tokentype_embeddings(types), on_both(are_padding, token_types)
+
+
+def token_types(pairs: Tensor) -> Tensor:
+    """The token types, int32 [b, s], of tokens and token types [b, 2, s]."""
+    return pairs[:, 1].int()
+
+
+def are_padding(types: Tensor) -> Tensor:
+    """The segment ids, int32 [b, s], of token types: 1 for padding."""
+    return types.lt(0).int()
+
+
+def limits_on_host(config: ModelConfig, tokens: Tensor) -> Tensor | None:
+    """The segment ids of ``tokens`` that limit attention, int32 [b, s] in host memory; None if nothing is limited."""
+    host = copy_on_host(tokens) if has_segments(config) else None
+    if host is None:
+        return None
+    is_causal = architecture_of(config).is_causal
+    return segment_ids_of(host, config.eod_token) if is_causal else are_padding(token_types(host))
+
+
+def has_segments(config: ModelConfig) -> bool:
+    """Whether attention is limited to segment ids, which layers pass on: documents, or in BERT what is not padding."""
+    return config.reset_attention_mask or not architecture_of(config).is_causal
 
 
 def final_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:

@@ -4,7 +4,7 @@ b batch, s sequence, n query heads, g key and value heads, d size of a head
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -159,20 +159,28 @@ def keep_on_host(tensor: Tensor, host: Tensor) -> Tensor:
     return tensor
 
 
+def copy_on_host(tensor: Tensor) -> Tensor | None:
+    """``tensor`` in host memory, if it is there or a copy has been kept."""
+    return tensor if tensor.is_cpu else cached_for(tensor, "on host", lambda: None)
+
+
+def on_both(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """``function(tensor)``. A copy of ``tensor`` kept on the host gives one of the result."""
+    result, host = function(tensor), copy_on_host(tensor)
+    return result if host is None or host is tensor else keep_on_host(result, function(host))
+
+
 def as_int32(tokens: Tensor) -> Tensor:
-    """``tokens`` as int32, the type sent between stages. A copy kept on the host is kept for the result, too."""
-    host = cached_for(tokens, "on host", lambda: None)
-    return tokens.int() if host is None else keep_on_host(tokens.int(), host.int())
+    """``tokens`` as int32, the type sent between stages."""
+    return on_both(Tensor.int, tokens)
 
 
 def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
     """Segment ids, int32 [b, s]: the number of end-of-document tokens before each token of ``tokens`` [b, s].
 
-    ``tokens`` [b, 2, s] contain segment ids already. A host copy of the tokens gives a host copy of the segment ids.
+    ``tokens`` [b, 2, s] contain segment ids already.
     """
-    host = cached_for(tokens, "on host", lambda: None)
-    ids = _segment_ids(tokens, eod_token)
-    return ids if host is None else keep_on_host(ids, _segment_ids(host, eod_token))
+    return on_both(partial(_segment_ids, eod_token=eod_token), tokens)
 
 
 def _segment_ids(tokens: Tensor, eod_token: int) -> Tensor:

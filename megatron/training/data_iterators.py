@@ -36,6 +36,7 @@ from megatron.data.loader import (
 )
 from megatron.data.sft_dataset import SFTDataset
 from megatron.model.architectures import architecture_of
+from megatron.model.embedding import has_segments
 from megatron.ops.packed_attention import keep_on_host
 from megatron.parallel.layout import ParallelLayout
 
@@ -82,14 +83,14 @@ MANY_EPOCHS = 5
 
 
 class DataIterators:
-    """The data sets of a run and this rank's micro-batches. Only the first and the last pipeline stage read data.
+    """The data sets of a run and this rank's micro-batches. Which pipeline stages read data: see ``reads_data``.
 
     A subclass for other kinds of data overrides ``has``, ``_open`` and ``_to_batch``.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()):
         self._run, self._layout = run, layout
-        self._reads = layout.is_first_stage or layout.is_last_stage
+        self._reads = reads_data(run, layout)
         self.skipped_samples = skipped_samples
         self._splits: set[str] = set()
         """Splits that have data, known also on ranks that read none."""
@@ -173,7 +174,10 @@ class DataIterators:
         if self._datasets is None:
             return None
         train, group = self._run.train, self._layout.data_group
-        micro_batches = on_device(self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped))
+        micro_batches = self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped)
+        if not (self._layout.is_first_stage or self._layout.is_last_stage):
+            return micro_batches
+        micro_batches = on_device(micro_batches)
         if train.loss_normalization == "micro-batch":
             return weighted_by_micro_batch(micro_batches)
         data = self._run.data
@@ -238,6 +242,15 @@ class ProvidedDataIterators(DataIterators):
 
     def _to_batch(self, rows: Any) -> Batch:
         return architecture_of(self._run.model).provider.batch(rows)
+
+
+def reads_data(run: RunConfig, layout: ParallelLayout) -> bool:
+    """Whether this rank reads data: on the first and the last stage, and on others to know the documents' boundaries.
+
+    Stages between them read no images.
+    """
+    needs_boundaries = has_segments(run.model) and not architecture_of(run.model).reads_images
+    return layout.is_first_stage or layout.is_last_stage or needs_boundaries
 
 
 def data_iterators(run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()) -> DataIterators:

@@ -29,9 +29,6 @@ GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_par
 SENT_TO_EXPERTS = "megatron/parallel/expert.py rows_of_ranks"
 """How many tokens go to which rank of expert parallelism: once in a layer and pass."""
 
-DOCUMENTS = "megatron/ops/packed_attention.py compute"
-"""Where the documents of a micro-batch begin: stages after the first get segment ids."""
-
 LONG = "--seq-length 256 --max-position-embeddings 256"
 VARLEN = f"--zero-stage 1 --reset-attention-mask --attention-dropout 0 {LONG}"
 EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-aux-loss-coeff 0.01"
@@ -71,8 +68,11 @@ RANKS = {
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
     "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {}),
+    "PP 3, second stage, interleaved, documents by varlen": Rank(
+        f"{VARLEN} --pipe-parallel-size 3 --num-layers 6 --num-layers-per-virtual-pipeline-stage 1 --gas 3", 3, 1, {}
+    ),
     "PP 2, TP 2, last stage, documents by varlen, sums in fp32": Rank(
-        f"{VARLEN} {PP} --grad-accum-dtype fp32 --model-parallel-size 2 --sequence-parallel", 4, 3, {DOCUMENTS: 2}
+        f"{VARLEN} {PP} --grad-accum-dtype fp32 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),
 }
 
@@ -95,6 +95,14 @@ def test_the_host_waits_where_the_list_says(emulated_cuda: EmulatedCuda, tmp_pat
     assert not not_allowed(found[LOGGED], allowed | {READ: 2})
     places = {named(place): times for place, times in found[LOGGED].items()}
     assert places == allowed | {READ: places[READ]}, "remove from the list what no longer waits"
+
+
+def test_the_host_knows_the_padding_of_bert(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """On a stage with both ends of the model, whose second half gets segment ids from the other stage."""
+    program = "tests/support/emulated_cuda/waits.py", tmp_path / "found", "2", "0", "pretrain_bert.py"
+    flags = f"{PP} --num-layers 4 --pipeline-schedule zbv --bf16 --zero-stage 1 --attention-dropout 0 {LONG}"
+    emulated_cuda.run(1, *program, *MODEL, *flags.split()).ok()
+    assert not json.loads((tmp_path / "found").read_text())[UNLOGGED]
 
 
 def not_allowed(found: dict[str, int], allowed: dict[str, int]) -> list[str]:

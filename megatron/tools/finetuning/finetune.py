@@ -34,7 +34,7 @@ from megatron.tools.finetuning.request import TaskRun
 from megatron.tools.finetuning.tables import Table
 from megatron.tools.pretraining import Program, train
 from megatron.training.callbacks import Callback
-from megatron.training.data_iterators import DataIterators, on_device
+from megatron.training.data_iterators import DataIterators, on_device, reads_data
 from megatron.training.exit_conditions import due
 from megatron.training.trainer import Trainer
 
@@ -124,7 +124,7 @@ class RowIterators(DataIterators):
         self, run: RunConfig, layout: ParallelLayout, task: TaskRun, skipped_samples: Sequence[range] = ()
     ) -> None:
         self._task = task
-        if layout.is_first_stage or layout.is_last_stage:
+        if reads_data(run, layout):
             self._training, self._validation = (
                 _tokenized(tables, run) if tables else None for tables in (task.training, task.validation)
             )
