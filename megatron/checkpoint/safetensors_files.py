@@ -2,9 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import safetensors
 
@@ -14,6 +14,7 @@ from megatron.model.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
+T = TypeVar("T")
 FLOATS = ("F32", "BF16", "F16")
 """Supported types of weights, by their names in the format."""
 
@@ -32,13 +33,29 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
     Raises CheckpointError if a file is missing or damaged.
     """
-    return {name: entry for file in files_with(path, SAFETENSORS) for name, entry in _entries_of(file).items()}
+    return contents(path, _entries_of, SAFETENSORS)
 
 
-def files_with(path: Path, *names: str) -> list[Path]:
+def contents(path: Path, read: Callable[[Path], Mapping[str, T]], *names: str) -> dict[str, T]:
+    """What ``read`` returns for all files of ``files_with``, together.
+
+    Raises CheckpointError if a file lacks a tensor that the index has there, or two files have the same tensor.
+    """
+    found: dict[str, T] = {}
+    for file, indexed in files_with(path, *names).items():
+        tensors = read(file)
+        for name in sorted(indexed - tensors.keys()):
+            raise CheckpointError(f"{file} holds no {name}, which the index says it does: copy both files again")
+        for name in sorted(found.keys() & tensors.keys()):
+            raise CheckpointError(f"{file} holds {name}, and so does another file of the index: copy all of them again")
+        found |= tensors
+    return found
+
+
+def files_with(path: Path, *names: str) -> dict[Path, set[str]]:
     """The files with the tensors of ``path``, which is a file, an index, or a folder with one of the files ``names``.
 
-    Raises CheckpointError if there is no such file.
+    Each has the names of the tensors that the index says it holds. Raises CheckpointError if there is no such file.
     """
     if path.is_dir():
         known = [path / (name + ending) for name in names for ending in ("", INDEX_SUFFIX)]
@@ -46,7 +63,7 @@ def files_with(path: Path, *names: str) -> list[Path]:
         if file is None:
             raise CheckpointError(f"{path} holds no {' or '.join(names)}, whole or with an index: convert its weights")
         path = file
-    return shards_of(path) if path.name.endswith(INDEX_SUFFIX) else [path]
+    return shards_of(path) if path.name.endswith(INDEX_SUFFIX) else {path: set()}
 
 
 def _entries_of(file: Path) -> dict[str, Entry]:
@@ -87,16 +104,17 @@ def no_floats(tensors: Mapping[str, Any], names: Iterable[str], source: str) -> 
     ]
 
 
-def shards_of(index: Path) -> list[Path]:
-    """The files listed in an index, which must be in its folder."""
+def shards_of(index: Path) -> dict[Path, set[str]]:
+    """The files listed in an index, which must be in its folder, and the names of their tensors."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")
-    files = []
-    for name in dict.fromkeys(map(str, names.values())):
-        if Path(name).name != name or not os.path.isfile(index.parent / name):
+    files: dict[Path, set[str]] = {}
+    for tensor, name in names.items():
+        file = index.parent / str(name)
+        if file.name != name or (file not in files and not os.path.isfile(file)):
             raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
-        files.append(index.parent / name)
+        files.setdefault(file, set()).add(tensor)
     return files
 
 

@@ -32,7 +32,7 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Other keys that DeepSpeed loads from these files, in addition to the state of the base optimizer."""
 
 
-_FORM = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
+_FORM = (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
 
 
 @contextmanager

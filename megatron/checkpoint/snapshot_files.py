@@ -31,7 +31,7 @@ from typing import NamedTuple
 from megatron.checkpoint.files import replace_text
 from megatron.common.errors import CheckpointError, ResourceError, counted
 from megatron.common.processes import machine_id
-from megatron.common.reading import read_bytes, read_json
+from megatron.common.reading import read_bytes, read_json, type_problem
 from megatron.common.units import with_prefix
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.model.partition import Stage, plan
@@ -98,7 +98,8 @@ def this_host() -> str:
 def read_start(save: Path) -> str:
     """Identifier of the newest start with snapshots of the run that saves into ``save``; empty if there is none."""
     with suppress(OSError, UnicodeDecodeError):
-        return read_bytes(save / START_FILE).decode().strip()
+        start = read_bytes(save / START_FILE).decode().strip()
+        return start if start.isalnum() else ""  # it becomes part of a pattern
     return ""
 
 
@@ -126,14 +127,21 @@ def write_marker(shard: Shard, folder: Path) -> None:
 
 
 def read_shards(folder: Path, start: str) -> list[Shard]:
-    """The complete shards of ``start`` in the snapshot folder of this host; hashes are not compared."""
+    """The complete shards of ``start`` in the snapshot folder of this host; hashes are not compared.
+
+    Folders of other users, and files that are not of a shard, are ignored.
+    """
     found = []
     for path in sorted(folder.glob(f"{start}/*/rank_*.json")) if start else ():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # not a shard that can be used
+        with suppress(OSError, ValueError):
             content = read_json(path)
+            if path.stat().st_uid != os.getuid() or type_problem(Shard, content):
+                continue
             files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
-            if all((path.parent / name).stat().st_size == size for name, (size, _) in files.items()):
-                found.append(Shard(content["iteration"], content["rank"], content["ranks"], files, str(path.parent)))
+            shard = Shard(**{**content, "files": files, "folder": str(path.parent)})
+            is_whole = all("/" not in name and (path.parent / name).stat().st_size == files[name][0] for name in files)
+            if is_whole and 0 <= shard.rank < shard.ranks:
+                found.append(shard)
     return found
 
 
@@ -166,7 +174,7 @@ def newest_complete(
     for shard in found:
         if shard.iteration > after and shard.place not in broken:
             snapshots.setdefault((shard.iteration, shard.ranks), {}).setdefault(shard.rank, []).append(shard)
-    complete = [key for key, shards in snapshots.items() if shards.keys() == set(range(key[1]))]
+    complete = [key for key, shards in snapshots.items() if len(shards) == key[1]]
     return snapshots[max(complete)] if complete else None
 
 

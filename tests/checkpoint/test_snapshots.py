@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from support.training import RankTraining, pretrain
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from megatron.checkpoint.snapshot_files import (
+    START_FILE,
     Shard,
     copy_holders,
     divide,
@@ -26,6 +28,7 @@ from megatron.checkpoint.snapshot_files import (
     planned_bytes,
     planned_host_bytes,
     read_shards,
+    read_start,
     write_marker,
 )
 from megatron.checkpoint.tensor_files import read_file
@@ -92,6 +95,21 @@ def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
     shard = Shard(3, 1, 2, {"f": (4, "digest")}, str(folder / "now" / "3"))
     write_marker(shard, folder / "now" / "3")
     assert read_shards(folder, "now") == [shard] and read_shards(folder, "earlier") == read_shards(folder, "") == []
+    marker = folder / "now" / "3" / "rank_00001.json"
+    whole = json.loads(marker.read_text())
+    for changes in (
+        {"iteration": "3"},
+        {"ranks": 1},
+        {"rank": -1},
+        {"files": {"../3/f": [4, "digest"]}},
+        {"files": [3]},
+    ):
+        marker.write_text(json.dumps(whole | changes))
+        assert read_shards(folder, "now") == [], changes
+    marker.write_text(json.dumps(whole))
+    for start in ("../run/now", "/etc", "**"):
+        (tmp_path / START_FILE).write_text(start)
+        assert read_start(tmp_path) == ""
     (folder / "now" / "3" / "f").write_text("123")
     (folder / "now" / "4" / "rank_00000.json").write_text('{"iteration": 3')
     assert read_shards(folder, "now") == []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import check_disk_space
-from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, files_with, no_floats
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, contents, files_with, no_floats
 from megatron.checkpoint.schema import check_numbers
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
@@ -106,10 +106,9 @@ def read_tensors(path: Path) -> Mapping[str, Tensor]:
 
     Raises CheckpointError if a file is missing or damaged.
     """
-    files = files_with(path, SAFETENSORS, PICKLED)
-    if files[0].name.endswith(".safetensors"):
+    if next(iter(files_with(path, SAFETENSORS, PICKLED))).name.endswith(".safetensors"):
         return SafetensorsFiles(path)
-    return {name: tensor for file in files for name, tensor in _read_pickled(file).items()}
+    return contents(path, _read_pickled, PICKLED)
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:

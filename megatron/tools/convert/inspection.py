@@ -162,7 +162,7 @@ def read_description(checkpoint: FoundCheckpoint) -> Mapping[str, Any] | None:
 
 def _header(path: Path) -> dict[str, str]:
     """The metadata in the header of a safetensors file, or of the first file of a folder."""
-    file = files_with(path, SAFETENSORS)[0]
+    file = next(iter(files_with(path, SAFETENSORS)))
     try:
         check_regular(file)
         with safetensors.safe_open(file, framework="np") as opened:

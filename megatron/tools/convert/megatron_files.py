@@ -59,8 +59,14 @@ State = dict[str, Tensor]
 
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 _LAYER_FILES = "layer_*-model_*-model_states.pt"
-_LAYER_FILE = re.compile(r"layer_([0-9]+)-model_([0-9]+)-model_states\.pt")
-_RANK_FOLDER = re.compile(r"mp_rank_([0-9]+)(?:_([0-9]+))?")
+_MODULE_FILES = "mp_rank_*_model_states.pt"
+_STAGE_FILES = "mp_rank_*/model_*rng.pt"
+_NUMBERS = {
+    _LAYER_FILES: re.compile(r"layer_(?P<part>[0-9]+)-model_(?P<rank>[0-9]+)-model_states\.pt"),
+    _MODULE_FILES: re.compile(r"mp_rank_(?P<rank>[0-9]+)(?P<part>)_model_states\.pt"),
+    _STAGE_FILES: re.compile(r"mp_rank_(?P<rank>[0-9]+)(?:_(?P<part>[0-9]+))?/model_.*rng\.pt"),
+}
+"""The files of each kind: the tensor-parallel rank, and the layer or the pipeline stage."""
 _WRAPPER = re.compile(r"(module\.)*(language_model\.)?(embedding\.|transformer\.|encoder\.|decoder\.)?")
 _LAYER_NAME = re.compile(r"layers\.([0-9]+)\.(.+)")
 _STACKED_NAME = re.compile(r"layers\.([a-z].*)")
@@ -110,14 +116,10 @@ def read_shards(path: Path) -> Shards:
     folder, version = _folder_with_files(path), 3.0
     if (folder / METADATA).is_file():
         return _read_torch_dist(folder)
-    layers: dict[int, dict[int, Path]] = {}
-    for file in folder.glob("layer_*-model_states.pt"):
-        if match := _LAYER_FILE.fullmatch(file.name):
-            layers.setdefault(int(match[2]), {})[int(match[1])] = file
-    files = [_read(file) for file in sorted(folder.glob("mp_rank_*_model_states.pt"))[: 1 if layers else None]]
+    layers, modules = _files_of_ranks(folder, _LAYER_FILES), _files_of_ranks(folder, _MODULE_FILES)
+    files = [_read(file) for numbered in modules[: 1 if layers else None] for file in numbered.values()]
     if layers:
-        _check_gapless([-1, *layers], f"{folder}/layer_LL-model_XX-model_states.pt")
-        states = [_read_layer_files(folder, rank, numbered) for rank, numbered in sorted(layers.items())]
+        states = [_read_layer_files(folder, rank, numbered) for rank, numbered in enumerate(layers)]
     elif files:  # DeepSpeed without a pipeline
         states = [_concatenate_stages(folder, [file], "module") for file in files]
     else:
@@ -130,6 +132,9 @@ def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], versi
     args, saved = file.get("args"), file.get("checkpoint_version")
     if saved is not None and type(saved) not in (int, float):
         raise CheckpointError(f"{folder}: checkpoint_version is {shown(saved)}, and should be a number")
+    for rank, state in enumerate(states):
+        for name in sorted(state.keys() ^ states[0].keys()):
+            raise CheckpointError(f"{folder}: of the tensor-parallel ranks 0 and {rank} only one holds {name}")
     version = version if saved is None else float(saved)
     return Shards(folder, states, args if isinstance(args, Namespace) else Namespace(), version)
 
@@ -137,7 +142,7 @@ def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], versi
 def _read_torch_dist(folder: Path) -> Shards:
     """Read the torch_dist format: full weights, stacked over layers as [l, ..]; arguments are in common.pt."""
     state: State = {}
-    for name, tensor in _named(read_torch_dist(folder)).items():
+    for name, tensor in _named(folder, read_torch_dist(folder)).items():
         if match := _STACKED_NAME.fullmatch(name):
             layers = tensor.unbind() if tensor.dim() else ()
             state |= {f"layers.{number}.{match[1]}": layer for number, layer in enumerate(layers)}
@@ -175,18 +180,23 @@ def _tracked(path: Path) -> Iterator[Path]:
 
 def _rank_files(folder: Path) -> list[list[Path]]:
     """For each tensor-parallel rank its files, in the order of pipeline stages."""
-    files: dict[int, dict[int, Path]] = {}
-    for file in folder.glob("mp_rank_*/model_*rng.pt"):
-        if match := _RANK_FOLDER.fullmatch(file.parent.name):
-            other = files.setdefault(int(match[1]), {}).setdefault(int(match[2] or 0), file)
-            if other is not file:
-                raise CheckpointError(f"{file.parent} and {other.parent} are of the same rank: remove one of them")
-    if not files:
+    if not (files := _files_of_ranks(folder, _STAGE_FILES)):
         raise CheckpointError(f"{folder}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
-    _check_gapless([-1, *files], f"{folder}/mp_rank_XX")
-    for rank, stages in files.items():
+    for rank, stages in enumerate(files):
         _check_gapless([-1, *stages], f"{folder}/mp_rank_{rank:02d}_PPP")
-    return [[stages[stage] for stage in sorted(stages)] for _, stages in sorted(files.items())]
+    return [list(stages.values()) for stages in files]
+
+
+def _files_of_ranks(folder: Path, kind: str) -> list[dict[int, Path]]:
+    """For each tensor-parallel rank its files of a ``kind`` in ``_NUMBERS``, in the order of layers or stages."""
+    files: dict[int, dict[int, Path]] = {}
+    for file in folder.glob(kind):
+        if match := _NUMBERS[kind].fullmatch(file.relative_to(folder).as_posix()):
+            other = files.setdefault(int(match["rank"]), {}).setdefault(int(match["part"] or 0), file)
+            if other is not file:
+                raise CheckpointError(f"{file} and {other} are of the same rank: remove one of them")
+    _check_gapless([-1, *files], f"{folder}/{kind}")
+    return [dict(sorted(numbered.items())) for _, numbered in sorted(files.items())]
 
 
 def _concatenate_stages(folder: Path, files: Sequence[Mapping[str, Any]], key: str) -> State:
@@ -199,7 +209,7 @@ def _concatenate_stages(folder: Path, files: Sequence[Mapping[str, Any]], key: s
             more = "; it was saved with virtual pipeline stages" if f"{key}0" in file else ""
             raise CheckpointError(f"{folder}: a file holds no weights under {key!r}{more}")
         last = first - 1
-        for name, tensor in _named(stage).items():
+        for name, tensor in _named(folder, stage).items():
             if match := _LAYER_NAME.fullmatch(name):
                 number = first + int(match[1])
                 name, last = f"layers.{number}.{match[2]}", max(number, last)
@@ -212,8 +222,8 @@ def _read_layer_files(folder: Path, rank: int, files: Mapping[int, Path]) -> Sta
     """Read layer files in order. Parameter names tell the kind of a layer, since numbers vary between versions."""
     state: State = {}
     numbers: list[int] = []
-    for number, file in sorted(files.items()):
-        layer, prefix = _named(_read(file)), ""
+    for number, file in files.items():
+        layer, prefix = _named(file, _read(file)), ""
         if "input_layernorm.weight" in layer:
             prefix = f"layers.{len(numbers)}."
             numbers.append(number)
@@ -233,18 +243,26 @@ def _check_gapless(numbers: Sequence[int], files: str) -> None:
             raise CheckpointError(f"{files}: number {number + 1} is missing between {first} and {last}")
 
 
-def _named(tree: Mapping[str, Any], prefix: str = "") -> State:
-    """The tensors in nested dictionaries, with the names of this module; other values are dropped."""
+def _named(place: Path, tree: Mapping[str, Any]) -> State:
+    """The tensors in nested dictionaries at ``place``, with the names of this module; other values are dropped."""
     state: State = {}
+    for key, value in _tensors(tree):
+        name = _WRAPPER.sub("", key, count=1)
+        if theirs := next((module for module in _OUR_MODULES if module in name), None):
+            name = name.replace(theirs, _OUR_MODULES[theirs], 1)
+        name = _HEADS.get(name, name)
+        if state.setdefault(name, value) is not value:
+            raise CheckpointError(f"{place}: {key} is another tensor that is {name}: a GPT has one of each")
+    return state
+
+
+def _tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dictionaries with the path of their keys."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            state |= _named(value, f"{prefix}{key}.")
+            yield from _tensors(value, f"{prefix}{key}.")
         elif isinstance(value, Tensor) and not str(key).endswith(_NO_WEIGHT):
-            name = _WRAPPER.sub("", f"{prefix}{key}", count=1)
-            if theirs := next((module for module in _OUR_MODULES if module in name), None):
-                name = name.replace(theirs, _OUR_MODULES[theirs], 1)
-            state[_HEADS.get(name, name)] = value
-    return state
+            yield f"{prefix}{key}", value
 
 
 def tensor_of(shards: Shards, name: str, *, rank: int = 0) -> Tensor:

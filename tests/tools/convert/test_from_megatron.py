@@ -3,6 +3,7 @@
 import enum
 import math
 import random
+import shutil
 import sys
 import types
 from argparse import Namespace
@@ -241,6 +242,10 @@ def without(file: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "global_step7" / file).unlink()
 
 
+def copied(file: str, name: str) -> Callable[[Path], object]:
+    return lambda folder: shutil.copy(folder / "global_step7" / file, folder / "global_step7" / name)
+
+
 def changed(number: int, change: Callable[[dict], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         file = folder / "global_step7" / f"layer_{number:02d}-model_00-model_states.pt"
@@ -251,10 +256,28 @@ def changed(number: int, change: Callable[[dict], object]) -> Callable[[Path], N
     return apply
 
 
-FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a layer is missing": (
         without("layer_03-model_01-model_states.pt"),
         "layer_LL-model_01-model_states.pt: number 3 is missing between 2 and 5",
+    ),
+    "a layer in two files": (
+        copied("layer_03-model_00-model_states.pt", "layer_3-model_0-model_states.pt"),
+        "are of the same rank: remove one of them",
+    ),
+    "the last layer of one rank": (
+        without("layer_05-model_01-model_states.pt"),
+        "of the tensor-parallel ranks 0 and 1 only one holds layers.3.attention.dense.bias",
+    ),
+    "an encoder and a decoder": (
+        changed(
+            2, lambda state: state.update({f"decoder.{name}": tensor.clone() for name, tensor in list(state.items())})
+        ),
+        "is another tensor that is input_layernorm.weight",
+    ),
+    "no columns": (
+        changed(2, lambda state: state.update({"self_attention.dense.weight": torch.ones(16, 0)})),
+        "global_step7 lacks a part",
     ),
     "an empty file": (
         lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").write_bytes(b""),
@@ -296,6 +319,13 @@ def test_a_rank_has_one_file(tmp_path: Path) -> None:
     write_megatron_lm(tmp_path, 3.0, size=1, stages=2, encoder="encoder", attention="self_attention")
     write_megatron_lm(tmp_path, 3.0, size=1, stages=1, encoder="encoder", attention="self_attention")
     with pytest.raises(CheckpointError, match="mp_rank_00.* are of the same rank: remove one of them"):
+        read_shards(tmp_path)
+
+
+def test_a_rank_is_missing(tmp_path: Path) -> None:
+    write_without_pipeline(tmp_path, size=4)
+    (tmp_path / "mp_rank_02_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="number 2 is missing between -1 and 3"):
         read_shards(tmp_path)
 
 
