@@ -18,7 +18,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.common.errors import ConfigError
-from megatron.tools.command_line import ToolParser, print_warnings, read_architecture, run_tool
+from megatron.tools.command_line import ToolParser, check_values, print_warnings, read_architecture, run_tool
 from megatron.tools.convert.inspection import FoundCheckpoint, find, integrity
 
 
@@ -27,6 +27,7 @@ def main() -> None:
     args = _parser().parse_args()
     if (args.path is None) == (args.diff is None):
         raise ConfigError("give one PATH, or --diff with two (see --help)")
+    check_values(args, {"tolerance": "[0, inf)"})
     if args.program:
         read_architecture(args.program)
     found = [find(path) for path in args.diff or [args.path]]

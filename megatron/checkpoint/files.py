@@ -218,10 +218,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
     try:
         content = json.loads(text)
         form = content["format"]
-        records = {
-            name: Record(entry["size"], entry.get("sha256"), entry.get("xxh128"))
-            for name, entry in content["files"].items()
-        }
+        records = {name: _record(**entry) for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged") from None
     if type(form) is int and form > FORMAT:
@@ -231,6 +228,13 @@ def read_manifest(tag_folder: Path) -> Manifest:
     if text != _render(records):
         raise CheckpointError(f"{file} is damaged")
     return records
+
+
+def _record(size: Any, sha256: Any = None, xxh128: Any = None, **_: Any) -> Record:
+    """The record in a manifest. Raises TypeError for one of other types."""
+    if type(size) is not int or not all(isinstance(digest, str | None) for digest in (sha256, xxh128)):
+        raise TypeError
+    return Record(size, sha256, xxh128)
 
 
 def read_text(file: Path, *, largest: int = LARGEST_JSON, absent: str | None = None) -> str:

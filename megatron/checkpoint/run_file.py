@@ -64,6 +64,11 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
         for name, kind in sections().items():
             problems += field_problems(kind, tree["config"].get(name, {}), ranges=kind in _RANGED)
         problems += [] if "model" in tree["config"] else ["config has no model"]
+        problems += [
+            f"{name} in schedule is no number"
+            for name, value in tree.get("schedule", {}).items()
+            if name.endswith(_LENGTHS) and not isinstance(value, int | float | None)
+        ]
         problems += _contradictions(tree["config"])
     if problems:
         raise CheckpointError(f"{where}: {problem}" for problem in problems)
@@ -71,7 +76,9 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
 
 
 def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Values of the right type that are contradictory or impossible."""
+    """Values of the right type that are contradictory or impossible, or settings of another form."""
+    if not isinstance(config.get("ds_config", {}).get("optimizer", {}), dict):
+        yield "the optimizer in ds_config is not an object"
     model, template = config.get("model", {}), config.get("data", {}).get("chat_template")
     if model.get("architecture", GPT2.name) == GPT2.name:
         names = ("encoder_num_layers", "vision_num_layers")
@@ -88,6 +95,8 @@ def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield "chat_template is not as it was saved"
 
 
+_LENGTHS = ("-iters", "-samples")
+"""Ends of the names of lengths in the schedule."""
 _RANGED = (ModelConfig, DataConfig, TrainConfig)
 """Sections whose numbers are checked against their ranges."""
 

@@ -214,9 +214,7 @@ def begin_tag(folder: Path, tag: str) -> Path:
     """Create the empty folder to write ``tag`` into. Cleans up after saves that were killed."""
     make_folder(folder)
     remove_unfinished(folder)
-    for replaced in folder.glob(f"global_step*{_REPLACED}"):
-        if not os.path.lexists(replaced.with_suffix("")):
-            os.rename(replaced, replaced.with_suffix(""))
+    _settle_replaced(folder)
     path = unfinished(folder, tag)
     path.mkdir(folder_mode())
     return path
@@ -240,10 +238,17 @@ def commit_tag(folder: Path, iteration: int, records: Manifest, config: Checkpoi
     os.rename(path, final)
     sync_folder(folder)
     publish(folder, tag, iteration)
-    for replaced in folder.glob(f"global_step*{_REPLACED}"):
-        if replaced.with_suffix("").exists():
-            _remove(replaced)
+    _settle_replaced(folder)
     _remove_old_tags(folder, iteration, config)
+
+
+def _settle_replaced(folder: Path) -> None:
+    """Remove each checkpoint that has been replaced; one whose replacement is missing gets its name back."""
+    for replaced in folder.glob(f"global_step*{_REPLACED}"):
+        if os.path.lexists(tag := replaced.with_suffix("")):
+            _remove(replaced)
+        else:
+            os.rename(replaced, tag)
 
 
 def write_description(tag_folder: Path, description: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from megatron.checkpoint import tracker
 from megatron.checkpoint.files import (
     NewFile,
     Record,
+    _render,
     check_content,
     read_manifest,
     record_of,
@@ -112,6 +113,8 @@ def test_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, again:
         shutil.copytree(tmp_path / "before", folder)
         ended = save_killed_at(change, folder, iteration)
         found.append(whole_iteration(folder))
+        save(folder, iteration)
+        assert whole_iteration(folder) == iteration
         save(folder, 3, config=KEEP_ONE)
         assert whole_iteration(folder) == 3 and tags_in(folder) == ["global_step3"]
         change += 1
@@ -226,6 +229,15 @@ def test_a_flipped_bit_in_any_block_is_found(tmp_path: Path) -> None:
             path.write_bytes(changed)
             with pytest.raises(CheckpointError, match=f"{path} is damaged"):
                 check_content(path, known)
+
+
+def test_a_manifest_of_another_form(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tag := tmp_path / "global_step1").joinpath("manifest.json").unlink()
+    for record in (Record("4"), Record(None), Record(True), Record(4, 5), Record(4, xxh128=["x"])):  # type: ignore[arg-type]
+        (tag / "manifest.json").write_text(_render({"run.json": record}))
+        with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+            read_manifest(tag)
 
 
 def test_a_disk_that_returns_less_than_was_asked_for_damages_no_file(tmp_path: Path, monkeypatch) -> None:

@@ -121,6 +121,8 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
 def _universal_weights(path: Path) -> LazyTensors:
     """The weights in ``zero/NAME/fp32.pt``, in the order of the layer numbers in their names."""
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
+    if not files:
+        raise CheckpointError(f"{path / 'zero'} holds no NAME/fp32.pt: the conversion was not finished")
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
     names = sorted(files, key=lambda name: (number[name], name))
     return LazyTensors({name: _fp32(files[name]).to("meta") for name in names}, lambda name: _fp32(files[name]))

@@ -64,6 +64,12 @@ def test_a_universal_weight_that_is_no_tensor(tmp_path: Path, content: object):
         read_weights(FoundCheckpoint(tmp_path, "universal"))
 
 
+def test_a_universal_checkpoint_without_weights(tmp_path: Path):
+    (tmp_path / "zero").mkdir()
+    with pytest.raises(CheckpointError, match="zero holds no NAME/fp32.pt"):
+        read_weights(FoundCheckpoint(tmp_path, "universal"))
+
+
 def test_a_pickle_runs_no_code(tmp_path: Path):
     torch.save({"wte.weight": Attack(tmp_path / "marker")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin"):
