@@ -51,8 +51,8 @@ def distributed(
 
     Without ``destroy_process_group`` gloo sometimes aborts at the end of the process.
 
-    Raises ConfigError if the environment does not set this process's rank, ``parallel`` has another number of ranks, or
-    ``settings`` differ from rank 0; LaunchError as ``rendezvous_barrier`` does.
+    Raises ConfigError if the environment does not set this process's rank, it or MPI has another number of ranks than
+    ``parallel``, or ``settings`` differ from rank 0; LaunchError as ``rendezvous_barrier`` does.
     """
     _check_ranks(parallel)
     silence_known_warnings()
@@ -62,6 +62,11 @@ def distributed(
         discover_mpi_ranks(int(os.environ.get("MASTER_PORT", "29500")))
         if on_one_host(os.environ):
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
+        if world_size(os.environ) != parallel.world_size:
+            raise ConfigError(
+                f"the launcher started {parallel.world_size} processes, and mpi4py finds {world_size(os.environ)}: "
+                "start with the mpirun of the MPI that mpi4py uses"
+            )
     store = rendezvous_barrier(os.environ, timeout) if joins else None
     if store is not None:
         _compare_settings(settings or {}, store, os.environ)

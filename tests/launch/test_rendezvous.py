@@ -65,6 +65,16 @@ def test_an_error_of_init_distributed_is_not_taken_for_another(
     assert type(caught.value) is kind and str(caught.value).endswith(message)
 
 
+def test_the_mpi_of_mpi4py_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each process is alone in its own world."""
+    for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    alone = lambda _: [monkeypatch.setenv(*pair) for pair in ({**PLACE, "WORLD_SIZE": "1"}).items()]  # noqa: E731
+    monkeypatch.setattr("megatron.launch.distributed.discover_mpi_ranks", alone)
+    with pytest.raises(ConfigError, match="^the launcher started 2 processes, and mpi4py finds 1: start with the mpi"):
+        distributed(ParallelConfig(world_size=2)).__enter__()
+
+
 def test_ranks_with_other_arguments(programs: Programs, tmp_path: Path) -> None:
     words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS, "--seed")
     first, second = (

@@ -233,7 +233,13 @@ def checkpoint_folder(arguments: Sequence[str], *, elastic: bool = False) -> Pat
     return Path(save).absolute()
 
 
+_LONGEST_NAME = 255
+
+
 def newest_checkpoint(folder: Path) -> str | None:
     """The name of the newest checkpoint in ``folder``; None if there is none."""
     latest = folder / LATEST
-    return latest.read_text() if latest.is_file() else None
+    if not latest.is_file():
+        return None
+    with open(latest, "rb") as file:  # the run reports what is wrong with it
+        return file.read(_LONGEST_NAME).decode(errors="replace")

@@ -324,6 +324,13 @@ def test_arguments_are_checked_where_they_can_be(
     assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
 
 
+@pytest.mark.parametrize(("content", "name"), [(b"global_step2", "global_step2"), (b"\xff", "\ufffd"), (None, None)])
+def test_the_newest_checkpoint_is_known_whatever_its_tracker_holds(content, name, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "latest").write_bytes(content)
+    assert launching.newest_checkpoint(tmp_path) == name
+
+
 def test_the_launcher_starts_nothing_and_imports_no_torch() -> None:
     words = [sys.executable, "-X", "importtime", ROOT / "tools" / "launch.py", "--num_gpus", "2", PROGRAM]
     ended = subprocess.run([*words, *SMALL.split(), "--wrong"], capture_output=True, text=True)
