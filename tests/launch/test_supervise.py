@@ -38,6 +38,7 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ("exit 75", 75, ""),
         ("kill -KILL $$", 137, ""),
         ('touch "$RANK_EXIT_CODES/rank 0"; exit 245', 6, "-c: error: rank 0 was killed by SIGSEGV\n"),
+        ("exit 241", 6, "-c: error: a rank that started was killed by SIGTERM\n"),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 6 > "$RANK_EXIT_CODES/rank 0"; exit 247', 6, ""),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 3 > "$RANK_EXIT_CODES/rank 0"; exit 3', 3, ""),
         ('touch "$RANK_EXIT_CODES/rank 0"; echo -n 0 > "$RANK_EXIT_CODES/rank 0"', 0, ""),

@@ -97,19 +97,26 @@ def supervise(
             for number, handler in earlier.items():
                 signal.signal(number, handler)
         codes = read_exit_codes(folder)
+    by = _by_signal(code)
     if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # DeepSpeed's launchers exit with another code
         code = PREEMPTED
     elif len(forwarded) > 1:
         code = 128 + forwarded[-1]
-    elif code > 0 and list(codes.values()) == [""]:  # no other rank on this host could report it
-        # DeepSpeed's launcher exits with 256 - n.
-        by = f" by {signal.Signals(256 - code).name}" if 256 - code in list(signal.Signals) else ""
-        print_error(f"rank {next(iter(codes))} was killed{by}")
+    elif code > 0 and (
+        list(codes.values()) == [""] or (by and not codes and not forwarded)
+    ):  # no other rank here could report it
+        print_error(f"{f'rank {next(iter(codes))}' if codes else 'a rank that started'} was killed{by}")
         code = LaunchError.exit_code
-    elif 256 - code in list(signal.Signals) and "" in codes.values():  # another rank of this host has reported it
+    elif by and "" in codes.values():  # another rank of this host has reported it
         code = LaunchError.exit_code
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
     return LauncherExit(code, len(forwarded), was_stopped)
+
+
+def _by_signal(code: int) -> str:
+    """The signal that ended a rank, for a message; empty unless DeepSpeed's launcher reports one: by 256 - n."""
+    number = 256 - code
+    return f" by {signal.Signals(number).name}" if number in list(signal.Signals) else ""
 
 
 def read_exit_codes(folder: Path) -> dict[int, str]:
