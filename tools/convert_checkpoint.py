@@ -115,7 +115,7 @@ def _to_hf(args: argparse.Namespace) -> None:
         write_huggingface(folder, model, tokenizer, max_shard_size=size, carried=carried)
     report(args, model)
     if tokenizer is None and not any("token" in name for name in carried):
-        print("  no tokenizer files: the run has no BPE; give --vocab-file and --merge-file")
+        print("  no tokenizer files: copy them into the folder, or give --vocab-file and --merge-file of a BPE")
 
 
 def _to_hf_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, DataError
 from megatron.common.reading import LARGEST_JSON
-from megatron.common.tokenizer_files import GPT2_BPE, TOKENIZER_FILES, tokenizer_files
+from megatron.common.tokenizer_files import GPT2_BPE, SENTENCEPIECE, TOKENIZER_FILES, tokenizer_files
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
@@ -18,6 +18,7 @@ from megatron.tokenizer.words import PAD, WordPieceTokenizer, check_special, rea
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 LOWER_CASE, CASED = BERT.tokenizers
+(SENTENCEPIECE_MODEL,) = TOKENIZER_FILES[SENTENCEPIECE]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
 def _llama_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
     """GPT-2's BPE next to a Llama model of this suite; None for published models, whose tokenizer is one file."""
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE]]
-    if any((folder / name).exists() for name in (TOKENIZER, "tokenizer.model")) or not all(map(Path.is_file, paths)):
+    if any((folder / name).exists() for name in (TOKENIZER, SENTENCEPIECE_MODEL)) or not all(map(Path.is_file, paths)):
         return None
     vocabulary = read_json(paths[0])
     if EOD not in vocabulary or len(vocabulary) != config.vocab_size:  # such as Qwen2's
@@ -170,7 +171,7 @@ CARRIED = (
     TOKENIZER,
     SETTINGS,
     "special_tokens_map.json",
-    "tokenizer.model",
+    SENTENCEPIECE_MODEL,
     "generation_config.json",
     "chat_template.jinja",
 )
@@ -189,15 +190,20 @@ def files_for_huggingface(folder: Path | None, description: Mapping[str, Any]) -
     """The files to copy for a model with this ``run.json``, saved in ``folder``.
 
     They are in ``folder`` if from-hf has written it, else in the folder from which the run loaded its model, else in
-    the folder of its tokenizer.
+    the folder of its tokenizer, which may also be a file of any name.
     """
     config = description["config"]
     loaded = (config.get("checkpoint", {}).get(name) for name in ("load_hf", "load"))
     for place in (folder, *loaded):
         if place is not None and HF_CONFIG in (files := carried_files(Path(place))):
             return files
-    tokenizer = config.get("data", {}).get("tokenizer_model")
-    return carried_files(Path(tokenizer)) if tokenizer is not None else {}
+    data = config.get("data", {})
+    if (tokenizer := data.get("tokenizer_model")) is None:
+        return {}
+    path, name = Path(tokenizer), SENTENCEPIECE_MODEL if data["tokenizer_type"] == SENTENCEPIECE else TOKENIZER
+    if path.is_file() and path.name != name:
+        return {name: path}
+    return carried_files(path.parent if path.is_file() else path)
 
 
 def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:

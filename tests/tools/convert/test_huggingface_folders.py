@@ -24,7 +24,7 @@ from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of, read_config, source_shapes
 from megatron.tools.convert.full_model import FullModel, write_tensors
-from megatron.tools.convert.huggingface_files import Vocabulary, read_folder_tokenizer
+from megatron.tools.convert.huggingface_files import Vocabulary, files_for_huggingface, read_folder_tokenizer
 from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -235,3 +235,18 @@ def test_shards_of_a_llava_with_the_names_of_newer_transformers(tmp_path: Path) 
             whole, dim = weights[name], spec.shard_dim
             expected = whole if dim is None else whole.chunk(2, dim)[rank]
             assert shards.read(name, expected.size(0)).equal(expected), name
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "name"),
+    [
+        ("sp.model", "GPTSentencePieceTokenizer", "tokenizer.model"),
+        ("tokenizer.model", "GPTSentencePieceTokenizer", "tokenizer.model"),
+        ("bpe.json", "HuggingFaceTokenizer", "tokenizer.json"),
+    ],
+)
+def test_the_tokenizer_of_a_run_may_be_a_file(tmp_path: Path, file: str, kind: str, name: str) -> None:
+    path = tmp_path / file
+    path.write_text("{}")
+    data = {"tokenizer_type": kind, "tokenizer_model": str(path)}
+    assert files_for_huggingface(None, {"config": {"data": data}}) == {name: path}
