@@ -74,9 +74,10 @@ def test_a_watch_knows_that_a_signal_was_forwarded() -> None:
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
 
 
-def test_a_signal_is_forwarded_from_the_first_moment_on() -> None:
-    process = supervised("trap 'exit 75' USR1; kill -USR1 $PPID; while true; do sleep 0.1; done")
-    assert process.wait() == 75
+@pytest.mark.parametrize(("end", "code"), [("exit 75", 75), ("exit 0", 0), ("exit 1", 128 + signal.SIGUSR1)])
+def test_a_signal_is_forwarded_from_the_first_moment_on(end: str, code: int) -> None:
+    process = supervised(f"trap '{end}' USR1; kill -USR1 $PPID; while true; do sleep 0.1; done")
+    assert process.wait() == code
 
 
 def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
