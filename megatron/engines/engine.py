@@ -59,6 +59,7 @@ class Engine(DeepSpeedEngine):
         self._data_group = layout.get_sequence_data_parallel_group()
         self._coalesces_grad_reduction = run.coalesces_grad_reduction
         self._overlaps_grad_reduce = run.overlaps_grad_reduce
+        self._adds_together = run.parallel.device != "cpu" and not run.model.gradient_accumulation_fusion
         with reports_optional():
             super().__init__(*arguments, **options)
         self.routers = routers(self.module)
@@ -115,6 +116,7 @@ class Engine(DeepSpeedEngine):
             sent_dtype=self._config.communication_data_type,
             coalesces=self._coalesces_grad_reduction,
             overlaps=self._overlaps_grad_reduce,
+            adds_together=self._adds_together,
         ):
             super()._configure_optimizer(client_optimizer, model_parameters)
         keeps_hooks = isinstance(self.optimizer, ZeROOptimizer)

@@ -34,6 +34,10 @@ class Reduction(NamedTuple):
     received: Tensor
 
 
+_ADDED_TOGETHER = 1 << 24
+"""Elements of gradients from which on they are added to the bucket; before that they are kept."""
+
+
 class GradientBucket:
     """The gradients of one parameter group.
 
@@ -49,6 +53,7 @@ class GradientBucket:
         scatters: whether gradients are reduce-scattered instead of all-reduced.
         is_sharded: ZeRO 2: the gradients of each micro-batch are reduced and freed; otherwise they stay in a buffer.
         is_last: whether gradients still change after the backward pass, so that they are reduced last.
+        adds_together: whether one kernel adds several gradients to the buffer, instead of autograd one at a time.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class GradientBucket:
         scatters: bool = True,
         is_sharded: bool,
         is_last: bool,
+        adds_together: bool = False,
     ):
         self.parameters, self.group, self.is_last = parameters, group, is_last
         self._part, self._sent_dtype, self._scatters = master.numel(), sent_dtype, scatters
@@ -74,12 +80,14 @@ class GradientBucket:
         self._paddings = [*inner, self.gradient_elements - sum(sizes) - sum(inner)]
         self.sum_dtype = dtype if is_sharded else master.dtype
         self._arrived = 0
+        self._waiting: dict[int, Tensor] = {}
         self._started: Reduction | None = None
         self._flat: Tensor | None = None
         if not is_sharded:
             self._flat = torch.zeros(self.gradient_elements, dtype=dtype, device=master.device)
             self._views = self._views_of(self._flat)
             self._adds = dtype != parameters[0].dtype
+            self._adds_together = adds_together and not self._adds
 
     def _views_of(self, flat: Tensor) -> Sequence[Tensor]:
         """Views of the elements of each parameter in ``flat``."""
@@ -93,15 +101,28 @@ class GradientBucket:
                 parameter.grad = None
             return
         self._flat.zero_()
-        if not self._adds:
+        if not (self._adds or self._adds_together):
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.grad = view.view_as(parameter)
 
     def add(self, number: int, parameter: nn.Parameter) -> None:
-        """Accumulate ``parameter.grad`` into the bucket, if the bucket has another dtype."""
-        if self._flat is not None and self._adds and parameter.grad is not None:
+        """Accumulate ``parameter.grad`` into the bucket, unless autograd does."""
+        if self._flat is None or parameter.grad is None or not (self._adds or self._adds_together):
+            return
+        if self._adds:
             self._views[number].add_(parameter.grad.flatten())
-            parameter.grad = None
+        else:
+            if number in self._waiting:
+                self._add_waiting()
+            self._waiting[number] = parameter.grad.flatten()
+            if sum(map(Tensor.numel, self._waiting.values())) >= _ADDED_TOGETHER:
+                self._add_waiting()
+        parameter.grad = None
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            torch._foreach_add_([self._views[number] for number in self._waiting], [*self._waiting.values()])
+            self._waiting.clear()
 
     def has_all(self, passes: int) -> bool:
         """Count a gradient. Returns whether the bucket is complete, with one gradient per parameter and pass."""
@@ -111,11 +132,13 @@ class GradientBucket:
 
     def view(self, parameter: nn.Parameter) -> Tensor | None:
         """The view of the gradient of ``parameter``; None if it is not in this bucket."""
+        self._add_waiting()
         views = zip(self.parameters, self._views, strict=True)
         return next((view for candidate, view in views if candidate is parameter), None)
 
     def start(self) -> None:
         """Start the reduction of the gradients."""
+        self._add_waiting()
         sent = self._gathered() if self._flat is None else self._flat.to(self._sent_dtype)
         if self._divisor_before != 1:
             sent.div_(self._divisor_before)

@@ -94,6 +94,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         sent_dtype: dtype of the gradient reduction; None for the accumulation dtype.
         coalesces: whether ZeRO 2 accumulates gradients of all micro-batches before it reduces them.
         overlaps: whether gradients are reduced during the backward pass.
+        adds_together: whether one kernel adds several gradients to their buffer.
     """
 
     gradients: Gradients | None = None
@@ -111,10 +112,11 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
         sent_dtype: torch.dtype | None,
         coalesces: bool,
         overlaps: bool,
+        adds_together: bool,
         **options: Any,
     ):
         self._layout, self._positions, self._reduced_last = layout, positions, reduced_last
-        self._sent_dtype = sent_dtype
+        self._sent_dtype, self._adds_together = sent_dtype, adds_together
         self._gathering: dict[int, Work] = {}
         self._gathered_late: set[int] = set()
         super().__init__(*arguments, **options)
@@ -171,6 +173,7 @@ class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
             scatters=self.reduce_scatter,
             is_sharded=is_sharded,
             is_last=not self._reduced_last.isdisjoint(parameters),
+            adds_together=self._adds_together,
         )
 
     @overrides(DeepSpeedZeroOptimizer, "(self)")

@@ -3,9 +3,14 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.programs import TINY_MODEL, Programs, read_metrics
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.engines import zero
 from megatron.engines.gradients import GradientBucket, Gradients
@@ -61,6 +66,29 @@ def test_buckets_are_reduced_during_the_backward_pass(layout: str, run_ranks_onc
     common = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split(), *layout.split()]
     for first_start, gradients in run_ranks_once(2, gradients_before_the_first_start, common):
         assert gradients > 20 and first_start < gradients / 2
+
+
+@pytest.mark.ranks(1)
+def test_a_kernel_adds_several_gradients() -> None:
+    """Those of a pass at most: two gradients of a parameter in one kernel would be a race."""
+    parameters = [nn.Parameter(torch.randn(3, 4)) for _ in range(5)]
+    settings: dict[str, Any] = dict.fromkeys(("dtype", "sent_dtype"), torch.float32) | {"divisor": 1.0}
+    bucket = GradientBucket(
+        parameters, torch.zeros(60), dist.group.WORLD, is_sharded=False, is_last=False, adds_together=True, **settings
+    )
+    gradients, added = Gradients([bucket], lambda: 2, [0]), []
+
+    class Adds(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            added.extend([len(args[0])] if func is torch.ops.aten._foreach_add_.List else [])
+            return func(*args, **(kwargs or {}))
+
+    with Adds():
+        for _ in range(2):
+            torch.cat([parameter.flatten().square() for parameter in parameters]).sum().backward()
+    gradients.reduce()
+    assert added == [5, 5]
+    assert torch.equal(gradients.parts[0], 4 * torch.cat([parameter.detach().flatten() for parameter in parameters]))
 
 
 def gradients_before_the_first_start(words: list[str]) -> tuple[int, int]:
