@@ -22,6 +22,7 @@ import os, sys
 from megatron.tools.cluster.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
+BEGUN = 'touch "$RANK_EXIT_CODES/rank 0"; touch "$RANK_EXIT_CODES/rank 1"; '
 EXITED = "-c: error: the launcher exited with 0, but"
 
 
@@ -74,7 +75,7 @@ def test_a_watch_knows_that_a_signal_was_forwarded() -> None:
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize(("end", "code"), [("exit 75", 75), ("exit 0", 0), ("exit 1", 128 + signal.SIGUSR1)])
+@pytest.mark.parametrize(("end", "code"), [("exit 75", 75), ("exit 0", 0), ("exit 1", 138), (f"{BEGUN}exit 247", 138)])
 def test_a_signal_is_forwarded_from_the_first_moment_on(end: str, code: int) -> None:
     process = supervised(f"trap '{end}' USR1; kill -USR1 $PPID; while true; do sleep 0.1; done")
     assert process.wait() == code

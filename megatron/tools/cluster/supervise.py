@@ -69,7 +69,7 @@ def supervise(
 
     The exit code is the launcher's, or 128 + n if signal n ended it. If it is 0 although a rank of this host failed,
     the result is the rank's exit code: 6 for a rank that was killed. If all ranks of this host have saved after a
-    signal, it is 75; after a second signal n, or one before ranks have begun, it is 128 + n.
+    signal, it is 75; after a second signal n, or one that no rank could report, it is 128 + n.
     Raises FileNotFoundError or PermissionError if the launcher does not exist or is not executable.
     """
     _inherit_orphans()
@@ -100,7 +100,7 @@ def supervise(
     by = _by_signal(code)
     if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # DeepSpeed's launchers exit with another code
         code = PREEMPTED
-    elif len(forwarded) > 1 or (forwarded and not codes and code > 0 and code not in FINAL):
+    elif len(forwarded) > 1 or (forwarded and not any(codes.values()) and code > 0 and code not in FINAL):
         code = 128 + forwarded[-1]
     elif code > 0 and (list(codes.values()) == [""] or (by and not codes)):  # no other rank here could report it
         print_error(f"{f'rank {next(iter(codes))}' if codes else 'a rank that started'} was killed{by}")
