@@ -173,6 +173,8 @@ class Shard:
 
     def read(self, begin: int, end: int) -> Tensor:
         """Read elements ``begin`` to ``end`` of the flattened shard."""
+        if begin == end:  # ZeRO 3 divides a small parameter among more ranks than it has elements
+            return torch.empty(0, dtype=self._parts(0).dtype)
         rows = range(begin // self._width, -(-end // self._width))
         # Of a single row only the requested elements are read.
         skipped = begin - rows.start * self._width if len(rows) == 1 else 0

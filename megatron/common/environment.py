@@ -152,7 +152,7 @@ def check_place(environ: Mapping[str, str]) -> None:
         _number(environ, "DEEPSPEED_TIMEOUT", minimum=1)
     # Under mpirun, which does not set RANK, DeepSpeed gets these variables from MPI.
     if "RANK" in environ:
-        missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
+        missing = [variable for variable in _COMPANIONS_OF_RANK if not environ.get(variable)]
         if missing:
             raise ConfigError(f"the environment has RANK without {', '.join(missing)}: {_START}, or unset RANK")
         if _number(environ, "MASTER_PORT", minimum=1) > 65535:

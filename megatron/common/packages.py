@@ -26,7 +26,11 @@ def required_packages() -> Iterator[None]:
         raise ConfigError(message) from None
 
 
-_REJECTED_VARIABLES = {"_Accelerator requires": "DS_ACCELERATOR", "Invalid log settings": "TORCH_LOGS"}
+_REJECTED_VARIABLES = {
+    "_Accelerator requires": "DS_ACCELERATOR",
+    "Invalid log settings": "TORCH_LOGS",
+    "The value of TORCH_DISTRIBUTED_DEBUG must": "TORCH_DISTRIBUTED_DEBUG",
+}
 """Messages of exceptions that libraries raise on import, and the environment variable that causes each."""
 
 

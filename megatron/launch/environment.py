@@ -68,7 +68,7 @@ def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelCon
     if hosts_store(environ) and "MASTER_ADDR" in environ:
         listen(environ).close()
     # Otherwise DeepSpeed probes all accelerators, and logs that.
-    environ.setdefault("DS_ACCELERATOR", expected_device(environ))
+    environ["DS_ACCELERATOR"] = expected_device(environ)
     # Otherwise each lost connection prints a page of C++ stack frames after the line with the cause.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)

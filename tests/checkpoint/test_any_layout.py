@@ -5,11 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint.conftest import FP8, SAVED, SETTINGS
 from support.layouts import layout
 from support.programs import TINY_MODEL, Programs, read_metrics
 from support.training import RankTraining, started_engine
+
+from megatron.checkpoint.stored import Shard, StoredFile
+from megatron.model.spec import ParameterSpec
 
 TP2_FP8 = f"tp2 sp {FP8}"
 PAIRS = [
@@ -134,3 +138,15 @@ def test_weights_alone_on_another_layout(resume):
         assert [line["iteration"] for line in found] == list(range(1, 8))
         losses[source] = [line["lm_loss"] for line in found]
     assert losses["dp2 zero3"] == pytest.approx(losses["dp1"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "shard_dim"), [((4,), 0), ((2,), None), ((4, 3), 0), ((3, 4), 1), ((2, 4, 3), 1)])
+def test_any_part_of_a_shard_is_read(tmp_path: Path, shape: tuple[int, ...], shard_dim: int | None):
+    """Saved at TP 2, read at TP 1; empty parts, too: ZeRO 3 divides a parameter of two elements among four ranks."""
+    full = torch.randn(shape)
+    parts = [full, full] if shard_dim is None else [part.clone() for part in full.chunk(2, shard_dim)]
+    torch.save(parts, tmp_path / "parts")
+    shard = Shard(StoredFile(tmp_path / "parts").entry, 2, ParameterSpec("p", shape, shard_dim), shape)
+    for begin in range(full.numel() + 1):
+        for end in range(begin, full.numel() + 1):
+            assert torch.equal(shard.read(begin, end), full.flatten()[begin:end]), (begin, end)

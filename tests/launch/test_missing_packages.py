@@ -31,6 +31,11 @@ def test_a_rank_names_the_package(
     [
         ("DS_ACCELERATOR", "XPU_Accelerator requires PyTorch with XPU support", "XPU_Accelerator requires PyTorch"),
         ("TORCH_LOGS", "\nInvalid log settings: +x, must be a list\nValid settings:\nall", "Invalid log settings: +x,"),
+        (
+            "TORCH_DISTRIBUTED_DEBUG",
+            "The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.",
+            "The value of",
+        ),
     ],
 )
 def test_a_variable_that_a_library_refuses_is_named(

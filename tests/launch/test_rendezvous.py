@@ -130,6 +130,7 @@ def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
     [
         ({}, "does not set the rank of this process (RANK): start it with torchrun, deepspeed or mpirun; or, for a"),
         ({"RANK": "0"}, "the environment has RANK without WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({**PLACE, "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "the environment has RANK without MASTER_ADDR"),
         (
             {**PLACE, "WORLD_SIZE": "3"},
             "the launcher started 3 processes, and the layout is for 4, in replicas of 2: start a multiple of 2",
@@ -198,12 +199,14 @@ def test_other_ranks_do_not_listen(number: str, agent: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "variables", "interface"), [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"), (1, {}, None)]
+    ("here", "variables", "interface"),
+    [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1", "DS_ACCELERATOR": ""}, "eth1"), (1, {}, None)],
 )
 def test_ranks_of_one_host_communicate_over_loopback(here, variables, interface) -> None:
     environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **variables)
     prepare_environment(environ)
     assert environ.get("GLOO_SOCKET_IFNAME") == interface
+    assert environ["DS_ACCELERATOR"]
 
 
 def test_rank_0_reports_errors_whatever_its_local_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
