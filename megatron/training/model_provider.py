@@ -115,14 +115,14 @@ class ModelProvider:
         """
         with user_function("train_valid_test_datasets_provider"):
             datasets = self.datasets(run, samples)
-        if len(datasets) != 3 or datasets[0] is None:
-            raise DataError(
-                "train_valid_test_datasets_provider must return three data sets, of which validation and test may be "
-                "None"
-            )
-        used = [dataset if count else None for dataset, count in zip(datasets, samples, strict=True)]
-        if any(dataset is not None and not len(dataset) for dataset in used):
-            raise DataError("train_valid_test_datasets_provider returned a data set without samples")
+            if len(datasets) != 3 or datasets[0] is None:
+                raise DataError(
+                    "train_valid_test_datasets_provider must return three data sets, of which validation and test may "
+                    "be None"
+                )
+            used = [dataset if count else None for dataset, count in zip(datasets, samples, strict=True)]
+            if any(dataset is not None and not len(dataset) for dataset in used):
+                raise DataError("train_valid_test_datasets_provider returned a data set without samples")
         return [
             None if dataset is None else ProvidedDataset(dataset, count)
             for dataset, count in zip(used, samples, strict=True)

@@ -155,7 +155,12 @@ def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
     for model in (None, torch.nn.Linear(1, 1).requires_grad_(False)):
         with pytest.raises(ConfigError, match=f"model_provider returned a {type(model).__name__} without weights"):
             ModelProvider(lambda *_, model=model: model, *[lambda *_: None] * 2).module(run, None)
-    for datasets, message in (([None] * 3, "must return three data sets"), (([1], [], None), "without samples")):
+    refused = [
+        ([None] * 3, "must return three data sets"),
+        (([1], [], None), "without samples"),
+        (None, "NoneType.* no"),
+    ]
+    for datasets, message in [*refused, ((5, [1], None), "provider: TypeError: object of type 'int' has no len")]:
         with pytest.raises(Exception, match=message):
             ModelProvider(lambda *_: None, lambda *_, datasets=datasets: datasets, lambda *_: None).open(run, (1, 1, 1))
     train, valid, test = ModelProvider(None, lambda *_: ([1.0, 2.0], [3.0], [4.0]), None).open(run, (5, 1, 0))
