@@ -30,7 +30,13 @@ from megatron.launch.rank import run_rank
 from megatron.model.loss import LossFn
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools import pretraining
-from megatron.training.model_provider import ModelProvider, ProvidedDataset, provided_architecture, user_function
+from megatron.training.model_provider import (
+    ModelProvider,
+    ProvidedDataset,
+    checked_loss,
+    provided_architecture,
+    user_function,
+)
 
 _state = SimpleNamespace(run=None, args=None, timers=None, board=None)
 
@@ -213,12 +219,7 @@ class ClassicProvider(ModelProvider):
             result = output if loss_func is None else loss_func(output)
             loss, *others = result if isinstance(result, tuple) else (result,)
             loss = loss / others[0].clamp(min=1) if len(others) == 2 else loss
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"the loss of forward_step_func is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)}: "
-                "return one number, or the output of the model with a function of it that does"
-            )
-        return loss.reshape(())
+        return checked_loss(loss, "forward_step_func")
 
     def _last_loss(self, outputs: Any, targets: Sequence[Tensor]) -> Tensor:
         """The loss on the last pipeline stage, whose module runs here and not in ``Stage.forward``."""

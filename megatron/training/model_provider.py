@@ -46,6 +46,18 @@ def user_function(name: str) -> Iterator[None]:
         raise ConfigError(f"{name}: {type(error).__name__}: {error} ({at.filename}:{at.lineno})") from error
 
 
+def checked_loss(loss: Any, function: str) -> "Tensor":
+    """The loss [] that a user's ``function`` has returned. Raises ConfigError unless it is a tensor of one number."""
+    from torch import Tensor
+
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(
+            f"the loss of {function} is {found}: return a tensor of one number, the mean of the micro-batch"
+        )
+    return loss.reshape(())
+
+
 @dataclass(frozen=True)
 class ModelProvider:
     """The functions that a user passes to ``pretrain``, which documents their arguments and results."""
@@ -101,7 +113,7 @@ class ModelProvider:
         """The loss of a micro-batch: the result of ``forward_step``, or its first element."""
         with user_function("forward_step"):
             result = self.forward_step(iter([(inputs, *targets)]), model)
-        return result[0] if isinstance(result, tuple) else result
+        return checked_loss(result[0] if isinstance(result, tuple) else result, "forward_step")
 
     def loss_of_outputs(self, outputs: Any, targets: Sequence[Any]) -> "Tensor":
         """The loss of layers that have already run: ``forward_step`` gets a model that returns their ``outputs``."""

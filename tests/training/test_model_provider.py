@@ -163,6 +163,9 @@ def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
     for datasets, message in [*refused, ((5, [1], None), "provider: TypeError: object of type 'int' has no len")]:
         with pytest.raises(Exception, match=message):
             ModelProvider(lambda *_: None, lambda *_, datasets=datasets: datasets, lambda *_: None).open(run, (1, 1, 1))
+    for loss in (None, 0.5, torch.zeros(3)):
+        with pytest.raises(ConfigError, match="the loss of forward_step is a .*: return a tensor of one number"):
+            ModelProvider(None, None, lambda *_, loss=loss: loss).loss(None, None, ())
     train, valid, test = ModelProvider(None, lambda *_: ([1.0, 2.0], [3.0], [4.0]), None).open(run, (5, 1, 0))
     assert train.take([1, 4])[0].tolist() == [2.0, 1.0] and (len(train), len(valid), test) == (5, 1, None)
     _, *unused = ModelProvider(None, lambda *_: ([1.0], [], []), None).open(run, (5, 0, 0))
