@@ -54,6 +54,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 @example(["--checkpoint-num-layers=--"], 1, GPT2)
 @example(["--data-path=--"], 1, GPT2)
+@example(["--train-samples=2199023255552", "--lr-warmup-fraction=1.6e296"], 1, GPT2)
 @given(command_lines(), st.sampled_from([1, 2, 6]), st.sampled_from([GPT2, BERT]))
 def test_command_lines(words: list[str], ranks: int, architecture) -> None:
     line = latest([*SMALL.split(), "--save", "nowhere"]) + words

@@ -151,7 +151,7 @@ def _batch_flag(run: RunConfig) -> str:
 def warmup(run: RunConfig) -> Messages:
     """Warm-up fits into the decay. Both are counted in the same unit."""
     optim, train = run.optim, run.train
-    if train.global_batch_size < 1 or optim.decay_steps(train) < 1:
+    if train.global_batch_size < 1 or optim.decay_steps(train) < 1 or optim.lr_warmup_fraction > 1:
         return
     warmup, decay, unit = optim.warmup_steps(train), optim.decay_steps(train), train.lr_unit
     if warmup > decay:
