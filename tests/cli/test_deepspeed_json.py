@@ -94,6 +94,7 @@ def test_a_contradiction_names_both_sides(words: str, text: str, message: str, c
     assert f"{message} in ds.json contradict each other: {remedy}" in config_file_errors(text, words)
 
 
+RATIO = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}
 MASTERS, STATES = {"bf16": {"bf16_master_weights_and_grads": True}}, {"bf16": {"bf16_optimizer_states": True}}
 PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_factor": 4}
 
@@ -118,6 +119,10 @@ PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_fac
         ({"bf16": MASTERS["bf16"] | STATES["bf16"]}, "--bf16 --cpu-optimizer --cpu-torch-adam", "bf16_master"),
         ({"bf16": MASTERS["bf16"] | STATES["bf16"]}, "--bf16", None),
         (MASTERS, "--bf16 --cpu-optimizer", None),
+        ({"data_types": {"param_dtype": "half"}}, "--bf16", "data_types.param_dtype half contradicts a run in bf16"),
+        ({"data_types": {"param_dtype": "torch.bfloat16"}}, "--bf16", None),
+        (RATIO, "--zero-stage 1 --cpu-optimizer", "zero_optimization.offload_optimizer.ratio 0.5 needs --zero-stage 3"),
+        (RATIO, "--zero-stage 3 --cpu-optimizer", None),
         ({"prescale_gradients": False, "gradient_predivide_factor": 1.0}, "--zero-stage 2", None),
     ],
 )  # fmt: skip

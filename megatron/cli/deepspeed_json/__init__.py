@@ -274,6 +274,16 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
         yield "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
     yield from _gradient_scaling_conflicts(run, file)
     yield from _master_weight_conflicts(run, file)
+    weights = value_at(file, ("data_types", "param_dtype"))
+    if weights and _DTYPES.get(weights.removeprefix("torch."), weights) != run.precision.dtype:
+        yield f"data_types.param_dtype {weights} contradicts a run in {run.precision.dtype}: remove it, or set the flag"
+    ratio = value_at(file, (ZERO, "offload_optimizer", "ratio"))
+    if ratio is not None and ratio < 1 and run.zero.zero_stage != 3:
+        yield f"{ZERO}.offload_optimizer.ratio {ratio:g} needs --zero-stage 3: add it, or remove the key"
+
+
+_DTYPES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
+"""Other names of types in the JSON."""
 
 
 def _master_weight_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
