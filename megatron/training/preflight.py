@@ -19,7 +19,7 @@ from megatron.common.errors import CheckpointError, ConfigError, DataError, Reso
 from megatron.common.reading import regular
 from megatron.common.tokenizer_files import NULL_TOKENIZER, check_tokenizer_folder, used_merges
 from megatron.config import RunConfig
-from megatron.config.data import MOCK_DATA
+from megatron.config.data import MOCK_DATA, loss_mask_prefix
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data, split_samples
 from megatron.data.fingerprint import (
@@ -94,6 +94,11 @@ def data_warnings(run: RunConfig) -> list[str]:
     if unknown and run.data.tokenizer_type != NULL_TOKENIZER:
         names = ", ".join(unknown[:_SHOWN]) + (f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else "")
         lines.append(f"{names}: no .tokenizer.json, so the tokenizer that made the data set cannot be compared")
+    lines += [
+        f"{prefix} has a loss mask, which counts only with --sft: all of its tokens are trained on"
+        for prefix in run.data.prefixes
+        if not run.data.sft and Path(f"{loss_mask_prefix(prefix)}.idx").exists()
+    ][:_SHOWN]
     return lines
 
 

@@ -187,6 +187,10 @@ def test_a_data_set_knows_its_tokenizer(corpus: Path, tmp_path: Path) -> None:
 
     check(run())
     assert not data_warnings(run())
+    mask = Path(f"{prefix}_loss_mask.idx")
+    mask.touch()
+    assert "only with --sft" in data_warnings(run())[0]
+    mask.unlink()
     same = dict(reversed(json.loads((corpus / "vocab.json").read_text()).items()))
     (corpus / "vocab.json").write_text(json.dumps(same, indent=1))
     check(run())

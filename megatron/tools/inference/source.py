@@ -99,7 +99,8 @@ def open_source(
         raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
     names = [architecture.name for architecture in accepted]
     if config.architecture not in names:
-        reasons = {GPT2.name: "has no encoder", T5.name: "has an encoder", LLAVA.name: "reads images"}
+        without = "reads no images" if LLAVA.name in names else "has no encoder"
+        reasons = {GPT2.name: without, T5.name: "has an encoder", LLAVA.name: "reads images"}
         reason = reasons.get(config.architecture, "cannot generate text")
         raise ConfigError(f"{path} is a {config.architecture} model, which {reason}: name a {names[0]} model")
     tokenizer: Tokenizer
