@@ -39,6 +39,8 @@ _INTERFACE_ERROR = re.compile("device|interface|address|hostname|socket", re.IGN
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
 """Maximum seconds between the time-outs of two ranks."""
+_NAME_SECONDS = 60
+"""Time for the name of rank 0's host to become known."""
 _EXIT_TIMEOUT = timedelta(seconds=60)
 """Time for the slowest rank to destroy its process groups, once all ranks have reached the end."""
 
@@ -132,6 +134,26 @@ def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | N
     )
 
 
+def _wait_for_name(name: str) -> None:
+    """Wait up to a minute for an unknown host name: clusters such as Kubernetes publish it when the host has started.
+
+    Raises LaunchError if it is still unknown. Other problems of resolving it are only printed.
+    """
+    for second in range(_NAME_SECONDS + 1):
+        try:
+            getaddrinfo(name, None)
+            return
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name can be so
+            reason = f"MASTER_ADDR {name} does not resolve ({first_line(error)})"
+            if isinstance(error, UnicodeError) or second == _NAME_SECONDS:
+                raise LaunchError(f"{reason}: set it to the name or address of the host of rank 0") from error
+            if second == 0:
+                print_warning(f"{reason}; waiting for it")
+            if error.errno != EAI_NONAME:
+                return
+        time.sleep(1)
+
+
 def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
     """Wait until every rank has arrived. Returns the store, which its host must keep until the others have exited.
 
@@ -139,13 +161,7 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         LaunchError: with the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
     """
     listener = listen(environ) if hosts_store(environ) else None
-    try:
-        getaddrinfo(environ["MASTER_ADDR"], None)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name can be so
-        reason = f"MASTER_ADDR {environ['MASTER_ADDR']} does not resolve ({first_line(error)})"
-        if not isinstance(error, OSError) or error.errno == EAI_NONAME:
-            raise LaunchError(f"{reason}: set it to the name or address of the host of rank 0") from error
-        print_warning(f"{reason}; waiting for it")
+    _wait_for_name(environ["MASTER_ADDR"])
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
         with buffered_stderr():  # torch prints pages of C++ stack frames about a time-out

@@ -260,17 +260,18 @@ def test_the_wait_is_bounded_and_a_lost_host_is_no_error() -> None:
         (
             gaierror(EAI_NONAME, "unknown"),
             f"nowhere.invalid does not resolve ([Errno {EAI_NONAME}] unknown): set it to",
-            "",
+            "unknown); waiting for it",
         ),
         (UnicodeError("label too long"), "nowhere.invalid does not resolve (label too long): set it to", ""),
     ],
     ids=str,
 )
-def test_a_name_that_may_resolve_later_is_waited_for_and_an_unknown_one_is_not(
+def test_a_name_that_may_resolve_later_is_waited_for_and_an_unknown_one_for_a_minute(
     error: Exception, raised: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     place = {**PLACE, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
     monkeypatch.setattr("megatron.launch.distributed.getaddrinfo", Mock(side_effect=error))
+    monkeypatch.setattr("megatron.launch.distributed._NAME_SECONDS", 1)
     with pytest.raises(LaunchError, match=re.escape(raised)):
         rendezvous_barrier(place, timedelta(seconds=1))
     assert printed in capsys.readouterr().err
