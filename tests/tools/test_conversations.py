@@ -26,6 +26,9 @@ MARKED = """{% for message in messages -%}
 {{ message.role }}: {% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}
 {% endgeneration %}{% else %}{{ message.content }}
 {% endif %}{% endfor %}"""
+PLUS = """{{ documents is none }}{# {% generation %} #}
+{%- for message in messages %}{% if message.role == 'assistant' %}{%+ generation %}{{ message.content }}
+{%- endgeneration %}{% else %}{{ message | tojson(true, 1, (',', ':'), true) }}{% endif %}{% endfor %}"""
 LAST_ALONE = "{{ messages | length }} {% for message in messages %}{{ message.content }} {% endfor %}"
 MESSAGES = [
     {"role": "system", "content": "be kind "},
@@ -37,17 +40,17 @@ MESSAGES = [
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-@pytest.mark.parametrize("source", [CHATML, MARKED])
+@pytest.mark.parametrize("source", [CHATML, MARKED, PLUS])
 def test_text_and_answers_are_those_of_transformers(source: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     text, spans = ChatTemplate(source, SPECIAL).conversation(MESSAGES)
     rendered, answers = render_jinja_template(
-        [MESSAGES], chat_template=source, return_assistant_tokens_mask=source == MARKED, **SPECIAL
+        [MESSAGES], chat_template=source, return_assistant_tokens_mask=source != CHATML, **SPECIAL
     )
     assert text == rendered[0]
     counted = [text[begin:end] for begin, end in spans]
-    if source == MARKED:
+    if source != CHATML:
         assert counted == [rendered[0][begin:end] for begin, end in answers[0]]
     else:
         assert counted == ["b</s>\n", "d\ne</s>\n"]
@@ -108,6 +111,8 @@ def test_content_is_text_and_no_special_token(messages: list[dict], message: str
     calls = said(None, "assistant", tool_calls=[{"function": {"name": "f"}}])
     with pytest.raises(DataError, match="message 1 has tool_calls, which the chat template does not write"):
         template.conversation(calls)
+    with pytest.raises(DataError, match="there are tools, which the chat template does not write"):
+        template.conversation(said("a"), [{"name": "f"}])
     writes = ChatTemplate(f"{CHATML}{{# tool_calls #}}", SPECIAL)
     assert "None" not in writes.conversation(calls).text
 

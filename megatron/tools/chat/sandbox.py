@@ -41,7 +41,7 @@ class Template:
         self._tree = environment.parse(source)
         self._template = environment.from_string(source)
         self._special = dict(special)
-        self._marks_answers = bool(re.search(r"\{%-?\s*generation\b", source))
+        self._marks_answers = any(node.name == "_marked" for node in self._tree.find_all(nodes.ExtensionAttribute))
 
     def marks(self) -> list[str]:
         """Literals of the template in the form of special tokens, such as ``<|im_start|>``, and the special tokens that
@@ -86,7 +86,11 @@ class Template:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
         return self._template.render(
-            self._special, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+            self._special,
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
         )
 
 
@@ -104,8 +108,10 @@ class _Generation(Extension):
         return f"{BEGIN}{caller()}{END}"
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

@@ -103,6 +103,8 @@ class ChatTemplate:
             self._check_strings(f"message {number}", message)
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise DataError("tools must be a list of objects")
+        if tools and "tools" not in self.source:
+            raise DataError("there are tools, which the chat template does not write: use another")
         self._check_strings("tools", tools)
         return checked
 
