@@ -67,7 +67,7 @@ def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callabl
     write_parquet(tmp_path / "rows.parquet", TEXTS)
     write_parquet(tmp_path / "words.parquet", TEXTS, pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))
     write_parquet(tmp_path / "large.parquet", TEXTS, pyarrow.large_string())
-    table = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS})
+    table = pyarrow.table({"id": range(len(TEXTS)), "text": pyarrow.array(TEXTS, pyarrow.string_view())})  # as Polars
     for name, writer in {"stream.arrow": pyarrow.ipc.new_stream, "file.arrow": pyarrow.ipc.new_file}.items():
         with writer(str(tmp_path / name), table.schema) as file:
             file.write_table(table, max_chunksize=70)

@@ -107,7 +107,7 @@ def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
             raise DataError(f'{path}: {schema.names.count(name)} columns are named "{name}": rename all but one')
         kind = schema.field(name).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(f'{path}: column "{name}" holds {kind}, where strings are needed')
 
 
