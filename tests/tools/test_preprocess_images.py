@@ -196,6 +196,8 @@ FAULTS: list[tuple[Any, str]] = [
     ({**LLAVA[0], "image": "many.png"}, "many.png: an image of 2 frames"),
     ({**LLAVA[0], "image": "bomb.png"}, "bomb.png: 5000 x 5000 pixels are more than"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "object 1: a part of a message is audio"),
+    ({**LLAVA[0], "tools": [{"name": "f"}]}, "object 1: there are tools, which the chat template does not write"),
+    ({"messages": [{"role": "user", "content": "Why?", "weight": 0}]}, "object 1: message 1 has a weight other than 1"),
     ({"messages": [{"role": "user", "content": "Why?"}]}, "object 1: no message of the assistant"),
 ]
 

@@ -75,7 +75,7 @@ def _document(job: Job, tokenizer: Tokenizer, template: ChatTemplate, record: Re
         raise DataError(record.error)
     sources: list[Any] = []
     if record.tokens is None:
-        text = template.conversation(_messages(record.content, sources))
+        text = template.conversation(_messages(record.content, sources), record.content.get("tools"))
         if (marks := text.text.count(MARK)) != len(sources):
             raise DataError(f"{marks} times {MARK}, and {len(sources)} images")
         ids, counted = _tokens(job.images, tokenizer, text)
@@ -110,12 +110,13 @@ def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
     for turn in turns:
         if not isinstance(turn, dict):
             raise DataError("a turn is not an object")
+        turn = {key: value for key, value in turn.items() if value is not None}  # Parquet has each key in each turn
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         if not isinstance(role, str):
             raise DataError("a turn has no role")
         parts = content if isinstance(content, list) else [content]
         text = "".join(_part(part, images) for part in parts)
-        messages.append({"role": _ROLES.get(role, role), "content": text})
+        messages.append({**turn, "role": _ROLES.get(role, role), "content": text})
     return messages
 
 
