@@ -6,6 +6,7 @@ The sources are layers; a later layer overrides the earlier ones: defaults of th
 
 import argparse
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -162,9 +163,9 @@ def _read_huggingface(
     trains the model.
     """
     place = f"--load-hf {folder}"
-    if (Path(folder) / "latest").exists() and not (Path(folder) / "config.json").exists():
+    if os.path.exists(f"{folder}/latest") and not os.path.exists(f"{folder}/config.json"):
         raise ConfigError(f"{place} has training checkpoints, and is not a Hugging Face folder: use --load for it")
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(f"{place}: no such folder; models are not downloaded: give a local folder")
     config = read_config(Path(folder))
     if architecture.provider is None and config.architecture != architecture.name:

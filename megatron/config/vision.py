@@ -94,7 +94,7 @@ class VisionConfig:
     @property
     def encoder_tokens(self) -> int:
         """Tokens of an image in the encoder: its patches, and the class token."""
-        return (self.vision_image_size // self.vision_patch_size) ** 2 + self.has_class_token
+        return (self.vision_image_size // max(self.vision_patch_size, 1)) ** 2 + self.has_class_token
 
     @property
     def image_tokens(self) -> int:

@@ -52,6 +52,12 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         2,
         ["--load-hf me/gpt: no such folder; models are not downloaded: give a local folder"],
     ),
+    "a model's name that no folder can have": (
+        whole,
+        f"--load-hf {'x' * 300}",
+        2,
+        [": no such folder; models are not"],
+    ),
     "tokens shorter than their index": (
         cut(BIN, 100),
         "",

@@ -132,6 +132,8 @@ llava --model-parallel-size 2 --vision-num-attention-heads 1
     --vision-num-attention-heads 2
 llava --vision-image-size 84
     --seq-length 40
+llava --vision-patch-size 0
+    --vision-patch-size 14
 llava --freeze-vision --pipe-parallel-size 2 --pipeline-partition 2,4
     --pipeline-partition 4,2
 --position-embedding-type relative

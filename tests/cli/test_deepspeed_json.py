@@ -94,6 +94,7 @@ def test_a_contradiction_names_both_sides(words: str, text: str, message: str, c
     assert f"{message} in ds.json contradict each other: {remedy}" in config_file_errors(text, words)
 
 
+NO_NORM = {"zero_optimization": {"compute_grad_norm": False}}
 RATIO = {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}
 MASTERS, STATES = {"bf16": {"bf16_master_weights_and_grads": True}}, {"bf16": {"bf16_optimizer_states": True}}
 PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_factor": 4}
@@ -106,8 +107,15 @@ PRESCALED, DIVIDED_BY_4 = {"prescale_gradients": True}, {"gradient_predivide_fac
         (DIVIDED_BY_4, "--zero-stage 2", "gradient_predivide_factor 4 does not work at ZeRO 2"),
         (DIVIDED_BY_4, "--zero-stage 1 --no-zero-reduce-scatter --ds-sequence-parallel-size 2",
          "gradient_predivide_factor 4 does not work at ZeRO 1"),
-        ({"zero_optimization": {"compute_grad_norm": False}}, "--zero-stage 1 --bf16 --grad-accum-dtype fp32",
+        (NO_NORM, "--zero-stage 1 --bf16 --grad-accum-dtype fp32 --clip-grad 0",
          "compute_grad_norm false does not work with fp32 sums"),
+        (NO_NORM, "--zero-stage 2", "compute_grad_norm false does not work with clipping (--clip-grad 0 turns it off)"),
+        (NO_NORM, "--zero-stage 1 --cpu-optimizer --clip-grad 0",
+         "compute_grad_norm false does not work with --offload-optimizer"),
+        (NO_NORM, "--zero-stage 2 --clip-grad 0", None),
+        (NO_NORM, "--zero-stage 3 --clip-grad 0", "compute_grad_norm false does not work with ZeRO 3, only"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "", "data_types.grad_accum_dtype fp16 contradicts a run in"),
+        ({"aio": {"use_gds": True}}, "", "aio.use_gds needs a GPU, and this host has none: remove it"),
         (PRESCALED | DIVIDED_BY_4, "--zero-stage 1", None),
         (PRESCALED, "--zero-stage 2 --no-zero-reduce-scatter", None),
         (DIVIDED_BY_4, "--zero-stage 2 --no-zero-reduce-scatter", None),

@@ -267,16 +267,24 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {schedule}: set it to false, or "
             "remove it; --trace measures each pass"
         )
-    quantized = [key for key, value in file.get(ZERO, {}).items() if key.startswith("zero_quantized_") and value]
-    if quantized and run.parallel.device == "cpu":
-        yield f"{ZERO}.{quantized[0]} needs a GPU, and this host has none: remove it"
+    accelerated = [
+        f"{ZERO}.{key}" for key, value in file.get(ZERO, {}).items() if key.startswith("zero_quantized_") and value
+    ]
+    accelerated += ["aio.use_gds"] * bool(value_at(file, ("aio", "use_gds")))
+    if accelerated and run.parallel.device == "cpu":
+        yield f"{accelerated[0]} needs a GPU, and this host has none: remove it"
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
         yield "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
     yield from _gradient_scaling_conflicts(run, file)
     yield from _master_weight_conflicts(run, file)
-    weights = value_at(file, ("data_types", "param_dtype"))
-    if weights and _DTYPES.get(weights.removeprefix("torch."), weights) != run.precision.dtype:
-        yield f"data_types.param_dtype {weights} contradicts a run in {run.precision.dtype}: remove it, or set the flag"
+    yield from _gradient_norm_conflicts(run, file)
+    for key, others in (
+        ("param_dtype", ()),
+        ("grad_accum_dtype", ("fp32", "bf16")),
+    ):  # the flag's rules check the others
+        dtype = value_at(file, ("data_types", key))
+        if dtype and _DTYPES.get(dtype.removeprefix("torch."), dtype) not in (run.precision.dtype, *others):
+            yield f"data_types.{key} {dtype} contradicts a run in {run.precision.dtype}: remove it, or set the flag"
     ratio = value_at(file, (ZERO, "offload_optimizer", "ratio"))
     if ratio is not None and ratio < 1 and run.zero.zero_stage != 3:
         yield f"{ZERO}.offload_optimizer.ratio {ratio:g} needs --zero-stage 3: add it, or remove the key"
@@ -284,6 +292,20 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
 
 _DTYPES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 """Other names of types in the JSON."""
+
+
+def _gradient_norm_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
+    """Messages where DeepSpeed 0.19.8 raises ValueError about gradients without a norm."""
+    zero, sums = run.zero, run.precision.bf16 and run.precision.grad_accum_dtype == "fp32"
+    obstacles = {
+        f"ZeRO {zero.zero_stage}, only with 1 and 2": zero.zero_stage not in (1, 2),
+        "clipping (--clip-grad 0 turns it off)": run.optim.clip_grad > 0,
+        "--offload-optimizer": zero.offloads_optimizer,
+        "fp32 sums of bf16 gradients at ZeRO 1": sums and zero.zero_stage == 1,
+    }
+    met = next((name for name, is_met in obstacles.items() if is_met), None)
+    if met and value_at(file, (ZERO, "compute_grad_norm")) is False:
+        yield f"compute_grad_norm false does not work with {met}: remove it"
 
 
 def _master_weight_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
@@ -310,10 +332,6 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iter
     """
     zero, stage, sequence = run.zero, run.zero.zero_stage, run.parallel.sequence_ranks
     prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
-    adds_up_bf16_in_fp32 = run.precision.bf16 and run.precision.grad_accum_dtype == "fp32" and stage == 1
-    skips_norm = file.get(ZERO, {}).get("compute_grad_norm") is False
-    if skips_norm and adds_up_bf16_in_fp32 and zero.offload_optimizer == "none":
-        yield "compute_grad_norm false does not work with fp32 sums of bf16 gradients at ZeRO 1: remove it"
     scatters = stage >= 2 and zero.zero_reduce_scatter
     divides_twice = stage == 3 or (stage > 0 and sequence > 1 and not zero.zero_reduce_scatter)
     ranks = run.parallel.data_parallel_size * sequence if run.parallel.replica_size >= 1 else 0

@@ -196,7 +196,7 @@ def image_fits(run: RunConfig) -> Messages:
     """A sample has room for an image. An image that does not fit is cut off, with all that follows it."""
     model, length = run.model, run.data.seq_length
     patch, size = model.vision_patch_size, model.vision_image_size
-    if not model.vision_num_layers:
+    if not model.vision_num_layers or patch < 1:
         return
     if patch > size:
         yield f"--vision-patch-size {patch} is more than --vision-image-size {size}"
