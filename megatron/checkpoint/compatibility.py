@@ -90,10 +90,23 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
         return []
     known = {name: value for name, value in settings_of(run).items() if value != ""}
     before = formulas_of(saved.full_model_config()) | saved.description.get("settings", {})
+    known |= _update_rule(run.ds_config)
+    before |= _update_rule(saved.config.get("ds_config", {}))
     lines = _differences(known, before, saved.path)
     if run.optim.use_checkpoint_lr_scheduler or run.optim.override_lr_scheduler:
         return lines
     return lines + _schedule_differences(saved, run)
+
+
+_UPDATE_RULE = {"adam_w_mode": True, "bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
+"""Settings that change an optimizer's update and that only DeepSpeed's JSON has, with DeepSpeed's defaults."""
+
+
+def _update_rule(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    optimizer = ds_config.get("optimizer", {})
+    params = _UPDATE_RULE | optimizer.get("params", {})
+    params["adam_w_mode"] = bool(params["adam_w_mode"]) or optimizer.get("type") != "Adam"  # else it is ignored
+    return {name: params[name] for name in _UPDATE_RULE}
 
 
 def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:

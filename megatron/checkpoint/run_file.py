@@ -77,7 +77,8 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
 
 def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Values of the right type that are contradictory or impossible, or settings of another form."""
-    if not isinstance(config.get("ds_config", {}).get("optimizer", {}), dict):
+    optimizer = config.get("ds_config", {}).get("optimizer", {})
+    if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params", {}), dict):
         yield "the optimizer in ds_config is not an object"
     model, template = config.get("model", {}), config.get("data", {}).get("chat_template")
     if model.get("architecture", GPT2.name) == GPT2.name:

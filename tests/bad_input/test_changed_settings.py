@@ -79,6 +79,16 @@ def test_a_longer_run_changes_what_follows_from_its_length(place: Path) -> None:
     )
 
 
+def test_an_update_rule_that_only_a_json_has(place: Path) -> None:
+    adam = {"type": "Adam", "params": {"adam_w_mode": False}}
+    (place / "ds.json").write_text(json.dumps({"optimizer": adam}))
+    expected = 4, [f"adam_w_mode is False, but True in ck/global_step2: {ADVICE}"]
+    assert refusal(place, f"{SAME} --deepspeed-config ds.json") == expected
+    (place / "ds.json").write_text(json.dumps({"optimizer": adam | {"type": "AdamW"}}))  # ignores it
+    _, (line,) = refusal(place, f"{SAME} --deepspeed-config ds.json --seed 99")
+    assert line.startswith("--seed is 99")
+
+
 def test_changed_tokens(place: Path) -> None:
     tokens = bytearray((place / "tiny_text_document.bin").read_bytes())
     tokens[0:2], tokens[2:4] = tokens[2:4], tokens[0:2]

@@ -131,8 +131,8 @@ def _universal_weights(path: Path) -> LazyTensors:
 def _fp32(file: Path) -> Tensor:
     value = read_file(file, mapped=True)
     value = value.get("param") if isinstance(value, Mapping) else value
-    if not isinstance(value, Tensor):
-        raise CheckpointError(f"{file} holds {shown(value)}, and should hold a tensor")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise CheckpointError(f"{file} holds {shown(value)}, and should hold a tensor of floating point")
     return value
 
 

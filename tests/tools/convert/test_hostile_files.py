@@ -56,7 +56,7 @@ def test_index_names_only_files_in_its_folder(tmp_path: Path, weight_map: object
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [[1], {"step": 3}, {"param": [1.0]}, None])
+@pytest.mark.parametrize("content", [[1], {"step": 3}, {"param": [1.0]}, None, torch.ones(2).int()])
 def test_a_universal_weight_that_is_no_tensor(tmp_path: Path, content: object):
     (file := tmp_path / "zero" / "2.weight" / "fp32.pt").parent.mkdir(parents=True)
     torch.save(content, file)
