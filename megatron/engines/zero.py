@@ -8,6 +8,8 @@ DeepSpeed 0.19.8:
   Tests: tests/training/test_gradient_norm.py, test_synchronizations.py.
 - ``step`` updates the fp16 loss scale first and divides by the new one, so that the gradient of every step in which
   the scale doubles is halved, and at ZeRO 3 its norm as well. Test: tests/training/test_fp16.py.
+- ``initialize_optimizer_states`` replaces torch's Adagrad by another one, without the groups of its parameters and
+  out of reach of the learning-rate schedule. Test: tests/training/test_optimizers.py.
 - stage_1_and_2.py: ``check_overflow`` reads every gradient twice and reduces the result over all ranks, although
   ``step`` then checks the norm anyway. ``step`` waits for the norm before it starts the optimizer, multiplies the
   gradient in a separate pass (also by 1), updates groups sequentially, and waits until all weights are gathered.
@@ -53,11 +55,19 @@ expect(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "(self)")
 expect(stage3, "mask_nan_or_inf_with_val_inplace", "(input, device=None, val=-1.0)")
 
 
-class LossScaleOfStep:
-    """Mixin that divides the gradient by the loss scale of its own step, and doubles the scale only afterwards."""
+class CorrectedSteps:
+    """Mixin: the gradient is divided by the loss scale of its own step, and Adagrad keeps its groups and schedule."""
 
     dynamic_loss_scale: bool
     overflow: bool
+    optimizer: Any
+
+    @overrides(DeepSpeedZeroOptimizer, "(self)")
+    def initialize_optimizer_states(self) -> None:
+        """Allocate the states, and keep the optimizer whose groups the schedule sets."""
+        given = self.optimizer
+        super().initialize_optimizer_states()  # type: ignore[misc]
+        given.state, self.optimizer = self.optimizer.state, given
 
     @overrides(DeepSpeedZeroOptimizer, "(self, has_overflow=False)")
     def _update_scale(self, has_overflow: bool = False) -> None:
@@ -83,7 +93,7 @@ class _Piece(NamedTuple):
     """Whether the piece is summed over the tensor-parallel ranks."""
 
 
-class ZeroOptimizer(LossScaleOfStep, DeepSpeedZeroOptimizer):
+class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
     """The optimizer of ZeRO 1 and 2.
 
     Args:
@@ -360,7 +370,7 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
     return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
-class Zero3Optimizer(LossScaleOfStep, DeepSpeedZeroOptimizer_Stage3):
+class Zero3Optimizer(CorrectedSteps, DeepSpeedZeroOptimizer_Stage3):
     """The optimizer of ZeRO 3."""
 
     @overrides(DeepSpeedZeroOptimizer_Stage3, "(*args, **kwargs)")

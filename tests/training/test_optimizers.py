@@ -24,6 +24,7 @@ FLAGS = {
     "sgd": "--optimizer sgd --lr 0.5",
     "lion": "--optimizer lion --lr 3e-3 --adam-beta2 0.99",
     "adafactor": "--optimizer adafactor --lr 0.3",
+    "adagrad": "--lr 3e-2 --weight-decay 0.1 --deepspeed_config {place}/adagrad.json",
     "muon": f"{MUON} {SWIGLU}",
     "muon-whole-qkv": f"{MUON} --muon-no-split-qkv --muon-scale-mode shape_scaling --muon-coefficient-type simple",
 }
@@ -40,7 +41,8 @@ def trained(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFacto
     @cache
     def folder(optimizer: str, processes: int = 1, layout: str = "") -> Path:
         place = tmp_path_factory.mktemp(optimizer)
-        words = (*SETTINGS, *FLAGS[optimizer].split(), *layout.split(), "--save-interval", SAVED)
+        (place / "adagrad.json").write_text('{"optimizer": {"type": "Adagrad"}}')
+        words = (*SETTINGS, *FLAGS[optimizer].format(place=place).split(), *layout.split(), "--save-interval", SAVED)
         train_in_ranks.into_folder(place, processes, *words)
         publish(place / "checkpoint", f"global_step{SAVED}", SAVED)
         return place
@@ -59,6 +61,8 @@ def losses(metrics: Path) -> list[float]:
         ("lion", 2, "--pipe-parallel-size 2 --zero-stage 1"),
         ("lion", 1, "--zero-stage 2 --offload-optimizer cpu"),
         ("adafactor", 2, "--pipe-parallel-size 2"),
+        ("adagrad", 2, "--zero-stage 1"),
+        ("adagrad", 1, "--zero-stage 3"),
         ("muon", 2, "--model-parallel-size 2"),
         ("muon", 2, "--zero-stage 2"),
         ("muon-whole-qkv", 2, "--pipe-parallel-size 2 --zero-stage 1"),
@@ -74,13 +78,21 @@ def test_a_layout_has_the_losses_of_one_process(trained, optimizer, processes, l
     ("optimizer", "before", "processes", "layout"),
     [
         ("sgd", ONE, 2, "--zero-stage 3"),
+        ("adagrad", ONE, 2, "--zero-stage 2"),
+        ("adagrad", (2, "--zero-stage 1"), 1, "--zero-stage 3"),
         ("muon", ONE, 2, "--model-parallel-size 2 --zero-stage 1"),
         ("muon", (2, "--model-parallel-size 2"), 1, ""),
     ],
 )
 def test_a_run_resumes_on_another_layout(train_in_ranks, trained, tmp_path, optimizer, before, processes, layout):
     source, metrics = trained(optimizer, *before), tmp_path / "metrics"
-    words = [*SETTINGS, *FLAGS[optimizer].split(), *layout.split(), "--load", source / "checkpoint"]
+    words = [
+        *SETTINGS,
+        *FLAGS[optimizer].format(place=source).split(),
+        *layout.split(),
+        "--load",
+        source / "checkpoint",
+    ]
     train_in_ranks(processes, *words, "--metrics-file", metrics)
     assert losses(metrics) == pytest.approx(losses(source / "metrics")[SAVED:], rel=1e-5)
 

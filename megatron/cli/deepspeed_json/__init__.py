@@ -270,7 +270,8 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
     accelerated = [
         f"{ZERO}.{key}" for key, value in file.get(ZERO, {}).items() if key.startswith("zero_quantized_") and value
     ]
-    accelerated += ["aio.use_gds"] * bool(value_at(file, ("aio", "use_gds")))
+    switches = (("aio", "use_gds"), (ZERO, "offload_optimizer", "super_offload"))
+    accelerated += [".".join(switch) for switch in switches if value_at(file, switch)]
     if accelerated and run.parallel.device == "cpu":
         yield f"{accelerated[0]} needs a GPU, and this host has none: remove it"
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
@@ -286,8 +287,9 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
         if dtype and _DTYPES.get(dtype.removeprefix("torch."), dtype) not in (run.precision.dtype, *others):
             yield f"data_types.{key} {dtype} contradicts a run in {run.precision.dtype}: remove it, or set the flag"
     ratio = value_at(file, (ZERO, "offload_optimizer", "ratio"))
-    if ratio is not None and ratio < 1 and run.zero.zero_stage != 3:
-        yield f"{ZERO}.offload_optimizer.ratio {ratio:g} needs --zero-stage 3: add it, or remove the key"
+    if ratio is not None and ratio < 1 and not (run.zero.zero_stage == 3 and _has_deepspeeds_adam(run)):
+        needed = "--zero-stage 3, and DeepSpeed's Adam by --offload-optimizer cpu"
+        yield f"{ZERO}.offload_optimizer.ratio {ratio:g} needs {needed}: remove it"
 
 
 _DTYPES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
@@ -308,10 +310,14 @@ def _gradient_norm_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterato
         yield f"compute_grad_norm false does not work with {met}: remove it"
 
 
+def _has_deepspeeds_adam(run: RunConfig) -> bool:
+    return run.zero.offloads_optimizer and run.optim.optimizer == "adam" and not run.zero.cpu_torch_adam
+
+
 def _master_weight_conflicts(run: RunConfig, file: Mapping[str, Any]) -> Iterator[str]:
     """Messages where DeepSpeed 0.19.8 raises AssertionError about master weights in half precision."""
     zero, states = run.zero, bool(value_at(file, ("bf16", "bf16_optimizer_states")))
-    is_deepspeeds = zero.offloads_optimizer and run.optim.optimizer == "adam" and not zero.cpu_torch_adam
+    is_deepspeeds = _has_deepspeeds_adam(run)
     for dtype, fits in (("bf16", is_deepspeeds or (states and not zero.offloads_optimizer)), ("fp16", is_deepspeeds)):
         key = f"{dtype}_master_weights_and_grads"
         is_on = bool(value_at(file, (dtype, key)))
