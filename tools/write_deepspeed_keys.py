@@ -25,6 +25,11 @@ SIZE = {"type": "integer", "minimum": 0}
 AMOUNT = {"type": "number", "minimum": 0}
 TEXT = {"type": "string"}
 TEXTS: dict[str, Any] = {"type": "array", "items": TEXT, "description": "a list of strings"}
+CLASSES = {
+    "type": "array",
+    "items": {"type": "string", "pattern": r"\w+(\.\w+)+"},
+    "description": "a list of classes such as torch.nn.Linear",
+}
 OBJECT = {"type": "object"}
 BETAS = {
     "type": "array",
@@ -56,7 +61,7 @@ _WITHOUT_MODEL: dict[str, Any] = {
     "gradient_clipping": AMOUNT,
     "optimizer": _section(type=TEXT, params=OBJECT, legacy_fusion=BOOL),
     "torch_autocast": _section(
-        enabled=BOOL, dtype={"type": "string", "enum": _HALF}, lower_precision_safe_modules=TEXTS
+        enabled=BOOL, dtype={"type": "string", "enum": _HALF}, lower_precision_safe_modules=CLASSES
     ),
     "data_types": _section(
         grad_accum_dtype=_or_null(_DTYPE),

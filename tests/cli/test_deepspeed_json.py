@@ -195,6 +195,8 @@ def test_keys_without_a_flag_are_passed_on(config_file) -> None:
         ('{"comet": {"online": "no"}}', ', line 1: comet.online: "no" must be true or false, or null'),
         ('{"log_level": "shout"}', ', line 1: log_level: "shout" must be debug, info, warning, error, critical'),
         ('{"data_types": {"param_dtype": "float7"}}', ', line 1: data_types.param_dtype: "float7" must be one of'),
+        ('{"torch_autocast": {"lower_precision_safe_modules": ["x"]}}',
+         ', line 1: torch_autocast.lower_precision_safe_modules: ["x"] must be a list of classes'),
         ('{"torch_autocast": {"dtype": "fp32"}}', ', line 1: torch_autocast.dtype: "fp32" must be one of'),
         ('{"gradient_predivide_factor": 0}', ", line 1: gradient_predivide_factor: 0 must be a number above 0"),
         ('{"zero_optimization": {"zenflow": {}}}', ", line 1: zero_optimization.zenflow: not supported"),
