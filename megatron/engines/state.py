@@ -9,7 +9,7 @@ group in apex's FusedAdam. The moments have the same names in all of them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,9 +162,13 @@ def accept_any_adam(optimizer: Optimizer) -> None:
 def in_form_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the state ``saved`` by any implementation of Adam to the form of ``optimizer``.
 
-    State without a step count stays as it is.
+    State without a step count stays as it is. Earlier versions saved Adagrad's groups of ZeRO as a single one.
     """
     groups = [dict(group) for group in saved["param_groups"]]
+    if len(groups) == 1:
+        numbers = iter(groups[0]["params"])
+        divided = [list(islice(numbers, len(current["params"]))) for current in optimizer.param_groups]
+        groups = [{**groups[0], "params": params} for params in divided]
     state = {number: dict(values) for number, values in saved["state"].items()}
     for group, current in zip(groups, optimizer.param_groups, strict=True):
         numbered = zip(group["params"], current["params"], strict=True)

@@ -9,9 +9,11 @@ import torch
 from support.programs import read_metrics
 from support.training import RankTraining
 from torch import nn
+from torch.optim import Adagrad
 
 from megatron.checkpoint.tracker import publish
 from megatron.engines.optimizers.muon import Matrix, Muon
+from megatron.engines.state import accept_any_adam
 
 SAVED = 3
 SETTINGS = (
@@ -95,6 +97,18 @@ def test_a_run_resumes_on_another_layout(train_in_ranks, trained, tmp_path, opti
     ]
     train_in_ranks(processes, *words, "--metrics-file", metrics)
     assert losses(metrics) == pytest.approx(losses(source / "metrics")[SAVED:], rel=1e-5)
+
+
+def test_adagrad_loads_the_single_group_of_earlier_versions():
+    weights = [nn.Parameter(torch.ones(length)) for length in (2, 3)]
+    earlier, now = Adagrad(weights, lr=0.1), Adagrad([{"params": [weight]} for weight in weights])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    earlier.step()
+    accept_any_adam(now)
+    now.load_state_dict(earlier.state_dict())
+    assert [group["params"] for group in now.param_groups] == [[weight] for weight in weights]
+    torch.testing.assert_close([now.state[weight]["sum"] for weight in weights], [torch.ones(2), torch.ones(3)])
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
