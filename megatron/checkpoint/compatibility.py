@@ -62,6 +62,8 @@ def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
     rows = saved.config["model"].get("padded_vocab_size", run.model.padded_vocab_size)
     if is_unsafe or has_expert_files or may_differ or rows != run.model.padded_vocab_size:
         return False
+    if saved.is_converted:  # its weights may have another type
+        return False
     return saved.layout == SavedLayout.from_run(run)
 
 
@@ -165,7 +167,7 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     needs_rng = has_same_ranks(saved, run) and not (config.finetune or config.no_load_rng)
     if needs_rng and not saved.has_rng:
         messages.append(f"{path} was saved with --no-save-rng: add --no-load-rng or --finetune")
-    if messages and is_same_model and not (saved.iteration or saved.has_optimizer or config.auto_resume):
+    if messages and is_same_model and saved.is_converted and not config.auto_resume:
         messages = [f"{path} holds weights only, as tools/convert_checkpoint.py writes them: add --finetune"]
     if messages:
         raise CheckpointError(messages)

@@ -139,6 +139,11 @@ class SavedRun:
         return bool(self.description.get("has_optimizer"))
 
     @property
+    def is_converted(self) -> bool:
+        """Whether it has weights only, as tools/convert_checkpoint.py writes them."""
+        return not (self.iteration or self.has_optimizer)
+
+    @property
     def has_rng(self) -> bool:
         """Whether the random number states were saved."""
         return bool(self.description.get("has_rng"))

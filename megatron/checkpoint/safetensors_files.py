@@ -15,7 +15,7 @@ from megatron.model.huggingface import read_json
 SAFETENSORS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
 T = TypeVar("T")
-FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F64", "F32", "BF16", "F16")
 """Supported types of weights, by their names in the format."""
 
 

@@ -86,7 +86,7 @@ def test_a_bert_begins_with_the_weights_of_its_folder(run_ranks, train_bert_in_r
         max_position_embeddings=32, initializer_range=0.3, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     torch.manual_seed(5)
-    AutoModelForPreTraining.from_config(config).save_pretrained(tmp_path / "hf")
+    AutoModelForPreTraining.from_config(config).bfloat16().save_pretrained(tmp_path / "hf")
     shutil.copyfile(programs.folder / "vocab.txt", tmp_path / "hf" / "vocab.txt")
     tool = "tools/convert_checkpoint.py"
     programs.warm(1, tool, "from-hf", tmp_path / "hf", "--output", tmp_path / "ours").ok()
