@@ -239,7 +239,7 @@ def _merge_lora(args: argparse.Namespace) -> None:
 
     pretrain_gpt2.py --load FOLDER --finetune continues from it; the other tools read it as any checkpoint.
     """
-    found = find_source(args, "tag", "folder")
+    found = find_source(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model, write_checkpoint
     from megatron.tools.convert.lora import merge_adapters
@@ -257,7 +257,7 @@ def _merge_lora(args: argparse.Namespace) -> None:
 
 
 def _merge_lora_flags(parser: argparse.ArgumentParser) -> None:
-    paths(parser, "a checkpoint folder or one tag of it", "checkpoint folder to write")
+    paths(parser, "a checkpoint folder, one tag of it, or its universal form", "checkpoint folder to write")
 
 
 def _to_peft(args: argparse.Namespace) -> None:
@@ -266,7 +266,7 @@ def _to_peft(args: argparse.Namespace) -> None:
     It has adapter_config.json and adapter_model.safetensors. The base model is written by to-hf from the checkpoint
     that the training began with.
     """
-    found = find_source(args, "tag", "folder")
+    found = find_source(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model
     from megatron.tools.convert.lora import write_peft
@@ -278,7 +278,7 @@ def _to_peft(args: argparse.Namespace) -> None:
 
 
 def _to_peft_flags(parser: argparse.ArgumentParser) -> None:
-    paths(parser, "a checkpoint folder or one tag of it", "folder to write")
+    paths(parser, "a checkpoint folder, one tag of it, or its universal form", "folder to write")
     parser.add_argument("--base", metavar="NAME", help="name or folder of the base model, for adapter_config.json")
 
 

@@ -72,8 +72,9 @@ def test_adapters_train_alike_on_every_layout(
     assert [line["lm_loss"] for line in read_metrics(resumed / "again") if "lm_loss" in line] == expected[3:]
 
     output = tmp_path / "merged"
-    words = ("merge-lora", tmp_path / "tp2" / "checkpoint", "--output", output)
-    programs.warm(1, "tools/convert_checkpoint.py", *words).ok()
+    tool, tag = "tools/convert_checkpoint.py", newest(tmp_path / "tp2" / "checkpoint").path
+    programs.warm(1, tool, "to-universal", tag).ok()
+    programs.warm(1, tool, "merge-lora", f"{tag}_universal", "--output", output).ok()
     plain = dict(lazy_weights(newest(output)))
     assert plain.keys() == before.keys()
     name = "3.mlp.dense_4h_to_h"
