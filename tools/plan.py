@@ -31,7 +31,7 @@ from megatron.tools.command_line import (
     read_architecture,
     run_tool,
 )
-from megatron.tools.planning.machine import DEVICES, GB, TERA, Machine
+from megatron.tools.planning.machine import DEVICES, GB, MACHINE_INTERVALS, TERA, Machine
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
 from megatron.tools.planning.request import Request, bytes_of_text, make_request
@@ -44,13 +44,9 @@ PRECISION = {"v100": "fp16", "cpu": "fp32"}
 
 INTERVALS = {
     "vocab_size": "[1, inf)",
-    "tokens": "(0, inf)",
+    "tokens": "(0, 9e15]",
     "devices": "[1, 1e6]",
-    "devices_per_node": "[1, inf)",
-    "headroom": "[0, 1)",
-    "peak_tflops": "(0, inf)",
-    "intra_bandwidth": "(0, inf)",
-    "inter_bandwidth": "(0, inf)",
+    **MACHINE_INTERVALS,
     "top": "[1, inf)",
     "choose": "[1, inf)",
     "rehearse": "[1, 100]",

@@ -9,7 +9,7 @@ from _atomic_file import atomic_file
 from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, output_file, run_tool
-from megatron.tools.reporting.files import Points, read_series
+from megatron.tools.reporting.files import LARGEST_DRAWN, Points, read_series
 from megatron.tools.reporting.pictures import CURVE_KEYS, draw_curves
 
 FORMATS = ("png", "svg", "pdf")
@@ -47,7 +47,7 @@ def named_losses(texts: Iterable[str]) -> Iterable[tuple[str, float]]:
             number = read_number(value) if name else None
         except ValueError:
             number = None
-        if number is None:
+        if number is None or abs(number) >= LARGEST_DRAWN:
             raise ConfigError(f"--baseline {text}: give NAME=VALUE with a number, such as unigram=6.2")
         yield name, number
 

@@ -23,7 +23,7 @@ from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_json
 from megatron.tools.command_line import ToolParser, check_values, output_file, read_architecture, run_tool
-from megatron.tools.planning.machine import DEVICES, GB, LINKS, TERA, Machine
+from megatron.tools.planning.machine import DEVICES, GB, LINKS, MACHINE_INTERVALS, TERA, Machine
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.rehearsal.estimate import Expected
 from megatron.tools.rehearsal.output import as_json, describe_expected, describe_rank
@@ -33,11 +33,7 @@ from megatron.tools.verify.request import PROGRAM
 INTERVALS = {
     "world_size": "[1, inf)",
     "steps": "[1, 1000]",
-    "devices_per_node": "[1, inf)",
-    "headroom": "[0, 1)",
-    "peak_tflops": "(0, inf)",
-    "intra_bandwidth": "(0, inf)",
-    "inter_bandwidth": "(0, inf)",
+    **MACHINE_INTERVALS,
 }
 
 

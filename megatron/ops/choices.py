@@ -92,9 +92,10 @@ def computed_scores(model: ModelConfig, kernel: AttentionKernel, seq_length: int
     if kernel.limits != "blocks" or seq_length <= SHORTEST_BLOCK or window >= seq_length - 1:
         return seq_length**2
     chunk = chunk_size(window)
-    begins = range(0, seq_length, chunk)
-    rows = [min(chunk, seq_length - begin) for begin in begins]
-    return sum(count * (min(window, begin) + count) for begin, count in zip(begins, rows, strict=True))
+    full, rest = divmod(seq_length, chunk)
+    growing = min(full, -(-window // chunk))  # full chunks with fewer preceding tokens than the window
+    preceding = chunk * growing * (growing - 1) // 2 + window * (full - growing)
+    return chunk * (preceding + chunk * full) + rest * (min(window, seq_length - rest) + rest)
 
 
 def chunk_size(window: int) -> int:

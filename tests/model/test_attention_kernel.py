@@ -78,6 +78,9 @@ def test_scores_of_a_window_are_those_of_its_chunks() -> None:
         attend_in_blocks(*heads, None, window, core)
         assert computed_scores(model, attention_kernel(model, CPU, causal=True, seq_length=s), s) == sum(products)
     assert sum(products) == s * s
+    long = replace(MODEL, pre_tokens=1000, attention_softmax_in_fp32=True)
+    scores = computed_scores(long, attention_kernel(long, CPU, causal=True, seq_length=10**12), 10**12)
+    assert scores == 512 * (512 + 512 + 1512 * (10**12 // 512 - 2) + 512)
 
 
 def test_the_facts_of_a_device(monkeypatch) -> None:

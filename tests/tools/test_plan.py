@@ -137,6 +137,9 @@ def test_placeholders_of_data_fit_the_model_and_are_not_read(tmp_path, monkeypat
     [
         ("--device a1000", "'a1000': did you mean a100?"),
         ("--emit /dev/null/files", "--emit: /dev/null/files: /dev/null is not a folder"),
+        ("--peak-tflops 1e300", "--peak-tflops 1e+300 must be "),
+        ("--inter-bandwidth 1e-300 --devices-per-node 1", "--inter-bandwidth 1e-300 must be "),
+        ("--tokens 1e300", "--tokens 1e+300 must be "),
     ],
 )
 def test_bad_arguments_are_one_line_errors(tool, words, message):

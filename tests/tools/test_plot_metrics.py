@@ -68,3 +68,9 @@ def test_nothing_is_written_into_a_checkpoint(tool: Callable, metrics: Path, tmp
     result = tool("plot_metrics", metrics, "--output", tmp_path / "loss.svg")
     assert result.returncode == 2 and "is a checkpoint, and is refused with other files in it" in result.stderr
     assert {*tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("loss", ["nan", "x", "-1e308"])
+def test_a_baseline_that_cannot_be_drawn_is_refused(tool: Callable, metrics: Path, tmp_path: Path, loss: str):
+    result = tool("plot_metrics", metrics, "--output", tmp_path / "loss.png", "--baseline", f"a={loss}")
+    assert result.returncode == 2 and f"--baseline a={loss}: " in result.stderr

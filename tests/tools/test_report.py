@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     lines.append({"iteration": 2000, "validation_loss": 2.5})
     for n, line in enumerate(lines):  # the first of two experts gets more and more
         line |= {"layer_2/expert_0_load": 1 + n / 2000, "layer_2/expert_1_load": 1 - n / 2000}
+    lines[0] |= {f"layer_{'9' * 5000}/expert_0_load": 1, "layer_2/expert_2_load": 10**400}  # cannot be drawn
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = parse(f"--pipe-parallel-size 2 --run-dir {tmp_path} --data-path <b>corpus</b>", ranks=2)
     write_record(replace(run, model=replace(run.model, vocab_size=90, padded_vocab_size=128)), "cpu")

@@ -102,6 +102,16 @@ _FORMS = {"pcie", "nvl"}
 """Form factors other than SXM modules in the names of devices."""
 
 
+MACHINE_INTERVALS = {
+    "devices_per_node": "[1, inf)",
+    "headroom": "[0, 1)",
+    "peak_tflops": "[1e-6, 1e6]",
+    "intra_bandwidth": "[1e-6, 1e6]",
+    "inter_bandwidth": "[1e-6, 1e6]",
+}
+"""The intervals of the flags that describe a machine."""
+
+
 LINKS = 0.75
 """Share of a link's bandwidth that collectives reach."""
 

@@ -27,7 +27,7 @@ from megatron.training.summary import describe_config
 
 Points = Mapping[int, float]
 """Iteration -> value, in order."""
-_LARGEST = 1e100
+LARGEST_DRAWN = 1e100
 """Values of at least this size cannot be drawn."""
 
 
@@ -45,14 +45,14 @@ def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
                 continue
             if type(value) not in (int, float):
                 raise DataError(f"{where}: {key} is {value!r}, which is not a number; fix or remove the line")
-            if abs(value) < _LARGEST:  # which NaN is not
+            if abs(value) < LARGEST_DRAWN:  # which NaN is not
                 series[key][record["iteration"]] = value
     if not (series["lm_loss"] or series["validation_loss"]):
         raise DataError(f"{path}: no lm_loss and no validation_loss to draw; give a file that --metrics-file wrote")
     return {key: dict(sorted(points.items())) for key, points in series.items()}
 
 
-_LOAD = re.compile(r"layer_(\d+)/expert_(\d+)_load")
+_LOAD = re.compile(r"layer_(\d{1,9})/expert_(\d{1,9})_load", re.ASCII)
 
 
 def read_expert_loads(path: Path) -> dict[int, dict[int, Points]]:
@@ -63,7 +63,7 @@ def read_expert_loads(path: Path) -> dict[int, dict[int, Points]]:
     loads: dict[int, dict[int, dict[int, float]]] = {}
     for _, record in read_metrics(path):
         for key, value in record.items():
-            if (match := _LOAD.fullmatch(key)) and isinstance(value, int | float):
+            if (match := _LOAD.fullmatch(key)) and isinstance(value, int | float) and abs(value) < LARGEST_DRAWN:
                 layer_loads = loads.setdefault(int(match[1]), {})
                 layer_loads.setdefault(int(match[2]), {})[record["iteration"]] = float(value)
     return {
