@@ -36,7 +36,7 @@ from _conversion import (
     write_checkpoint,
 )
 
-from megatron.checkpoint.files import replace_text
+from megatron.checkpoint.files import file_problem, replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
@@ -99,7 +99,7 @@ def _to_hf(args: argparse.Namespace) -> None:
     size = shard_size(args)
     found = find_source(args, "tag", "folder", "universal", "safetensors")
 
-    from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_tokenizer
+    from megatron.tools.convert.huggingface_files import TOKENIZERS, files_for_huggingface, read_run_tokenizer
     from megatron.tools.convert.load_and_save import read_model, write_huggingface
     from megatron.tools.convert.lora import merge_adapters
 
@@ -114,7 +114,7 @@ def _to_hf(args: argparse.Namespace) -> None:
     with new_output(args) as folder:
         write_huggingface(folder, model, tokenizer, max_shard_size=size, carried=carried)
     report(args, model)
-    if tokenizer is None and not any("token" in name for name in carried):
+    if tokenizer is None and carried.keys().isdisjoint(TOKENIZERS):
         print("  no tokenizer files: copy them into the folder, or give --vocab-file and --merge-file of a BPE")
 
 
@@ -136,7 +136,12 @@ def _from_hf(args: argparse.Namespace) -> None:
     found = find_source(args, "huggingface")
 
     from megatron.model.huggingface import read_config
-    from megatron.tools.convert.huggingface_files import carried_files, count_tokens, read_folder_tokenizer
+    from megatron.tools.convert.huggingface_files import (
+        TOKENIZERS,
+        carried_files,
+        count_tokens,
+        read_folder_tokenizer,
+    )
 
     tokenizer = read_folder_tokenizer(found.path, read_config(found.path))
     tokens = len(tokenizer.tokens) if tokenizer is not None else count_tokens(found.path)
@@ -147,8 +152,8 @@ def _from_hf(args: argparse.Namespace) -> None:
     model, carried = read_huggingface(found.path, vocab_size=tokens), carried_files(found.path)
     write_checkpoint(args, model, tokenizer, source=found.path, carried=carried)
     report(args, model)
-    if tokenizer is None and not any("token" in name for name in carried):
-        print("  no tokenizer files found: give the run --vocab-file and --merge-file")
+    if tokenizer is None and carried.keys().isdisjoint(TOKENIZERS):
+        print("  no tokenizer that fits was found: give the run --vocab-file and --merge-file")
 
 
 def _from_hf_flags(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +295,8 @@ def _to_universal(args: argparse.Namespace) -> None:
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
     print_warnings(saved.warnings)
     check_unlocked(saved.folder)
+    if problem := file_problem("latest_universal", saved.folder / "latest_universal"):
+        raise CheckpointError(problem)
 
     from megatron.tools.convert.universal import cached_universal
 

@@ -67,7 +67,7 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
         problems += [
             f"{name} in schedule is no number"
             for name, value in tree.get("schedule", {}).items()
-            if name.endswith(_LENGTHS) and not isinstance(value, int | float | None)
+            if name.endswith(_LENGTHS) and type_problem(float | None if "wsd" in name else float, value)
         ]
         problems += _contradictions(tree["config"])
     if problems:

@@ -213,7 +213,7 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
     )
     if train.epochs is not None and run.data.sft:
         samples = 1.0
-        with suppress(DataError):  # the check of the data raises it again
+        with suppress(DataError, ValueError):  # the checks of the data and of the blend raise it again
             from megatron.data.datasets import samples_per_epoch  # imports NumPy: keeps other errors fast
 
             samples = train.epochs * samples_per_epoch(run.data)

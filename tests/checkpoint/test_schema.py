@@ -267,6 +267,7 @@ DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("dp1", "left_out_samples", lambda _: [[0, 8], [4, 12]], "the skipped samples 4 to 12 are not after sample 8"),
     ("dp1", "left_out_samples", lambda _: [[8, 0]], "the skipped samples 8 to 0"),
     ("dp1", "schedule/--lr-decay-iters", lambda _: "x", "--lr-decay-iters in schedule is no number"),
+    ("dp1", "schedule/--lr-decay-iters", lambda _: None, "--lr-decay-iters in schedule is no number"),
     ("dp1", "config/ds_config/optimizer", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "config/ds_config/optimizer/params", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "ledger/0/layout", lambda _: {}, "the layout after iteration 0 is {}"),

@@ -140,10 +140,10 @@ def check_arguments(host: HostContext) -> Iterator[CheckResult]:
         return
     local, remote = host.local.fact("files"), host.fact("files")
     for flag, path in host.request["files"].items():
-        if remote[flag] != local[flag]:
+        if remote[flag] != local[flag] or "error" in remote[flag]:
             wrong = remote[flag].get("error", "differs from here")
             yield CheckResult(False, f"{flag} {path}: {wrong}", _copy(host, path))
-    if remote == local:
+    if remote == local and not any("error" in file for file in remote.values()):
         digest = hashlib.sha256(json.dumps([run.ds_config, remote], sort_keys=True, default=str).encode())
         yield CheckResult(True, f"hash {digest.hexdigest()[:_SHORT]}")
 

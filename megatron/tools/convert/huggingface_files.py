@@ -19,6 +19,8 @@ from megatron.tokenizer.words import PAD, WordPieceTokenizer, check_special, rea
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 LOWER_CASE, CASED = BERT.tokenizers
 (SENTENCEPIECE_MODEL,) = TOKENIZER_FILES[SENTENCEPIECE]
+TOKENIZERS = (TOKENIZER, SENTENCEPIECE_MODEL)
+"""Files that are a tokenizer by themselves."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
 def _llama_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
     """GPT-2's BPE next to a Llama model of this suite; None for published models, whose tokenizer is one file."""
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE]]
-    if any((folder / name).exists() for name in (TOKENIZER, SENTENCEPIECE_MODEL)) or not all(map(Path.is_file, paths)):
+    if any((folder / name).exists() for name in TOKENIZERS) or not all(map(Path.is_file, paths)):
         return None
     vocabulary = read_json(paths[0])
     if EOD not in vocabulary or len(vocabulary) != config.vocab_size:  # such as Qwen2's
@@ -220,13 +222,13 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 def count_tokens(folder: Path) -> int | None:
-    """The number of tokens of the ``tokenizer.json`` in a folder, including added tokens; None if there is none.
+    """The number of tokens of the tokenizer.json in a folder, including added tokens, or of the vocab.json alone.
 
-    Raises CheckpointError if it is broken.
+    None if there is neither. Raises CheckpointError if the file is broken.
     """
-    file = folder / TOKENIZER
+    file, vocabulary = folder / TOKENIZER, folder / TOKENIZER_FILES[GPT2_BPE][0]
     if not file.exists():
-        return None
+        return len(read_json(vocabulary)) if vocabulary.is_file() else None
     tree = read_json(file)
     try:
         model = tree["model"]["vocab"]

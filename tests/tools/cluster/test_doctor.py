@@ -148,6 +148,8 @@ def test_data_that_is_missing_or_another_and_folders_of_its_own(
     local_hosts.add("host-tokens", mounts={folder / "data": other})
     local_hosts.add("host-local", mounts={folder / "checkpoints": empty})
     local_hosts.add("host-read", read_only=[folder / "checkpoints"])
+    _, bad = ask("host-a", "--quick", *training(folder), "--vocab-file", "absent")
+    assert bad["host-a", "arguments"][0] == f"--vocab-file {folder}/absent: No such file or directory", "on any host"
     code, bad = ask("host-a host-empty host-tokens host-local host-read", "--quick", *training(folder))
     assert code == 6
     kinds = {"host-empty": {"arguments", "data"}, "host-tokens": {"arguments", "data"}}
