@@ -17,7 +17,6 @@ same. Hyphens and underscores in flag names are interchangeable.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,13 @@ from _atomic_file import atomic_file
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
 from megatron.common.errors import ConfigError
+from megatron.common.files import json_line
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.tools.chat.files import template_of_model
 from megatron.tools.chat.template import ChatPrompts
-from megatron.tools.command_line import ToolParser, output_file, progress_bar
+from megatron.tools.command_line import ToolParser, check_values, output_file, progress_bar
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.evaluation.vqa import VQA, is_right, metrics, predict, read_questions
 from megatron.tools.inference.images import ImageReader
@@ -59,6 +59,9 @@ def evaluate(args: argparse.Namespace) -> None:
     for flag in ("json", "predictions"):
         if (path := getattr(args, flag)) and path.resolve() == args.valid_data.resolve():
             raise ConfigError(f"--{flag} is the --valid-data: name another")
+    if args.task != VQA and (unused := [name for name in ("predictions", "chat_template") if getattr(args, name)]):
+        raise ConfigError([f"--{name.replace('_', '-')} is for VQA: leave it out" for name in unused])
+    check_values(args, {"new_tokens": "[1, inf)"})
     accepted = {PAIRS: (T5,), VQA: (LLAVA,)}.get(args.task, (GPT2,))
     source, seq_length = find_model(args, accepted)
     if args.task == VQA:
@@ -93,7 +96,7 @@ def _evaluate_vqa(args: argparse.Namespace, source: Source, seq_length: int) -> 
                     for one, answer in zip(questions, answers, strict=True):
                         folder = str(args.valid_data.parent.resolve())
                         record = {**one.record, "folder": folder, "predicted": answer, "right": is_right(one, answer)}
-                        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                        file.write(json_line(record))
 
 
 def _settings(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:

@@ -154,6 +154,8 @@ def _output_file(args: argparse.Namespace) -> Path:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for values out of range and flags that exclude each other."""
+    if args.temperature == 0:
+        raise ConfigError("--temperature 0: to choose the most likely token is --greedy: give that instead")
     check_values(args, INTERVALS)
     inputs = [flag for flag in ("prompt", "sample_input_file", "genfile") if getattr(args, flag)]
     problems = []
@@ -167,9 +169,10 @@ def _check(args: argparse.Namespace) -> None:
     ways: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0}
     if args.num_beams > 1 or args.greedy:
         other = "--num-beams" if args.num_beams > 1 else "--greedy"
+        beams = {"greedy": False, "stop": []} if args.num_beams > 1 else {}
         problems += [
             f"--{name.replace('_', '-')} has no effect with {other}: leave one of them out"
-            for name, default in (ways | {"stop": []} if args.num_beams > 1 else ways).items()
+            for name, default in (ways | beams).items()
             if getattr(args, name) != default
         ]
     if args.num_beams > 1:

@@ -1,6 +1,7 @@
 """Permissions of new files, and atomic replacement of files. No torch here."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -87,6 +88,11 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
         temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+
+
+def json_line(record: Any) -> str:
+    """A line of a JSONL file. Halves of a surrogate pair, which JSON may have and UTF-8 has not, stay escaped."""
+    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace").decode() + "\n"
 
 
 def sync_folder(path: Path) -> None:

@@ -11,14 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.checkpoint.files import file_problem, folder_problem
+from megatron.cli.layer import group, is_flag, read_layer
+from megatron.cli.parser import build_parser
 from megatron.cli.provided import read_number
 from megatron.common.environment import rank
-from megatron.common.errors import ConfigError, ResourceError, UserError, nearest, one_line, unusable_path
+from megatron.common.errors import (
+    ConfigError,
+    ResourceError,
+    UserError,
+    did_you_mean,
+    nearest,
+    one_line,
+    unusable_path,
+)
 from megatron.common.files import restrict_new_files
 from megatron.common.reading import check_regular, unreadable_arguments
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
 from megatron.launch.host_limits import check_working_folder, failure_of_host
+from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
@@ -71,6 +82,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, **settings: Any) -> None:
         super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+        self._unknown = list[str]()
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
         for kind in (int, float):
@@ -78,9 +90,26 @@ class ToolParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of arguments in UTF-8 only."""
-        if unreadable := unreadable_arguments(sys.argv[1:] if args is None else args):
+        words = sys.argv[1:] if args is None else args
+        if unreadable := unreadable_arguments(words):
             raise ConfigError(unreadable)
-        return super().parse_known_args(args, namespace)
+        self._unknown = []
+        try:
+            return super().parse_known_args(args, namespace)
+        except ConfigError as error:
+            is_of_others = any(word.endswith(".py") for word in words) or any(
+                action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions
+            )
+            raise ConfigError([*error.messages, *([] if is_of_others else self._unknown_flags())]) from None
+
+    def _unknown_flags(self) -> list[str]:
+        """A message for each flag that neither this program nor training has: argparse ends at the first mistake."""
+        trained = read_layer(group(self._unknown), build_parser(GPT2), GPT2).problems
+        return [
+            f"unknown flag {name}: {did_you_mean(name, self._option_string_actions, otherwise='see --help')}"
+            for name in self._unknown
+            if any(problem.startswith(f"unknown flag {name}:") for problem in trained)
+        ]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = list(map(str, action.choices or ()))
@@ -92,6 +121,8 @@ class ToolParser(argparse.ArgumentParser):
         """As argparse's, in which ``--top_k`` finds ``--top-k``. What follows a script's name never gets here."""
         name, equals, value = arg_string.partition("=")
         flag = {_hyphened(known): known for known in self._option_string_actions}.get(_hyphened(name), name)
+        if is_flag(flag) and flag not in self._option_string_actions:
+            self._unknown.append(flag)
         return super()._parse_optional(flag + equals + value)
 
     def error(self, message: str) -> NoReturn:

@@ -25,6 +25,24 @@ def test_a_choice_that_is_nearly_one_is_suggested() -> None:
     assert nearest("--zero-stagee", ("--zero", "--zero-stage")) == "--zero-stage"
 
 
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        ("--devises 8", ["unknown flag --devises: did you mean --devices?"]),
+        ("--gpus=8 --hidden-size 3 --micro-batch-size 3", ["unknown flag --gpus: see --help"]),
+        ("--program my.py --my-flag", []),
+        ("--hidden-size -3 --num-layers", []),
+    ],
+)
+def test_unknown_flags_are_named_beside_those_that_miss(words: str, unknown: list[str]) -> None:
+    parser = ToolParser("")
+    parser.add_argument("--devices", required=True)
+    parser.add_argument("--program")
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_known_args(words.split())
+    assert caught.value.messages[1:] == unknown
+
+
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a tool whose ``main`` has this body."""
     imports = "from megatron.tools.command_line import run_tool\nfrom megatron.common import errors\n"

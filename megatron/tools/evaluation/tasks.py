@@ -297,8 +297,10 @@ def detokenize_wikitext(text: str) -> str:
     for old, new in _SPACED:
         text = text.replace(old, new)
     for opening, closing in _ENCLOSED:
-        inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
-        text = re.sub(f"{re.escape(opening)}{inside}{re.escape(closing)}", rf"{opening}\1{closing}", text)
+        # Without what follows the last end, where each beginning would be searched to the end of the text.
+        enclosed, end, rest = text.rpartition(closing)
+        pattern = f"({re.escape(opening)})([^{re.escape(closing)}]*)({re.escape(closing)})"
+        text = re.sub(pattern, lambda found: found[1] + found[2].strip() + found[3], enclosed + end) + rest
     for old, new in _REST:
         text = text.replace(old, new)
     return text

@@ -3,7 +3,6 @@
 Every rank makes the same calls.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import IO, Any, TypeVar
 import torch.distributed as dist
 
 from megatron.common.errors import ConfigError, NumericsError
+from megatron.common.files import json_line
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.command_line import progress_bar
@@ -246,4 +246,4 @@ def _record(completion: Completion) -> dict[str, str | int | None]:
 
 
 def _write_line(file: IO[str], record: dict) -> None:
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.write(json_line(record))

@@ -82,7 +82,7 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     async def key_valid(request: Request) -> None:
         check_key(request.headers.get("authorization"), service.api_key)
 
-    app = FastAPI(openapi_url=None, dependencies=[Depends(host_allowed)])
+    app = FastAPI(openapi_url=None, redirect_slashes=False, dependencies=[Depends(host_allowed)])
 
     @app.exception_handler(RequestError)
     async def rejected(_: Request, error: RequestError) -> JSONResponse:

@@ -62,4 +62,10 @@ def test_detokenizer_equals_that_of_the_harness():
     module_spec = importlib.util.spec_from_file_location("preprocess_wikitext", file)
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
-    assert detokenize_wikitext(RAW) == module.wikitext_detokenizer({"page": RAW})
+    for page in (RAW, RAW + ' ( ( [ ] ) open ( " " and \'  \' ) " ( \n', " [ \x1c a ] ) "):
+        assert detokenize_wikitext(page) == module.wikitext_detokenizer({"page": page})
+
+
+def test_brackets_without_an_end_take_no_quadratic_time():
+    text = "(" + " " * 100_000 + "(" * 100_000
+    assert detokenize_wikitext(text) == text

@@ -24,7 +24,7 @@ SAMPLING = "--temperature 0.8 --top_k 20 --seed 5 --new-tokens 20 --num-samples 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "w5 w80", "id": 7}\n{"text": "w1 w2 w3"}\n')
+    path.write_text('{"prompt": "w5 w80", "id": 7, "half": "\\ud800"}\n{"text": "w1 w2 w3"}\n')
     return path
 
 
@@ -34,7 +34,7 @@ def test_a_file_on_one_process_and_on_two(programs: Programs, cut: Path, prompts
     assert programs.warm(1, *words, one).ok().output == ""
     programs.warm(2, *words, two).ok()
     first, second = map(json.loads, one.read_text().splitlines())
-    assert (first["id"], second["text"]) == (7, "w1 w2 w3")
+    assert (first["id"], first["half"], second["text"]) == (7, "\ud800", "w1 w2 w3")
     for record in (first, second):
         texts = [completion["text"] for completion in record["completions"]]
         assert len(set(texts)) == 2 and all(text.startswith(" w") for text in texts)
@@ -127,6 +127,8 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path):
         ("--load MODEL --prompt a --chat", "a chat with this model needs a chat template, and"),
         ("--load MODEL --prompt a --greedy --top-k 5", "--top-k has no effect with --greedy: leave one of them out"),
         ("--load MODEL --prompt a --num-beams 2 --temperature 2", "--temperature has no effect with --num-beams"),
+        ("--load MODEL --prompt a --num-beams 2 --greedy", "--greedy has no effect with --num-beams"),
+        ("--load MODEL --prompt a --temperature 0", "--greedy"),
         ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
         ("--load MODEL --sample-input-file bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--load MODEL --sample-input-file long.txt", "long.txt:1: a prompt of"),
