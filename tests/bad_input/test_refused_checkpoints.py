@@ -74,7 +74,8 @@ def test_a_broken_checkpoint_is_refused(place: Path, case: str) -> None:
 def test_a_folder_without_a_checkpoint_and_one_of_another_model(place: Path) -> None:
     none = "--load none: no checkpoint there; name a folder that contains one"
     assert refusal(place, "--load none --save other") == (4, [none])
-    one = "--load ck/global_step2: this is one checkpoint; name its folder: --load ck"
+    one = "--load ck/global_step2: this is one checkpoint; name its folder: --load ck; to go back to it, write "
+    one += "global_step2 into ck/latest"
     assert refusal(place, "--load ck/global_step2 --save other") == (4, [one])
     (place / "hf").mkdir()
     (place / "hf" / "config.json").write_text("{}")
