@@ -27,7 +27,7 @@ LONG=$((FACTOR * SHORT))
 # shellcheck source=/dev/null
 source tools/start_example.sh
 hold_out() { # every twentieth document, for evaluation
-    ((${DRY_RUN:-0})) ||
+    is_on "${DRY_RUN:-0}" DRY_RUN ||
         awk -v kept="$OUT/train.jsonl" -v held="$OUT/held-out.jsonl" '{print > (NR % 20 ? kept : held)}' "$OUT/corpus.jsonl"
 }
 

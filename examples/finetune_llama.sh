@@ -33,7 +33,7 @@ MICRO_BATCH=${MICRO_BATCH:-1}
 GLOBAL_BATCH=${GLOBAL_BATCH:-8}
 EPOCHS=${EPOCHS:-3}
 ITERATIONS=${ITERATIONS:-} # instead of EPOCHS, if it is not empty
-LR=${LR:-$( ((LORA_RANK)) && echo 2e-4 || echo 1e-5)}
+LR=${LR:-$([ "$LORA_RANK" != 0 ] && echo 2e-4 || echo 1e-5)}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo bf16)} # fp32, bf16 or fp16
 
 # Layout. GPUS is the number of processes, also on CPUs. Here and below, 1 is on and 0 is off.
@@ -45,19 +45,21 @@ ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 CPU_OPTIMIZER=${CPU_OPTIMIZER:-0}
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 
-LENGTH=(--epochs "$EPOCHS")
-if [ -n "$ITERATIONS" ]; then LENGTH=(--train-iters "$ITERATIONS"); fi
-SWITCHES=()
-switch() { if (($1)); then SWITCHES+=("${@:2}"); fi; } # setting, flags if it is not 0
-switch "$LORA_RANK" --lora-rank "$LORA_RANK" --lora-alpha "$LORA_ALPHA" --lora-dropout "$LORA_DROPOUT"
-switch "$CPU_OPTIMIZER" --cpu-optimizer
-switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
-if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
-
 # DRY_RUN=1 prints the commands instead of running them.
 HERE=$(realpath "$(dirname "$0")/..")
 # shellcheck source=tools/dry_run.sh
 source "$HERE/tools/dry_run.sh"
+
+LENGTH=(--epochs "$EPOCHS")
+if [ -n "$ITERATIONS" ]; then LENGTH=(--train-iters "$ITERATIONS"); fi
+SWITCHES=()
+if [ "$LORA_RANK" != 0 ]; then
+    SWITCHES+=(--lora-rank "$LORA_RANK" --lora-alpha "$LORA_ALPHA" --lora-dropout "$LORA_DROPOUT")
+fi
+switch "$CPU_OPTIMIZER" --cpu-optimizer
+switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
+if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
+
 TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$HF_MODEL")
 PREFIX=${TOKENS}_${FORMAT}_document
 END=$([ "$FORMAT" = messages ] || echo --append-eod) # a chat template ends turns by itself
@@ -74,10 +76,10 @@ run deepspeed --log_level critical --num_gpus "$GPUS" --master_port "$MASTER_POR
     "${SWITCHES[@]}" --data-path "$PREFIX" --split "$SPLIT" --eval-interval "$SAVE_INTERVAL" --eval-iters 10 \
     --save "$SAVE" --save-interval "$SAVE_INTERVAL" --auto-resume "$@"
 
-MERGE=$( ((LORA_RANK)) && echo --merge-lora || true)
+MERGE=$([ "$LORA_RANK" = 0 ] || echo --merge-lora)
 if [ -n "$EXPORT" ]; then
     run python "$HERE/tools/convert_checkpoint.py" to-hf "$SAVE" ${MERGE:+"$MERGE"} --output "$EXPORT"
-elif ! ((${DRY_RUN:-0})); then
+elif ! is_on "${DRY_RUN:-0}" DRY_RUN; then
     echo "> for transformers: python tools/convert_checkpoint.py to-hf $SAVE $MERGE --output NAME"
-    ((!LORA_RANK)) || echo "> for peft: python tools/convert_checkpoint.py to-peft $SAVE --base $HF_MODEL --output NAME"
+    [ "$LORA_RANK" = 0 ] || echo "> for peft: python tools/convert_checkpoint.py to-peft $SAVE --base $HF_MODEL --output NAME"
 fi

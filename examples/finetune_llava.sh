@@ -34,7 +34,7 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-64}
 EPOCHS=${EPOCHS:-1}
 CAPTIONS_LR=${CAPTIONS_LR:-1e-3}
 LORA_RANK=${LORA_RANK:-0} # 0: all weights of the language model
-LR=${LR:-$( ((LORA_RANK)) && echo 2e-4 || echo 2e-5)}
+LR=${LR:-$([ "$LORA_RANK" != 0 ] && echo 2e-4 || echo 2e-5)}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo bf16)} # fp32, bf16 or fp16
 
 # Layout. GPUS is the number of processes, also on CPUs. The projector alone cannot be trained in pipeline stages.
@@ -44,16 +44,17 @@ TP=${TP:-1}
 ZERO_STAGE=${ZERO_STAGE:-3}
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 
-SWITCHES=()
-if ((CHECKPOINT_ACTIVATIONS)); then SWITCHES+=(--checkpoint-activations); fi
-if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
-ADAPTERS=()
-if ((LORA_RANK)); then ADAPTERS=(--lora-rank "$LORA_RANK" --lora-alpha $((2 * LORA_RANK))); fi
-
 # DRY_RUN=1 prints the commands instead of running them.
 HERE=$(realpath "$(dirname "$0")/..")
 # shellcheck source=tools/dry_run.sh
 source "$HERE/tools/dry_run.sh"
+
+SWITCHES=()
+switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
+if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
+ADAPTERS=()
+if [ "$LORA_RANK" != 0 ]; then ADAPTERS=(--lora-rank "$LORA_RANK" --lora-alpha $((2 * LORA_RANK))); fi
+
 TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$HF_MODEL")
 
 train() { # conversations, further flags of a stage
@@ -79,7 +80,7 @@ if [ -n "$CAPTIONS" ]; then
     START=(--load-hf "$SAVE-projector-hf")
 fi
 train "$INSTRUCTIONS" "${START[@]}" "${ADAPTERS[@]}" --lr "$LR" --save "$SAVE" "$@"
-MERGE=$( ((LORA_RANK)) && echo --merge-lora || true)
+MERGE=$([ "$LORA_RANK" = 0 ] || echo --merge-lora)
 if [ -n "$EXPORT" ]; then
     run python "$HERE/tools/convert_checkpoint.py" to-hf "$SAVE" ${MERGE:+"$MERGE"} --output "$EXPORT"
 fi

@@ -43,8 +43,10 @@ ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
 
+# DRY_RUN=1 prints the command instead of running it.
+# shellcheck disable=SC1091
+source "$(dirname "$0")/../tools/dry_run.sh"
 SWITCHES=()
-switch() { if (($1)); then SWITCHES+=("$2"); fi; } # setting, flag for 1
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
@@ -52,9 +54,6 @@ if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 # The processes of a host divide its cores. torchrun would set 1, with a warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES = $(nproc) / GPUS, CORES ? CORES : 1))}
 
-# DRY_RUN=1 prints the command instead of running it.
-# shellcheck disable=SC1091
-source "$(dirname "$0")/../tools/dry_run.sh"
 run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS" \
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$(realpath "$(dirname "$0")/../pretrain_bert.py")" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \

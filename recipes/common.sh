@@ -29,7 +29,7 @@ train() {
         --data-path "$DATA" --split 99,1,0 --tokenizer-model "$TOKENIZER" --save "$SAVE" "${begin[@]}"
         --save-interval 1000 --keep-last 3 --async-save --eval-interval 1000 --eval-iters 20 --run-dir "$RUN_DIR" "$@"
     )
-    if ((COMPILE)); then arguments+=(--compile); fi
+    if is_on "$COMPILE" COMPILE; then arguments+=(--compile); fi
     local hosts=(--num_gpus "$GPUS")
     if [ -n "$HOSTFILE" ]; then hosts=(--hostfile "$HOSTFILE"); fi
     case "$LAUNCHER" in
@@ -41,6 +41,7 @@ train() {
         # shellcheck disable=SC2086
         run srun --kill-on-bad-exit=1 $SRUN_FLAGS $SRUN_PREFIX "$PYTHON" "$HERE/pretrain_gpt2.py" "${arguments[@]}"
         ;;
+    *) echo "$(basename "$0"): error: LAUNCHER=$LAUNCHER: give deepspeed or srun" >&2 && exit 2 ;;
     esac
 }
 

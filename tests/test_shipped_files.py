@@ -137,6 +137,24 @@ def test_variables_for_hosts_that_contradict_each_other(variables, words) -> Non
     assert caught.value.stderr.startswith(f"{MULTINODE}: error: {words}")
 
 
+@pytest.mark.parametrize(
+    ("script", "variable", "value"),
+    [
+        (PLAIN, "CPU_OPTIMIZER", "yes"),
+        (PLAIN, "CPU_OPTIMIZER", "2"),
+        ("finetune_llama.sh", "CHECKPOINT_ACTIVATIONS", "off"),
+        ("quickstart.sh", "DRY_RUN", "true"),
+        ("../recipes/gpt-125m.sh", "COMPILE", "no"),
+        ("../recipes/gpt-125m.sh", "LAUNCHER", "slurm"),
+    ],
+)
+def test_a_value_that_a_setting_has_not_is_refused(script: str, variable: str, value: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        command_of(script, **{variable: value})
+    assert caught.value.returncode == 2 and not caught.value.stdout
+    assert value in caught.value.stderr and caught.value.stderr.count("\n") == 1
+
+
 def test_config_that_contradicts_the_variables_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--zero-stage 2 and zero_optimization.stage 3 in .*zero3.json"):
         run_of(PLAIN, "--deepspeed_config", str(ROOT / "ds_configs" / "zero3.json"), **CUDA)

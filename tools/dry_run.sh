@@ -13,8 +13,17 @@ quoted() { # words as one types them
     done
     echo
 }
+is_on() { # VALUE NAME: whether the setting of this name is 1; what is neither 1 nor 0 ends the script
+    [[ $1 =~ ^[01]?$ ]] || { echo "$(basename "$0"): error: the setting of $2 is ${1@Q}: give 1 or 0" >&2 && exit 2; }
+    [ "$1" = 1 ]
+}
+switch() { # VALUE FLAG [OTHER ...]: adds FLAG to SWITCHES if the setting is on, and otherwise OTHER
+    if is_on "$1" "$2"; then SWITCHES+=("$2"); else SWITCHES+=("${@:3}"); fi
+}
+is_on "${DRY_RUN:-0}" DRY_RUN || true
+
 run() {
-    if ((${DRY_RUN:-0})); then quoted "$@" && return; fi
+    if is_on "${DRY_RUN:-0}" DRY_RUN; then quoted "$@" && return; fi
     local code=0
     "$@" || code=$?
     # With this code deepspeed exits if signal 256 - CODE ended a rank, which a single rank has no other to report.

@@ -2,7 +2,7 @@
 # Sourced by the scripts that pretrain GPT-2 (345M): the settings and arguments that they share. A variable of the
 # environment replaces a setting. Also gives them "run", which prints the command with DRY_RUN=1.
 #
-#   switch SETTING FLAG [OTHER]   adds FLAG to the arguments if the setting is 1, OTHER if it is 0
+#   switch VALUE FLAG [OTHER]   adds FLAG to the arguments if the setting is 1, OTHER if it is 0
 #   arguments ...                 sets ARGUMENTS to the arguments of pretrain_gpt2.py, followed by further ones
 
 # shellcheck disable=SC1091
@@ -30,7 +30,6 @@ MIN_LR=${MIN_LR:-1e-5}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
 
 SWITCHES=()
-switch() { if (($1)); then SWITCHES+=("$2"); else SWITCHES+=("${@:3}"); fi; }
 
 arguments() { # uses TP, PP, ZERO_STAGE and SAVE, which each script has
     if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi

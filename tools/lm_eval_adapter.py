@@ -16,6 +16,8 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, UserError, one_line
 from megatron.common.reading import read_bytes
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
@@ -56,7 +58,7 @@ def evaluate(args: argparse.Namespace) -> None:
         from megatron.tools.evaluation.harness import HarnessModel
 
         harness_model = HarnessModel(model, source.tokenizer, batch_size=args.batch_size, seq_length=seq_length)
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _mistakes_of(args.tasks):
             results = simple_evaluate(
                 harness_model,
                 tasks=list(args.tasks),
@@ -88,13 +90,33 @@ def _tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         raise ConfigError(f"--include-path {include_path}: no such folder; name one with YAML files of tasks")
     for file in filter(Path.is_file, map(Path, names)):
         _check_yaml(file)
-    manager = TaskManager(include_path=include_path, include_defaults=False)
+    with _mistakes_of(names):
+        manager = TaskManager(include_path=include_path, include_defaults=False)
     if not _unknown(names, manager):
         return manager
     manager = TaskManager(include_path=include_path)  # reads thousands of files
     if unknown := _unknown(names, manager):
         raise ConfigError(f"--tasks {unknown[0]}: no task of lm-eval, of --include-path, nor a YAML file of one")
     return manager
+
+
+@contextlib.contextmanager
+def _mistakes_of(tasks: Sequence[str]) -> Iterator[None]:
+    """Turns what goes wrong in lm-eval and in the code of tasks, but not in the model, into a ConfigError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(Path(frame.filename).parts[-3:] == ("tools", "evaluation", "harness.py") for frame in frames):
+            raise
+        problem = ConfigError(
+            f"--tasks {' '.join(tasks)}: {frames[-1].name} of {Path(frames[-1].filename).name} raised "
+            f"{type(error).__name__}: {one_line(str(error))}"
+        )
+        problem.on_every_rank = True
+        raise problem from error
 
 
 def _check_yaml(path: Path) -> None:

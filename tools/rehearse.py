@@ -22,6 +22,7 @@ from _atomic_file import write_json
 from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_json
+from megatron.config.fields import inside
 from megatron.tools.command_line import ToolParser, check_values, output_file, read_architecture, run_tool
 from megatron.tools.planning.machine import DEVICES, GB, LINKS, MACHINE_INTERVALS, TERA, Machine
 from megatron.tools.planning.request import bytes_of_text
@@ -83,7 +84,7 @@ def _measured_links(file: Path) -> dict[str, float]:
         report = read_json(file)
         name = "inter_bandwidth" if len(report["hosts"]) > 1 else "intra_bandwidth"
         measured = read_number(str(report["all_reduce"]["bytes_per_second"]))
-        if measured <= 0:
+        if not inside(measured / GB, MACHINE_INTERVALS[name]):
             raise ValueError
         return {name: measured / LINKS}
     except OSError as error:

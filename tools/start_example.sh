@@ -14,10 +14,10 @@ lock_output_folder() { # FOLDER: until the script ends
     fi
 }
 
-if ((${DRY_RUN:-0})); then
+# shellcheck disable=SC1091
+source tools/dry_run.sh
+if is_on "${DRY_RUN:-0}" DRY_RUN; then
     exec 3>&1 # the output of some commands is an argument of another
-    # shellcheck disable=SC1091
-    source tools/dry_run.sh
     show() { quoted "$@" >&3; }
     source() { show source "$@"; }
     find() { show find "$@"; }
@@ -30,5 +30,5 @@ fi
 source tools/environment.sh requirements.txt
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 mkdir -p "$OUT"
-((${DRY_RUN:-0})) || lock_output_folder "$OUT"
+is_on "${DRY_RUN:-0}" DRY_RUN || lock_output_folder "$OUT"
 find "$OUT" -mindepth 1 -delete

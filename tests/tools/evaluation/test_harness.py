@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.evaluating import evaluate_on_rank
 
+from megatron.common.errors import ConfigError
+
 LAST_WORD = """\
 task: own_last_word
 dataset_path: json
@@ -107,6 +109,30 @@ def ask_on_rank(words: list[str], cache: str) -> dict[str, Any] | None:
     """The results on the first rank, without a network."""
     os.environ.update(HF_HOME=cache, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     return evaluate_on_rank(words, "lm_eval_adapter")
+
+
+def refused_on_rank(words: list[str], cache: str) -> str:
+    """Why the tasks cannot be used."""
+    with pytest.raises(ConfigError) as refused:
+        ask_on_rank(words, cache)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lambada.jsonl", "nowhere.jsonl", "nowhere.jsonl"),
+        ("{{text.split", "{{txt.split", "'txt' is undefined"),
+        ("output_type: loglikelihood", "output_type: guess", "invalid output_type 'guess'"),
+        (None, "- task", "got list"),
+    ],
+)
+def test_a_mistake_in_a_task_is_one_line(run_ranks, place: Path, tmp_path: Path, old, new, message):
+    text = LAST_WORD.format(folder=place)
+    (tmp_path / "task.yaml").write_text(text.replace(old, new) if old else new)
+    words = ["--load", str(place / "hf"), "--tasks", str(tmp_path / "task.yaml")]
+    [refused] = run_ranks(1, refused_on_rank, words, str(tmp_path))
+    assert message in refused and "\n" not in refused
 
 
 def test_results_are_those_of_transformers(run_ranks, place: Path, tasks, tmp_path: Path):
