@@ -13,6 +13,7 @@ from _atomic_file import atomic_file
 
 from megatron.common.environment import world_size
 from megatron.common.errors import ConfigError, counted
+from megatron.common.screen import check_output
 from megatron.config import ParallelConfig
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
@@ -109,3 +110,5 @@ def write_result(result: Mapping[str, Any], file: Path | None) -> None:
     if file:
         with atomic_file(file, "--json") as out:
             out.write(text + "\n")
+    else:
+        check_output()

@@ -1,5 +1,6 @@
 """Keeps the run alive when stdout or stderr cannot be written: closed, on a full disk, or a pipe without reader."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from tempfile import TemporaryFile
 from threading import Lock
 from typing import IO, Any, TextIO
 
-from megatron.common.errors import escaped
+from megatron.common.errors import ResourceError, escaped
 
 
 class LossyStream:
@@ -19,7 +20,9 @@ class LossyStream:
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self._has_warned = stream, name, False
+        self._stream, self._name = stream, name
+        self.lost: str | None = None
+        """Why text could not be written, if that has happened."""
         self._is_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
@@ -49,10 +52,19 @@ class LossyStream:
 
     def _warn(self, error: Exception) -> None:
         """Report the first loss of stdout on stderr."""
-        if not self._has_warned and self._name == "stdout":
-            self._has_warned = True
-            reason = getattr(error, "strerror", None) or error
-            print(f"warning: stdout cannot be written ({reason}); continuing without", file=sys.stderr, flush=True)
+        is_first, self.lost = self.lost is None, getattr(error, "strerror", None) or str(error)
+        if is_first and self._name == "stdout":
+            print(f"warning: stdout cannot be written ({self.lost}); continuing without", file=sys.stderr, flush=True)
+
+
+def check_output() -> None:
+    """For programs whose result is what they print: raises ResourceError if it was lost, as on a full disk.
+
+    A pipe that its reader has closed loses nothing.
+    """
+    reason = getattr(sys.stdout, "lost", None)
+    if reason not in (None, os.strerror(errno.EPIPE)):
+        raise ResourceError(f"stdout cannot be written ({reason}), and the result is lost: name a file on another disk")
 
 
 def ignore_lost_output(*, terminals_only: bool = False) -> None:

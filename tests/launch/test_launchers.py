@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import latest
+from support.evaluating import load_tool
 from support.programs import TINY_MODEL, Programs, read_metrics
 from support.warm import exit_code, start
 
-from megatron.common.screen import LossyStream
+from megatron.common.errors import ResourceError
+from megatron.common.screen import LossyStream, check_output
 
 SETTINGS = (
     "--train-iters 2 --batch-size 2 --global-batch-size 8 --eval-iters 0 --model-parallel-size 2 --pipe-parallel-size 1"
@@ -90,3 +92,14 @@ def test_the_first_loss_is_reported(capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().err.splitlines() == [
         "warning: stdout cannot be written (No space left on device); continuing without"
     ]
+
+
+def test_a_lost_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_result = load_tool("evaluate").write_result
+    check_output()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", LossyStream(full, "stdout"))
+        with pytest.raises(ResourceError, match="No space left on device"):
+            write_result({"loss": 1.0}, None)
+        write_result({"loss": 1.0}, Path(os.devnull))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.common.errors import ConfigError, NumericsError
 from megatron.common.files import json_line
+from megatron.common.screen import check_output
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.command_line import progress_bar
@@ -221,6 +222,7 @@ class Session:
         if self.is_main_rank:
             sys.stdout.write(text)
             sys.stdout.flush()
+            check_output()
 
     def _steps(self, total: int, size: int, unit: str) -> Iterator[int]:
         """First index of each batch, with a progress bar on the terminal of rank 0."""

@@ -14,6 +14,7 @@ from megatron.common.reading import regular
 from megatron.tools.serving.protocol import RequestError
 
 KEY_VARIABLE = "SERVE_API_KEY"
+_MOST_CHARACTERS = 4096
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -66,13 +67,13 @@ def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
         try:
             with open(path, encoding="ascii", opener=regular) as file:
                 mode = os.fstat(file.fileno()).st_mode
-                key = file.read(4096).strip()
+                key = file.read(_MOST_CHARACTERS + 2).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source} cannot be read ({getattr(error, 'strerror', 'not ASCII')})") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{source}: other users can read it; run chmod 600 {path}")
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{source} must hold one word of ASCII characters")
+    if not key or not key.isascii() or not key.isprintable() or " " in key or len(key) > _MOST_CHARACTERS:
+        raise ConfigError(f"{source} must hold one word of ASCII characters, at most {_MOST_CHARACTERS:,}")
     return key
 
 

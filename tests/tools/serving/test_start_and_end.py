@@ -110,6 +110,7 @@ def test_key_file_has_one_word_and_is_private(refusal, tmp_path, monkeypatch):
     for text, mode, message in (
         ("sesame\n", 0o644, f"other users can read it; run chmod 600 {file}"),
         ("", 0o600, "must hold one word of ASCII characters"),
+        ("x" * 4097, 0o600, "must hold one word of ASCII characters, at most"),
         ("open sesame", 0o600, "must hold one word of ASCII characters"),
         ("s\u00e9same", 0o600, "cannot be read (not ASCII)"),
     ):
