@@ -64,6 +64,8 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
         for name, kind in sections().items():
             problems += field_problems(kind, tree["config"].get(name, {}), ranges=kind in _RANGED)
         problems += [] if "model" in tree["config"] else ["config has no model"]
+        # Only versions before the ledger saved no settings to compare.
+        problems += ["settings are missing"] if "ledger" in tree and not tree.get("settings") else []
         problems += [
             f"{name} in schedule is no number"
             for name, value in tree.get("schedule", {}).items()

@@ -270,6 +270,7 @@ DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("dp1", "schedule/--lr-decay-iters", lambda _: None, "--lr-decay-iters in schedule is no number"),
     ("dp1", "config/ds_config/optimizer", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "config/ds_config/optimizer/params", lambda _: [], "the optimizer in ds_config is not an object"),
+    ("dp1", "settings", lambda _: {}, "settings are missing"),
     ("dp1", "ledger/0/layout", lambda _: {}, "the layout after iteration 0 is {}"),
     ("dp1", "left_out_samples", lambda _: [[0, 2**62]], "no run reads 4,611,686,018,427,387,904 samples"),
 ]
