@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by scripts: with DRY_RUN=1, "run COMMAND ..." prints the command instead of running it. With --help a script
-# shows the comment at its top, and does nothing.
+# shows the comment at its top, and does nothing. "is_on" and "switch" read settings that are 1 or 0.
 case " $* " in
 *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
 esac

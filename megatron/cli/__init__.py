@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.cli.batch_sizes import MICRO
-from megatron.cli.deepspeed_json import compile_config, conflicts, read_settings
+from megatron.cli.deepspeed_json import compile_config, read_settings
+from megatron.cli.deepspeed_json.conflicts import conflicts
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.flags import read_extra_args, read_flags
 from megatron.cli.parser import CONFIG_FILE

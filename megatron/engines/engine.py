@@ -59,7 +59,7 @@ class Engine(DeepSpeedEngine):
         self._data_group = layout.get_sequence_data_parallel_group()
         self._coalesces_grad_reduction = run.coalesces_grad_reduction
         self._overlaps_grad_reduce = run.overlaps_grad_reduce
-        self._adds_together = run.parallel.device != "cpu" and not run.model.gradient_accumulation_fusion
+        self._adds_together = not run.model.gradient_accumulation_fusion
         with reports_optional():
             super().__init__(*arguments, **options)
         self.routers = routers(self.module)

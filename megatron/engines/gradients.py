@@ -34,8 +34,8 @@ class Reduction(NamedTuple):
     received: Tensor
 
 
-_ADDED_TOGETHER = 1 << 24
-"""Elements of gradients from which on they are added to the bucket; before that they are kept."""
+_MOST_KEPT = 1 << 24
+"""Elements of gradients that are kept, to be added to the bucket by one kernel."""
 
 
 class GradientBucket:
@@ -80,14 +80,16 @@ class GradientBucket:
         self._paddings = [*inner, self.gradient_elements - sum(sizes) - sum(inner)]
         self.sum_dtype = dtype if is_sharded else master.dtype
         self._arrived = 0
-        self._waiting: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._added = 0
         self._started: Reduction | None = None
         self._flat: Tensor | None = None
         if not is_sharded:
             self._flat = torch.zeros(self.gradient_elements, dtype=dtype, device=master.device)
             self._views = self._views_of(self._flat)
-            self._adds = dtype != parameters[0].dtype
-            self._adds_together = adds_together and not self._adds
+            is_other_dtype = dtype != parameters[0].dtype
+            self._adds = is_other_dtype or adds_together
+            self._most_kept = 0 if is_other_dtype else _MOST_KEPT
 
     def _views_of(self, flat: Tensor) -> Sequence[Tensor]:
         """Views of the elements of each parameter in ``flat``."""
@@ -100,29 +102,29 @@ class GradientBucket:
             for parameter in self.parameters:
                 parameter.grad = None
             return
+        self._added = 0
         self._flat.zero_()
-        if not (self._adds or self._adds_together):
+        if not self._adds:
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.grad = view.view_as(parameter)
 
     def add(self, number: int, parameter: nn.Parameter) -> None:
-        """Accumulate ``parameter.grad`` into the bucket, unless autograd does."""
-        if self._flat is None or parameter.grad is None or not (self._adds or self._adds_together):
+        """Accumulate ``parameter.grad`` into the bucket, unless autograd does. A backward pass leaves nothing kept."""
+        if self._flat is None or not self._adds or parameter.grad is None:
             return
-        if self._adds:
-            self._views[number].add_(parameter.grad.flatten())
-        else:
-            if number in self._waiting:
-                self._add_waiting()
-            self._waiting[number] = parameter.grad.flatten()
-            if sum(map(Tensor.numel, self._waiting.values())) >= _ADDED_TOGETHER:
-                self._add_waiting()
+        if number in self._kept:
+            self._add_kept()
+        self._kept[number] = parameter.grad.flatten()
         parameter.grad = None
+        self._added += 1
+        is_pass_complete = self._added % len(self.parameters) == 0
+        if is_pass_complete or sum(map(Tensor.numel, self._kept.values())) >= self._most_kept:
+            self._add_kept()
 
-    def _add_waiting(self) -> None:
-        if self._waiting:
-            torch._foreach_add_([self._views[number] for number in self._waiting], [*self._waiting.values()])
-            self._waiting.clear()
+    def _add_kept(self) -> None:
+        if self._kept:
+            torch._foreach_add_([self._views[number] for number in self._kept], [*self._kept.values()])
+            self._kept.clear()
 
     def has_all(self, passes: int) -> bool:
         """Count a gradient. Returns whether the bucket is complete, with one gradient per parameter and pass."""
@@ -132,13 +134,13 @@ class GradientBucket:
 
     def view(self, parameter: nn.Parameter) -> Tensor | None:
         """The view of the gradient of ``parameter``; None if it is not in this bucket."""
-        self._add_waiting()
+        self._add_kept()
         views = zip(self.parameters, self._views, strict=True)
         return next((view for candidate, view in views if candidate is parameter), None)
 
     def start(self) -> None:
         """Start the reduction of the gradients."""
-        self._add_waiting()
+        self._add_kept()
         sent = self._gathered() if self._flat is None else self._flat.to(self._sent_dtype)
         if self._divisor_before != 1:
             sent.div_(self._divisor_before)

@@ -5,7 +5,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -82,7 +82,6 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, **settings: Any) -> None:
         super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
-        self._unknown = list[str]()
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
         for kind in (int, float):
@@ -93,21 +92,25 @@ class ToolParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         if unreadable := unreadable_arguments(words):
             raise ConfigError(unreadable)
-        self._unknown = []
         try:
             return super().parse_known_args(args, namespace)
         except ConfigError as error:
-            is_of_others = any(word.endswith(".py") for word in words) or any(
-                action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions
-            )
-            raise ConfigError([*error.messages, *([] if is_of_others else self._unknown_flags())]) from None
+            raise ConfigError([*error.messages, *self._unknown_flags(words)]) from None
 
-    def _unknown_flags(self) -> list[str]:
-        """A message for each flag that neither this program nor training has: argparse ends at the first mistake."""
-        trained = read_layer(group(self._unknown), build_parser(GPT2), GPT2).problems
+    def _unknown_flags(self, words: Sequence[str]) -> list[str]:
+        """A message for each flag that neither this program nor training has: argparse ends at the first mistake.
+
+        None if a command or another program, such as one named by --program, may have flags of its own.
+        """
+        has_others = any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions)
+        if has_others or any(word.endswith(".py") for word in words):
+            return []
+        ours = set(map(_hyphened, self._option_string_actions))
+        names = [name for name, *_ in group(words) if is_flag(name) and _hyphened(name) not in ours]
+        trained = read_layer(group(names), build_parser(GPT2), GPT2).problems
         return [
             f"unknown flag {name}: {did_you_mean(name, self._option_string_actions, otherwise='see --help')}"
-            for name in self._unknown
+            for name in names
             if any(problem.startswith(f"unknown flag {name}:") for problem in trained)
         ]
 
@@ -121,8 +124,6 @@ class ToolParser(argparse.ArgumentParser):
         """As argparse's, in which ``--top_k`` finds ``--top-k``. What follows a script's name never gets here."""
         name, equals, value = arg_string.partition("=")
         flag = {_hyphened(known): known for known in self._option_string_actions}.get(_hyphened(name), name)
-        if is_flag(flag) and flag not in self._option_string_actions:
-            self._unknown.append(flag)
         return super()._parse_optional(flag + equals + value)
 
     def error(self, message: str) -> NoReturn:

@@ -97,5 +97,5 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
     ],
 )
 def test_a_wrong_blend_is_refused(words: str, message: str) -> None:
-    for more in ("", "--sft --epochs 1"):
-        assert f"--data-path {words}: {message}" in complaints(f"--data-path {words} {more}")
+    assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
+    assert f"--data-path {words}: {message}" in complaints(f"--data-path {words} --sft --epochs 1")

@@ -71,11 +71,13 @@ def test_adapters_train_alike_on_every_layout(
     expected = [line["lm_loss"] for line in read_metrics(tmp_path / "tp2" / "metrics") if "lm_loss" in line]
     assert [line["lm_loss"] for line in read_metrics(resumed / "again") if "lm_loss" in line] == expected[3:]
 
-    output = tmp_path / "merged"
-    tool, tag = "tools/convert_checkpoint.py", newest(tmp_path / "tp2" / "checkpoint").path
-    programs.warm(1, tool, "to-universal", tag).ok()
-    programs.warm(1, tool, "merge-lora", f"{tag}_universal", "--output", output).ok()
-    plain = dict(lazy_weights(newest(output)))
+    output, other = tmp_path / "merged", tmp_path / "of universal"
+    tool, folder = "tools/convert_checkpoint.py", tmp_path / "tp2" / "checkpoint"
+    programs.warm(1, tool, "merge-lora", folder, "--output", output).ok()
+    programs.warm(1, tool, "to-universal", folder).ok()
+    programs.warm(1, tool, "merge-lora", f"{newest(folder).path}_universal", "--output", other).ok()
+    plain, again = (dict(lazy_weights(newest(place))) for place in (output, other))
+    assert plain.keys() == again.keys() and all(plain[name].equal(again[name]) for name in plain)
     assert plain.keys() == before.keys()
     name = "3.mlp.dense_4h_to_h"
     added = 2 * after[f"{name}.lora.B"] @ after[f"{name}.lora.A"]

@@ -24,6 +24,7 @@ LAYOUTS = [
     "pp1 dualpipev dp2 zero1",
     "pp2 dp2 zero1 --ddp-bucket-size 5000",
     "dp2 zero2 --zero-coalesce-grad-reduction --zero-reduce-bucket-size 5000",
+    "documents tp2 pp2 sbh selective --pipeline-partition 0,4",
     "documents pp4 sbh selective --pipeline-partition 0,1,2,1",
     "tp2 dp2 sp zero2 --ddp-bucket-size 5000",
     "llama tp2 sp zero1 overlap in-place --batch-size 4",

@@ -173,13 +173,9 @@ def _fillers(
 
 def _samples_of(architecture: ArchitectureSpec) -> str:
     """The end of the name of a data set for ``architecture``, as preprocessing writes it."""
-    return (
-        "images_document"
-        if architecture.reads_images
-        else "text_sentence"
-        if architecture.masked_lm
-        else "text_document"
-    )
+    if architecture.reads_images:
+        return "images_document"
+    return "text_sentence" if architecture.masked_lm else "text_document"
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
