@@ -239,7 +239,7 @@ class PipelinedEngine(Engine, PipelineEngine):
             self._load(number, self.data_iterator)
         if received is not None:
             limits = self._limits.get(number)
-            if limits is not None and received[1].shape == limits.shape:  # before its images are in, a text is tokens
+            if limits is not None and received[1].shape == limits.shape:  # an encoder of images sends [b, 2, s]
                 keep_on_host(received[1], limits)
             buffers["inputs"][buffer] = _inputs(received)
         with self._instruction("ForwardPass", action), self._running(chunk):

@@ -111,20 +111,21 @@ def read_run_tokenizer(
 
 
 def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | None:
-    """The tokenizer in a Hugging Face folder with the model ``config``: vocabulary files or ``tokenizer.json``.
+    """The tokenizer in a Hugging Face folder with the model ``config``: ``tokenizer.json``, or vocabulary files alone.
 
-    None if there is none, or a kind that is not converted. Raises CheckpointError or DataError if it cannot be used.
+    Vocabulary files lack added tokens. None if there is none, or a kind that is not converted. Raises CheckpointError
+    or DataError if it cannot be used.
     """
     form = format_of(config)
     if form.keeps_rows:
         return _llama_bpe(folder, config)
     if form is not GPT2_FORMAT and form is not BERT_FORMAT:
         return None
-    kind = GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE
-    paths = [folder / name for name in TOKENIZER_FILES[kind]]
+    if (file := folder / TOKENIZER).exists():
+        return _read_tokenizer_json(file, is_bpe=form is GPT2_FORMAT)
+    paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE]]
     if not all(path.exists() for path in paths):
-        file = folder / TOKENIZER
-        return _read_tokenizer_json(file, is_bpe=form is GPT2_FORMAT) if file.exists() else None
+        return None
     if form is GPT2_FORMAT:
         return read_bpe(*map(str, paths))
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
