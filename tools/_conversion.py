@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from _atomic_file import atomic_path, check_vacant
 
+from megatron.checkpoint.files import is_folder_name
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import ConfigError, ResourceError
@@ -27,7 +28,14 @@ MAX_SHARD_SIZE = "5GB"
 def paths(parser: argparse.ArgumentParser, source: str, output: str) -> None:
     """Add PATH and --output, with what each is."""
     parser.add_argument("path", type=Path, metavar="PATH", help=source)
-    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help=output)
+    parser.add_argument("--output", type=_new_path, required=True, metavar="NAME", help=output)
+
+
+def _new_path(text: str) -> Path:
+    """An argparse type: a name to write. Raises ArgumentTypeError for a folder with the ending of a file."""
+    if Path(text).suffix == ".safetensors" and is_folder_name(text):
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file, or a folder without this ending")
+    return Path(text)
 
 
 def tokenizer_flags(parser: argparse.ArgumentParser, why: str) -> None:

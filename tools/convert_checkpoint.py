@@ -295,7 +295,7 @@ def _to_universal(args: argparse.Namespace) -> None:
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
     print_warnings(saved.warnings)
     check_unlocked(saved.folder)
-    if problem := file_problem("latest_universal", saved.folder / "latest_universal"):
+    if problem := file_problem("latest_universal", str(saved.folder / "latest_universal")):
         raise CheckpointError(problem)
 
     from megatron.tools.convert.universal import cached_universal

@@ -25,6 +25,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
+from megatron.checkpoint.files import outputs_in_one_place
 from megatron.common.errors import ConfigError
 from megatron.common.files import json_line
 from megatron.launch.environment import prepare_environment
@@ -56,9 +57,12 @@ def main() -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Find the model and read the file; then import torch, score, and print the metrics on rank 0."""
-    for flag in ("json", "predictions"):
-        if (path := getattr(args, flag)) and path.resolve() == args.valid_data.resolve():
-            raise ConfigError(f"--{flag} is the --valid-data: name another")
+    outputs = {f"--{name}": (getattr(args, name), ("",)) for name in ("predictions", "json")}
+    if problems := outputs_in_one_place(outputs):
+        raise ConfigError(problems)
+    for flag, (path, _) in outputs.items():
+        if path and path.resolve() == args.valid_data.resolve():
+            raise ConfigError(f"{flag} is the --valid-data: name another")
     if args.task != VQA and (unused := [name for name in ("predictions", "chat_template") if getattr(args, name)]):
         raise ConfigError([f"--{name.replace('_', '-')} is for VQA: leave it out" for name in unused])
     check_values(args, {"new_tokens": "[1, inf)"})

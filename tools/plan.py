@@ -20,6 +20,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file, check_not_read, write_json
 
+from megatron.checkpoint.files import outputs_in_one_place
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
 from megatron.model.architectures import ARCHITECTURES, GPT2
@@ -33,7 +34,7 @@ from megatron.tools.command_line import (
 )
 from megatron.tools.planning.machine import DEVICES, GB, MACHINE_INTERVALS, TERA, Machine
 from megatron.tools.planning.memory import stage_memory
-from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
+from megatron.tools.planning.output import FILES, SCRIPT, as_json, describe_candidate, describe_plan, files
 from megatron.tools.planning.request import Request, bytes_of_text, make_request
 from megatron.tools.planning.search import Candidate, search
 from megatron.tools.verify.request import PROGRAM
@@ -60,6 +61,8 @@ def main() -> None:
     """Read the request, search, and print the plan."""
     args, words = _parser().parse_known_args()
     check_values(args, INTERVALS)
+    if problems := outputs_in_one_place({"--emit": (args.emit, FILES), "--json": (args.json, ("",))}):
+        raise ConfigError(problems)
     request = _request(args, words)
     gc.disable()  # no layout is part of a cycle, and walking over all of them takes long
     plan = search(request, any_schedule=True)

@@ -13,7 +13,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 from pydantic import TypeAdapter
 
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, output_file, run_tool
 
 FILE = Path(__file__).resolve().parent.parent / "megatron" / "cli" / "deepspeed_json" / "keys.json"
 
@@ -143,7 +143,7 @@ _OPTIMIZERS = {
 def main() -> None:
     """Parse the command line and write the file."""
     parser = ToolParser(__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=FILE, metavar="FILE", help="file to write")
+    parser.add_argument("--output", type=output_file, default=FILE, metavar="FILE", help="file to write")
     args = parser.parse_args()
     with atomic_file(args.output, "--output") as file:
         file.write(as_text(deepspeed_keys()))

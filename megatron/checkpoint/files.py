@@ -17,9 +17,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -334,19 +335,45 @@ def folder_problem(named: str, folder: Path) -> str | None:
     return None
 
 
-def file_problem(flag: str, file: Path) -> str | None:
-    """Why ``file`` cannot be written, as a message about ``flag``; None if it can."""
+def file_problem(flag: str, name: str) -> str | None:
+    """Why the file ``name`` cannot be written, as a message about ``flag``; None if it can."""
+    file = Path(name)
     if problem := _name_problem(file):
         return f"{flag} {file}: {problem}; name another file"
+    if is_folder_name(name):
+        return f"{flag} {name} is a folder; name a file"
     if not file.exists():  # also a dangling link, which is replaced
         return folder_problem(f"{flag} {file}:", file.parent)
-    if file.is_dir():
-        return f"{flag} {file} is a folder; name a file"
     if file.is_fifo() or file.is_socket():
         return f"{flag} {file} is no file, and writing to it may wait forever; name a file"
     if not os.access(file, os.W_OK):
         return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
     return None
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether ``name`` can only be a folder's: one that exists, or a name that ends in a slash."""
+    return os.path.isdir(name) or os.path.basename(name) in ("", ".", "..")
+
+
+def outputs_in_one_place(outputs: Mapping[str, tuple[str | Path | None, Iterable[str]]]) -> list[str]:
+    """A message for each two flags of which one writes a file that the other writes as well, or needs as a folder.
+
+    Each flag has a folder, or None if it is not given, with the names of what is written into it; or a file, with an
+    empty name.
+    """
+    places = [
+        (flag, named, os.path.realpath(os.path.join(named, name)))
+        for flag, (named, names) in outputs.items()
+        if named is not None
+        for name in names
+    ]
+    problems = [
+        f"{flag} {named} is what {other} {written} writes; name another file"
+        for (other, written, at), (flag, named, place) in combinations(places, 2)
+        if flag != other and os.path.commonpath((place, at)) in (place, at)
+    ]
+    return list(dict.fromkeys(problems))
 
 
 def _name_problem(path: Path) -> str | None:

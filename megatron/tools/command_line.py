@@ -141,7 +141,7 @@ def output_file(text: str) -> Path:
     """An argparse type: a file to write. Raises ArgumentTypeError if rank 0, which writes, cannot: before any work."""
     file = Path(text)
     is_replaced = os.path.isfile(file)  # by another of its name: the permissions of its folder decide
-    return _output(text, folder_problem(f"{text}:", file.parent) if is_replaced else file_problem("", file))
+    return _output(text, folder_problem(f"{text}:", file.parent) if is_replaced else file_problem("", text))
 
 
 def output_folder(text: str) -> Path:

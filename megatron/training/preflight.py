@@ -1,14 +1,14 @@
 """Checks before torch is imported: input files exist, outputs can be written, the checkpoint is compatible."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.files import file_problem, folder_problem
+from megatron.checkpoint.files import file_problem, folder_problem, outputs_in_one_place
 from megatron.checkpoint.folder_lock import LOCK, check_unlocked
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
@@ -34,6 +34,7 @@ from megatron.data.map_cache import cache_folder
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import read_config
+from megatron.model.partition import TRACE
 from megatron.tokenizer import span_vocabulary, tokenizer_of
 
 T = TypeVar("T")
@@ -217,8 +218,16 @@ def _check_outputs(run: RunConfig) -> None:
         problems.append(f"--snapshot-dir {memory}: no folder to write in; name one in memory (tmpfs)")
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
+    profile = run.ds_config.get("flops_profiler") or {}
+    profiled = profile.get("output_file") if profile.get("enabled") else None
+    if profiled:
+        problems.append(file_problem("flops_profiler.output_file", profiled))
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
-        problems.append(_metrics_problem(Path(run.logging.metrics_file), folders))
+        problems.append(_metrics_problem(run.logging.metrics_file))
+    if not any(problems):
+        written = {flag: (folder, _FILES_IN.get(flag, ("*",))) for flag, folder in folders.items()}
+        files = {"flops_profiler.output_file": profiled, "--metrics-file": run.logging.metrics_file}
+        problems += outputs_in_one_place(written | {flag: (file, ("",)) for flag, file in files.items()})
     trackers = [
         ("--wandb-project", run.logging.wandb_project, "wandb"),
         ("--mlflow-experiment", run.logging.mlflow_experiment, "mlflow"),
@@ -233,9 +242,6 @@ def _check_outputs(run: RunConfig) -> None:
         for flag, name, package in trackers
         if name is not None and find_spec(package) is None
     ]
-    profile = run.ds_config.get("flops_profiler") or {}
-    if profile.get("enabled") and profile.get("output_file"):
-        problems.append(file_problem("flops_profiler.output_file", Path(profile["output_file"])))
     if any(problems):
         raise ConfigError(problem for problem in problems if problem)
 
@@ -244,17 +250,18 @@ _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"
 """Sections of monitors in the DeepSpeed JSON, and the Python package that each imports."""
 
 
-_FILES_IN_SAVE = (LATEST, TRACKER, LOCK, "ds_config.json", "run.yaml")
+_FILES_IN = {
+    "--save": (LATEST, TRACKER, LOCK, "ds_config.json", "run.yaml", "stragglers.json", "elastic.jsonl"),
+    "--trace": (TRACE, "schedule.svg", "profile-rank0.txt", "profile-rank0.json"),
+    "--run-dir": ("run.json",),
+}
+"""Names of the files that are written into the folder of each flag, as far as they are known before the run."""
 
 
-def _metrics_problem(file: Path, folders: Mapping[str, str | None]) -> str | None:
-    """Why metrics cannot be appended to ``file``, such as another output's path or other content; None if they can."""
-    flag, place = "--metrics-file", os.path.realpath(file)
-    for other, folder in folders.items():
-        names = _FILES_IN_SAVE if other == "--save" else ()
-        if folder is not None and place in (os.path.realpath(os.path.join(folder, name)) for name in ("", *names)):
-            return f"{flag} {file} is what {other} {folder} writes; name another file"
-    if (problem := file_problem(flag, file)) or not file.is_file():
+def _metrics_problem(name: str) -> str | None:
+    """Why metrics cannot be appended to the file ``name``, such as other content; None if they can."""
+    flag, file = "--metrics-file", Path(name)
+    if (problem := file_problem(flag, name)) or not file.is_file():
         return problem
     with open(file, "rb", opener=regular) as opened:
         line = opened.readline(_LONGEST_METRICS)

@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         whole,
         "--metrics-file ./a/../new --tensorboard-dir new",
         2,
-        ["--metrics-file a/../new is what --tensorboard-dir new writes; name another file"],
+        ["--metrics-file ./a/../new is what --tensorboard-dir new writes; name another file"],
     ),
     "metrics in the place of the name of the newest checkpoint": (
         whole,
@@ -121,7 +121,26 @@ CASES: dict[str, tuple[Damage, str, int, list[str]]] = {
         2,
         ["--metrics-file new/latest is what --save new writes; name another file"],
     ),
+    "metrics in the place of a trace": (
+        whole,
+        "--metrics-file new/trace.json --trace new",
+        2,
+        ["--metrics-file new/trace.json is what --trace new writes; name another file"],
+    ),
+    "metrics as a folder of the profile": (
+        whole,
+        "--metrics-file new --profile-dir new/inside --profile-steps 1:2",
+        2,
+        ["--metrics-file new is what --profile-dir new/inside writes; name another file"],
+    ),
+    "metrics in the place of the FLOPs profile": (
+        whole,
+        "--metrics-file new/flops-profile.txt --profile-dir new --flops-profile-step 2",
+        2,
+        ["is what flops_profiler.output_file new/flops-profile.txt writes; name another file"],
+    ),
     "a folder for the metrics": (whole, "--metrics-file ck", 2, ["--metrics-file ck is a folder; name a file"]),
+    "a slash after the metrics": (whole, "--metrics-file new/", 2, ["--metrics-file new/ is a folder; name a file"]),
     "metrics that may not be written": (
         locked("ck/latest", 0o444),
         "--metrics-file ck/latest",

@@ -135,7 +135,10 @@ def test_a_repeated_flag_loses_no_value() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "problem"),
     [
-        *((output_file, name, f"{name} is a folder; name a file") for name in ("folder", ".", "..", "/")),
+        *(
+            (output_file, name, f"{name} is a folder; name a file")
+            for name in ("folder", ".", "..", "/", "new/", "new/.")
+        ),
         (output_file, "file/x", "file is not a folder; name another folder"),
         (output_file, "/proc/x", "/proc is of the system, and holds no files of users; name another folder"),
         (output_file, "fifo", "fifo is no file, and writing to it may wait forever"),

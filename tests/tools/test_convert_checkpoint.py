@@ -127,6 +127,7 @@ def test_merged_weights_are_those_of_the_layout(
         ("merge {trained} --output {trained}", "exists already; name another place", 2),
         ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is not a size", 2),
         ("merge {trained} --output {out}.safetensors --max-shard-size 1GB", "is one file", 2),
+        ("merge {trained} --output {out}.safetensors/", "out.safetensors/ is a folder; name a file", 2),
         ("merge {foreign} --output {out}", "is a Hugging Face folder, and merge accepts one checkpoint", 2),
         (
             "from-hf {trained} --output {out}",

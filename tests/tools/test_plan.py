@@ -136,6 +136,8 @@ def test_placeholders_of_data_fit_the_model_and_are_not_read(tmp_path, monkeypat
     ("words", "message"),
     [
         ("--device a1000", "'a1000': did you mean a100?"),
+        ("--emit new/x --json new/./x/run.sh", "--json new/x/run.sh is what --emit new/x writes"),
+        ("--emit new/x --json new", "--json new is what --emit new/x writes"),
         ("--emit /dev/null/files", "--emit: /dev/null/files: /dev/null is not a folder"),
         ("--peak-tflops 1e300", "--peak-tflops 1e+300 must be "),
         ("--inter-bandwidth 1e-300 --devices-per-node 1", "--inter-bandwidth 1e-300 must be "),

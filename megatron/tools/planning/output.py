@@ -23,7 +23,7 @@ from megatron.training.summary import describe_config
 WITHIN, MET = 0.15, (68, 68)
 """MET[0] of MET[1] estimates for ``benchmarks/published.csv`` without fitted constants are within this error."""
 _DATA_FLAGS = ("data_path", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
+SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = FILES = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
 
 
 def files(candidate: Candidate) -> dict[str, str]:

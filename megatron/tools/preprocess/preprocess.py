@@ -83,7 +83,7 @@ def check_output(job: Job) -> None:
     prefix = job.output_prefix
     names = [name + ending for name in job.prefixes.values() for ending in (".bin", ".idx", ".tokenizer.json")]
     for name in (*names, *(f"{name}.partial" for name in names), f"{prefix}.progress"):
-        if problem := file_problem("--output-prefix", Path(name)):
+        if problem := file_problem("--output-prefix", name):
             raise ConfigError(problem)
     written = [path for name in (*names, f"{prefix}.progress") if (path := Path(name)).is_file()]
     for read in map(str, filter(None, (*job.inputs, job.vocab_file, job.merge_file, job.chat_template))):

@@ -50,6 +50,7 @@ def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("PPL {place}/plain.txt --seq-length 49", "--seq-length 49 is more than the 48 positions"),
         ("PPL {place}/plain.txt --seq-length 8 --overlapping-eval 9", "--overlapping-eval 9: windows of 8 tokens"),
         ("PPL {place}/plain.txt --json {place}/hf/../plain.txt", "--json is the --valid-data: name another"),
+        ("VQA {place}/plain.txt --predictions new --json new/x", "--json new/x is what --predictions new writes"),
         ("PPL {place}/plain.txt --predictions x", "--predictions is for VQA"),
         ("PPL {place}/plain.txt --chat-template x", "--chat-template is for VQA"),
         ("PPL {place}/plain.txt --new-tokens 0", "--new-tokens 0 must be"),
