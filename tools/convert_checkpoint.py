@@ -108,9 +108,8 @@ def _to_hf(args: argparse.Namespace) -> None:
     if model.config.lora_rank:
         raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write only them with to-peft")
     tokenizer = read_run_tokenizer(model.description, model.config, args.vocab_file, args.merge_file)
-    carried = files_for_huggingface(found.saved.folder if found.saved else None, model.description)
-    if args.vocab_file or args.merge_file:
-        carried = {name: file for name, file in carried.items() if "token" not in name}
+    folder = found.saved.folder if found.saved else None
+    carried = files_for_huggingface(folder, model.description, model.config, tokenizer)
     with new_output(args) as folder:
         write_huggingface(folder, model, tokenizer, max_shard_size=size, carried=carried)
     report(args, model)

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.common.errors import CheckpointError, DataError
+from megatron.common.errors import CheckpointError, DataError, UserError
 from megatron.common.reading import LARGEST_JSON
-from megatron.common.tokenizer_files import GPT2_BPE, SENTENCEPIECE, TOKENIZER_FILES, tokenizer_files
+from megatron.common.tokenizer_files import GPT2_BPE, PUBLISHED, SENTENCEPIECE, TOKENIZER_FILES, tokenizer_files
 from megatron.config import ModelConfig
+from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids
@@ -189,21 +191,47 @@ def carried_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def files_for_huggingface(folder: Path | None, description: Mapping[str, Any]) -> dict[str, Path]:
-    """The files to copy for a model with this ``run.json``, saved in ``folder``.
+def files_for_huggingface(
+    folder: Path | None, description: Mapping[str, Any], config: ModelConfig, tokenizer: Vocabulary | None
+) -> dict[str, Path]:
+    """The files to copy for the model ``config`` with this ``run.json``, saved in ``folder``.
 
     They are in ``folder`` if from-hf has written it, else in the folder from which the run loaded its model, else in
-    the folder of its tokenizer, which may also be a file of any name.
+    the folder of its tokenizer. A tokenizer is copied only if it is the run's, from there or from where the run read
+    it, which may also be a file of any name; ``tokenizer`` is the run's if it is converted.
     """
-    config = description["config"]
-    loaded = (config.get("checkpoint", {}).get(name) for name in ("load_hf", "load"))
-    for place in (folder, *loaded):
-        if place is not None and HF_CONFIG in (files := carried_files(Path(place))):
-            return files
-    data = config.get("data", {})
-    if (tokenizer := data.get("tokenizer_model")) is None:
+    data, saved = (description["config"].get(section, {}) for section in ("data", "checkpoint"))
+    kind, own = data.get("tokenizer_type"), _files_of_tokenizer(data)
+
+    def hash_in(files: Mapping[str, Path]) -> str | None:
+        file = files.get(TOKENIZER_FILES[kind][0])
+        return tokenizer_hash(kind, str(file), None, eod=config.eod_token) if file else None
+
+    def is_of_run(files: Mapping[str, Path]) -> bool:
+        if tokenizer is not None:
+            with suppress(UserError):
+                return read_folder_tokenizer(next(iter(files.values())).parent, config) == tokenizer
+            return False
+        if kind not in PUBLISHED:
+            return data.get("vocab_file") is None
+        return (data.get("tokenizer_hash") or hash_in(own)) in (None, hash_in(files))
+
+    places = [carried_files(Path(place)) for place in (folder, saved.get("load_hf"), saved.get("load")) if place]
+    files = next((files for files in places if HF_CONFIG in files), own)
+    used = next((found for found in (files, own) if found and is_of_run(found)), {})
+    of_model = {name: file for name, file in files.items() if name in _OF_MODEL}
+    return of_model | {name: file for name, file in used.items() if name not in _OF_MODEL}
+
+
+_OF_MODEL = (HF_CONFIG, "generation_config.json")
+
+
+def _files_of_tokenizer(data: Mapping[str, Any]) -> dict[str, Path]:
+    """The files at the place where a run with the settings ``data`` read its tokenizer."""
+    kind = data.get("tokenizer_type")
+    if (named := data.get("tokenizer_model") or (data.get("vocab_file") if kind in PUBLISHED else None)) is None:
         return {}
-    path, name = Path(tokenizer), SENTENCEPIECE_MODEL if data["tokenizer_type"] == SENTENCEPIECE else TOKENIZER
+    path, name = Path(named), SENTENCEPIECE_MODEL if kind == SENTENCEPIECE else TOKENIZER
     if path.is_file() and path.name != name:
         return {name: path}
     return carried_files(path.parent if path.is_file() else path)

@@ -22,6 +22,7 @@ from megatron.checkpoint.tensor_files import SafetensorsFiles
 from megatron.checkpoint.tracker import newest
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
+from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of, read_config, source_shapes
 from megatron.tools.convert.full_model import FullModel, write_tensors
@@ -250,4 +251,28 @@ def test_the_tokenizer_of_a_run_may_be_a_file(tmp_path: Path, file: str, kind: s
     path = tmp_path / file
     path.write_text("{}")
     data = {"tokenizer_type": kind, "tokenizer_model": str(path)}
-    assert files_for_huggingface(None, {"config": {"data": data}}) == {name: path}
+    assert files_for_huggingface(None, {"config": {"data": data}}, ModelConfig(), None) == {name: path}
+
+
+def test_the_tokenizer_of_the_run_is_copied_and_no_other(tmp_path: Path) -> None:
+    """Not that of the folder which the run loaded its model from; as far as is known."""
+    for name, content in {"model/config.json": "{}", "model/tokenizer.json": "1", "own/tokenizer.json": "2"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    model, own, llama = tmp_path / "model", tmp_path / "own", ModelConfig(position_embedding_type="rope", swiglu=True)
+    hash_of_own = tokenizer_hash("HuggingFaceTokenizer", str(own / "tokenizer.json"), None, eod=llama.eod_token)
+
+    def copied(hash_in_run: str, tokenizer: Vocabulary | None = None) -> set[str]:
+        data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(own), "tokenizer_hash": hash_in_run}
+        run = {"config": {"data": data, "checkpoint": {"load_hf": str(model)}}}
+        files = files_for_huggingface(None, run, llama, tokenizer).values()
+        return {str(file.relative_to(tmp_path)) for file in files}
+
+    for hash_in_run in ("", hash_of_own):
+        assert copied(hash_in_run) == {"model/config.json", "own/tokenizer.json"}
+    assert copied(hash_of_own, Vocabulary("GPT2BPETokenizer", {"a": 0})) == {"model/config.json"}
+    (own / "tokenizer.json").rename(tmp_path / "moved")
+    assert copied(hash_of_own) == {"model/config.json"}
+    assert copied("") == {"model/config.json", "model/tokenizer.json"}
+    (tmp_path / "moved").rename(model / "tokenizer.json")
+    assert copied(hash_of_own) == {"model/config.json", "model/tokenizer.json"}
