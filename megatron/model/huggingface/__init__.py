@@ -55,8 +55,8 @@ def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = N
     if not isinstance(kind, str) or kind not in FORMATS:
         names = ", ".join(FORMATS)
         raise CheckpointError(f"{path}: model_type is {kind!r}, which is not supported; supported are {names}")
-    if kind == "qwen3_moe" and "num_experts" not in tree:  # transformers 5 writes Mixtral's name, num_local_experts
-        tree = {**tree, "num_experts": tree.get("num_local_experts")}
+    if kind == "qwen3_moe" and "num_local_experts" in tree:  # transformers 5 writes Mixtral's name
+        tree = {"num_experts": tree["num_local_experts"], **tree}
     return config_from(FORMATS[kind], tree, path, vocab_size)
 
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Format:
     numbers: Names
     fixed: Mapping[str, Any]
     """Settings for which only this value is supported."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for settings that config.json leaves out."""
     multiple: tuple[str, str] | None = ("hidden_size", "num_attention_heads")
     """Two fields; the first must be a multiple of the second."""
     keeps_rows: bool = False
@@ -86,6 +88,7 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
+    tree = {**form.defaults, **tree}
     values, problems = _read_values(form, tree)
     fields, more = form.read(tree)
     values |= fields

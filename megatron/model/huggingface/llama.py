@@ -4,7 +4,7 @@ See ``formats``. No torch here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,19 +41,36 @@ class Family:
     """Whether ``sliding_window`` limits attention in every layer."""
     experts: ExpertNames | None = None
     """None for layers with an MLP."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults in transformers that are not those of ``_DEFAULTS``."""
 
 
+_DEFAULTS = {
+    **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"vocab_size": 32000, "max_position_embeddings": 2048, "eos_token_id": 2},
+}
+_MISTRAL = {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+_QWEN = {
+    **{"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "eos_token_id": None,
+}
+_MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN_MOE = {
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
 FAMILIES = {
     family.model_type: family
     for family in (
         Family("llama", "LlamaForCausalLM"),
-        Family("mistral", "MistralForCausalLM", has_window=True),
-        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
-        Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True),
+        Family("mistral", "MistralForCausalLM", has_window=True, defaults={**_MISTRAL, "sliding_window": 4096}),
+        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, defaults=_QWEN),
+        Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True, defaults={**_QWEN, "head_dim": 128}),
         Family(
             "mixtral",
             "MixtralForCausalLM",
             has_window=True,
+            defaults={**_MISTRAL, **_MIXTRAL},
             experts=ExpertNames(
                 "block_sparse_moe.gate",
                 "block_sparse_moe.experts",
@@ -68,6 +85,7 @@ FAMILIES = {
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             qk_layernorm=True,
+            defaults={**_QWEN, **_QWEN_MOE},
             experts=ExpertNames(
                 "mlp.gate",
                 "mlp.experts",
@@ -244,6 +262,7 @@ def _format(family: Family) -> Format:
         sizes={**_SIZES, **(family.experts.sizes if family.experts else {})},
         numbers=_NUMBERS,
         fixed={"hidden_act": "silu", **(_ALL_LAYERS if family.experts else {})},
+        defaults={**_DEFAULTS, **family.defaults},
         multiple=("num_attention_heads", "num_query_groups"),
         keeps_rows=True,
         read=partial(_read, family),

@@ -151,6 +151,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, changes: dict, 
 MIXTRAL = {
     "model_type": "mixtral", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "max_position_embeddings": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
 }  # fmt: skip
 QWEN = MIXTRAL | {"model_type": "qwen2"}
 VISION = {"model_type": "clip_vision_model", "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}

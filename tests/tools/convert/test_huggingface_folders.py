@@ -25,6 +25,7 @@ from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of, read_config, source_shapes
+from megatron.model.huggingface.llama import LLAMA_FORMATS
 from megatron.tools.convert.full_model import FullModel, write_tensors
 from megatron.tools.convert.huggingface_files import Vocabulary, files_for_huggingface, read_folder_tokenizer
 from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
@@ -223,6 +224,16 @@ def test_both_spellings_of_the_rotation():
     assert both == config  # as in transformers
     plain = config_of(tree | {"rope_theta": 1e6, "rope_scaling": None}, Path("config.json"))
     assert (plain.rotary_base, plain.use_rope_scaling) == (1e6, False)
+
+
+@pytest.mark.parametrize("kind", [*LLAMA_FORMATS, "gpt2"])
+@pytest.mark.parametrize("settings", [{}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}])
+def test_what_a_config_leaves_out_is_the_default_of_transformers(kind: str, settings: dict) -> None:
+    """As in the text_config of a published LLaVA, which has only what differs."""
+    from transformers import AutoConfig
+
+    complete = AutoConfig.for_model(kind, **settings).to_dict()
+    assert config_of({"model_type": kind, **settings}, Path("config.json")) == config_of(complete, Path("config.json"))
 
 
 def test_shards_of_a_llava_with_the_names_of_newer_transformers(tmp_path: Path) -> None:
