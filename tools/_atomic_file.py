@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 from megatron.checkpoint.files import MANIFEST, folder_problem
 from megatron.common.errors import ConfigError, ResourceError
-from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, sync, sync_folder
+from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, signals_raised, sync, sync_folder
 from megatron.common.reading import was_read
 from megatron.common.tokenizer_files import tokenizer_files, tokenizer_kind
 from megatron.config import RunConfig
@@ -25,7 +26,8 @@ _AN_INPUT = "{flag} {path} is an input of this command; name another file"
 def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[Any]]:
     """A file to write, UTF-8 or ``binary``, that replaces ``path`` when the block ends without an exception.
 
-    Missing parent folders are created. ``flag`` is the flag that named the path, for messages.
+    Until then it has no name, so that nothing is left of it when the process is killed. Missing parent folders are
+    created. ``flag`` is the flag that named the path, for messages.
 
     Raises:
         ConfigError: the file cannot be written, is in a checkpoint, or is an input, which would be lost.
@@ -35,9 +37,14 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
     with _os_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_unread(path, flag)
-        with replace_file(path, text=not binary) as file:
-            yield file
+        folder = None if path.is_char_device() else path.parent
+        kind: dict[str, Any] = {"mode": "w+b"} if binary else {"mode": "w+", "encoding": "utf-8", "newline": "\n"}
+        with TemporaryFile(dir=folder, **kind) as unnamed:
+            yield unnamed
             _check_unread(path, flag)
+            unnamed.seek(0)
+            with replace_file(path, text=not binary) as file:
+                shutil.copyfileobj(unnamed, file)
 
 
 def check_not_read(path: Path | None, flag: str, run: RunConfig) -> None:
@@ -65,18 +72,19 @@ def atomic_path(path: Path, flag: str) -> Iterator[Path]:
     ``path`` must not exist, or be an empty folder. Otherwise like ``atomic_file``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
-    try:
-        with _os_errors(path, flag):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield temporary
-            for written in (*temporary.rglob("*"), temporary):
-                sync(written)
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
+    with signals_raised():
+        try:
+            with _os_errors(path, flag):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                yield temporary
+                for written in (*temporary.rglob("*"), temporary):
+                    sync(written)
+                os.replace(temporary, path)
+                sync_folder(path.parent)
+        finally:
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
+            temporary.unlink(missing_ok=True)
 
 
 def check_vacant(path: Path, flag: str) -> None:

@@ -41,6 +41,7 @@ from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError, ConfigError, ResourceError
+from megatron.common.files import signals_raised
 from megatron.common.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, check_values, print_warnings, run_tool
@@ -340,10 +341,15 @@ def _reshard(args: argparse.Namespace) -> None:
     from megatron.tools.verify.runs import rank_context, run_ranks
 
     flags = ["--data-parallel-size", str(copies), "--output", str(args.output.absolute())]
-    with TemporaryDirectory() as folder:
+    with signals_raised(), TemporaryDirectory() as folder:
         log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *run_flags, *flags]
-        if failure := run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit):
-            shutil.rmtree(args.output, ignore_errors=True)
+        failure: str | None = "interrupted"
+        try:
+            failure = run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit)
+        finally:
+            if failure:
+                shutil.rmtree(args.output, ignore_errors=True)
+        if failure:
             kind = ResourceError if failure.startswith(f"exit code {ResourceError.exit_code}:") else CheckpointError
             raise kind(f"{args.output} is not written: {' '.join(failure.rpartition(': error: ')[2].split())}")
     print(f"{args.output}: {saved.path} after iteration {saved.iteration}, from {saved.layout}")

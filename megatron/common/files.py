@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,11 +62,37 @@ def lacks_inodes(path: Path) -> bool:
 
 
 @contextmanager
+def signals_raised() -> Iterator[None]:
+    """In the block, SIGINT and SIGTERM raise SystemExit if they would end the process, so that it cleans up.
+
+    Not in other threads than the main one, which Python's signal handlers run in.
+    """
+    owner, is_main = os.getpid(), threading.current_thread() is threading.main_thread()
+
+    def leave(number: int, _: Any) -> None:
+        if os.getpid() != owner:  # a fork, which leaves the files to its parent
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        raise SystemExit(128 + number)
+
+    both = (signal.SIGINT, signal.SIGTERM)
+    fatal = [number for number in both if is_main and signal.getsignal(number) == signal.SIG_DFL]
+    try:
+        for number in fatal:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number in fatal:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
 def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Iterator[IO[Any]]:
     """Open a file, binary or UTF-8 ``text``, that atomically replaces ``path`` if the block ends without an exception.
 
-    Until then, and after an exception, ``path`` is unchanged. If ``durable``, file and name are flushed to disk. If
-    ``path`` is a symbolic link, the link is replaced, not its target. A device, such as /dev/null, is written directly.
+    Until then, and after an exception or as in ``signals_raised``, ``path`` is unchanged. If ``durable``, file and name
+    are flushed to disk. If ``path`` is a symbolic link, the link is replaced, not its target. A device, such as
+    /dev/null, is written directly.
 
     Raises:
         OSError: the file cannot be written.
@@ -77,15 +105,16 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
         return
     if path.exists() and not path.is_file():  # such as a FIFO, or a link to a device
         raise OSError(errno.EINVAL, "it is not a file", str(path))
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), **kind) as file:
-            yield file
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with signals_raised():
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), **kind) as file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
 

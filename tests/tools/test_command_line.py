@@ -71,6 +71,32 @@ def test_an_error_is_the_last_line() -> None:
     assert finished.stdout == "found\n-c: error: why\n"
 
 
+@pytest.mark.parametrize(
+    ("run", "write", "number", "code"),
+    [
+        ("run_rank", "atomic_file", signal.SIGINT, -signal.SIGINT),
+        ("run_rank", "atomic_file", signal.SIGKILL, -signal.SIGKILL),
+        ("run_tool", "atomic_file", signal.SIGTERM, -signal.SIGTERM),
+        ("run_tool", "atomic_path", signal.SIGINT, 130),
+        ("run_tool", "atomic_path", signal.SIGTERM, 143),
+        ("run_rank", "replace_file", signal.SIGINT, 130),
+        ("run_rank", "replace_file", signal.SIGTERM, 143),
+    ],
+)
+def test_an_interrupted_output_leaves_no_file(tmp_path: Path, run: str, write: str, number: int, code: int) -> None:
+    more = {"atomic_path": "'-') as place, open(place, 'w'", "atomic_file": "'-'", "replace_file": "text=True"}[write]
+    script = (
+        "import os, signal, sys; sys.path.append('tools'); from pathlib import Path; from _atomic_file import *; "
+        "from megatron.common.files import replace_file; from megatron.launch.rank import run_rank; "
+        "from megatron.tools.command_line import run_tool\ndef main():\n"
+        f"    with {write}(Path(sys.argv[1]), {more}) as file:\n"
+        f"        file.write('x'), file.flush(), os.kill(os.getpid(), {number:d}), signal.pause()\n{run}(main)"
+    )
+    command = [sys.executable, "-c", script, tmp_path / "new"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (finished.returncode, finished.stderr, list(tmp_path.iterdir())) == (code, "", [])
+
+
 @pytest.mark.parametrize("program", ["pretrain_gpt2.py", "tasks/main.py", "tools/plan.py"])
 def test_ctrl_c_during_the_imports_is_silent(program: str) -> None:
     script = (

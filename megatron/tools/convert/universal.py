@@ -30,7 +30,7 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import Updates, check_copies, check_state, check_steps, form_errors
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
-from megatron.common.files import UNFINISHED, sync, sync_folder
+from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
 from megatron.common.reading import read_bytes
 from megatron.model.spec import ParameterSpec
 
@@ -84,9 +84,12 @@ def convert(saved: SavedRun, target: Path) -> None:
     """Convert ``saved`` to the universal checkpoint ``target``, which is replaced only when it is complete."""
     try:
         # If this process is killed, the next save into the folder removes the unfinished files.
-        with tempfile.TemporaryDirectory(
-            suffix=UNFINISHED, prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
-        ) as name:
+        with (
+            signals_raised(),
+            tempfile.TemporaryDirectory(
+                UNFINISHED, f".{target.name}.", target.parent, ignore_cleanup_errors=True
+            ) as name,
+        ):
             temporary = Path(name)
             _write(saved, temporary)
             for path in temporary.rglob("*"):
