@@ -109,6 +109,7 @@ _STRICTER: dict[str, dict[str, Any]] = {
     "flops_profiler": {
         "recompute_fwd_factor": AMOUNT,
         "profile_step": COUNT,
+        "module_depth": {"type": "integer", "minimum": -1},
         "top_modules": COUNT,
         "output_file": _or_null(TEXT),
     },

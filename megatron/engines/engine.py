@@ -250,6 +250,12 @@ class Engine(DeepSpeedEngine):
         """
         return [str(existing_rank_file(Path(self._get_ckpt_name(checkpoints_path, tag))))] * self.mp_world_size
 
+    @overrides(DeepSpeedEngine, "(self)")
+    def flops_profiler_module_depth(self) -> int:
+        """Limit the depth to the model's: DeepSpeed raises KeyError beyond. Test: tests/training/test_metrics.py."""
+        levels = 1 + max(name.count(".") + bool(name) for name, _ in self.module.named_modules())
+        return min(super().flops_profiler_module_depth(), levels)
+
     @overrides(DeepSpeedEngine, "(self, save_path)")
     def _copy_recovery_script(self, save_path: str) -> None:
         """Do nothing: DeepSpeed copies a script that unpickles checkpoints into the folder, following any symlink.

@@ -16,7 +16,7 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.reporting.callbacks import default_callbacks
 from megatron.training.callbacks import Callback
-from megatron.training.model_provider import ModelProvider, provided_architecture
+from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import Loaded
@@ -64,7 +64,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE, callbacks: Sequence[Call
         if is_main_rank:
             dry_run(run)
         return None
-    return train(run, [*default_callbacks(), *callbacks])
+    return train(run, [*default_callbacks(), *map(UserCallback, callbacks)])
 
 
 class Program:

@@ -7,8 +7,10 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +19,8 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec, LayerSpec, register
+from megatron.parallel.pipeline.schedule import InstructionHook
+from megatron.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -146,6 +150,54 @@ class ModelProvider:
 
         inputs, *targets = parts
         return Batch(inputs, tuple(targets))
+
+
+class UserCallback(Callback):
+    """A user's callback, in which an error is that of a ``user_function`` and names class, method and iteration."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback, self._iteration = callback, 0
+
+    @contextmanager
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """The context of the user; its hooks are guarded, too."""
+        self._iteration = iteration
+        with self._guarded(self._callback.around_iteration, iteration) as hooks:
+            yield [partial(self._guarded, hook) for hook in hooks]
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Those of the user. Raises ConfigError unless each is a number or a tensor of one."""
+        from torch import Tensor
+
+        values = dict(self._called("metrics"))
+        for name, value in values.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+                kind = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise ConfigError(f"{self._name('metrics')} returned {kind} for {name}: return a number")
+        return values
+
+    def _name(self, method: str) -> str:
+        return f"in iteration {self._iteration}, {type(self._callback).__name__}.{method}"
+
+    def _called(self, method: str, *arguments: Any) -> Any:
+        with user_function(self._name(method)):
+            return getattr(self._callback, method)(*arguments)
+
+    on_run_start = partialmethod(_called, "on_run_start")
+    on_metrics = partialmethod(_called, "on_metrics")
+    on_out_of_memory = partialmethod(_called, "on_out_of_memory")
+    on_run_end = partialmethod(_called, "on_run_end")
+
+    @contextmanager
+    def _guarded(self, make: Callable[..., AbstractContextManager], *arguments: Any) -> Iterator[Any]:
+        """The context that ``make`` returns; an error of what runs inside of it stays as it is."""
+        name = self._name("around_iteration")
+        with ExitStack() as stack:
+            with user_function(name):
+                value = stack.enter_context(make(*arguments))
+            yield value
+            with user_function(name):
+                stack.close()
 
 
 class ProvidedDataset:

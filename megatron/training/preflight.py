@@ -201,14 +201,14 @@ def _check_outputs(run: RunConfig) -> None:
     }
     for monitor in ("csv_monitor", "tensorboard"):
         section = run.ds_config.get(monitor) or {}
-        if section.get("enabled") and (
-            named := [section[key] for key in ("output_path", "job_name") if section.get(key)]
-        ):
-            folders[f"{monitor}.output_path"] = os.path.join(*named)
+        if section.get("enabled"):
+            folders[f"{monitor}.output_path"] = os.path.join(
+                section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName")
+            )
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
     folder_problems = {
-        flag: folder_problem(f"{flag} {folder}:", Path(folder))
+        flag: folder_problem(f"{flag} {folder}:", Path(folder)) if folder else f"{flag} is empty: name a folder"
         for flag, folder in folders.items()
         if folder is not None
     }

@@ -23,7 +23,7 @@ from megatron.checkpoint.tracker import replaces_others
 from megatron.common.errors import counted
 from megatron.config import RunConfig
 from megatron.engines import deepspeed_silenced
-from megatron.engines.build import build_engine
+from megatron.engines.build import build_engine, check_safe_modules
 from megatron.engines.engine import Engine
 from megatron.engines.gradients import counted_once, sum_over_model
 from megatron.engines.state import optimizer_name
@@ -56,6 +56,7 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     if run.model.fp8_format != "none":
         check_fp8(run.model.fp8_recipe, run.parallel.local_rank or 0)
+    check_safe_modules(run.ds_config)
     build_extensions(run)
     record_into(os.environ, Path(run.checkpoint.save or "."))
     progress = ProgressState()

@@ -57,9 +57,13 @@ def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (path := tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
     with pytest.raises(ConfigError, match="wandb.enabled true needs wandb, which is not installed: "):
         _check_outputs(parse(f"--deepspeed_config {path}"))
-    path.write_text(json.dumps({"csv_monitor": {"enabled": True, "output_path": "/dev/null/logs"}}))
-    with pytest.raises(ConfigError, match="csv_monitor.output_path /dev/null/logs: /dev/null is not a folder"):
-        _check_outputs(parse(f"--deepspeed_config {path}"))
+    for names, expected in (
+        ({"output_path": "/dev/null/logs"}, "/dev/null/logs/DeepSpeedJobName: /dev/null is not a folder"),
+        ({"output_path": "", "job_name": ""}, "is empty: name a folder"),
+    ):
+        path.write_text(json.dumps({"csv_monitor": {"enabled": True, **names}}))
+        with pytest.raises(ConfigError, match=f"csv_monitor.output_path {expected}"):
+            _check_outputs(parse(f"--deepspeed_config {path}"))
 
 
 def test_outputs_that_are_no_files_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
+from megatron.common.errors import ConfigError
 from megatron.engines import (
     TESTED_VERSION,
     continue_without_reports,
@@ -16,11 +17,21 @@ from megatron.engines import (
     discover_mpi_ranks,
     reports_optional,
 )
+from megatron.engines.build import check_safe_modules
 from megatron.tools.reporting.tracing import collectives_timed
 
 
 def test_the_installed_version_is_the_tested_one() -> None:
     assert deepspeed.__version__ == TESTED_VERSION
+
+
+@pytest.mark.parametrize("name", ["a.B", "torch.nn.Nope", "torch.nn.functional.linear", "os.path"])
+def test_a_safe_module_that_is_none_is_refused(name: str) -> None:
+    """DeepSpeed raises ValueError once the model is built, or ignores the name."""
+    config = {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear", name]}
+    check_safe_modules({"torch_autocast": {**config, "enabled": False}})
+    with pytest.raises(ConfigError, match=f"lower_precision_safe_modules: {name} is no class of modules"):
+        check_safe_modules({"torch_autocast": config})
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:

@@ -26,9 +26,10 @@ STEP_KEYS = {
 
 
 def test_file_tensorboard_and_screen_agree(programs, tmp_path):
-    """And the CSV file of DeepSpeed's monitor."""
+    """And the CSV file of DeepSpeed's monitor; its profile is at most as deep as the model."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
-    (tmp_path / "ds.json").write_text(json.dumps({"csv_monitor": monitor}))
+    profile = {"enabled": True, "profile_step": 2, "module_depth": 99, "output_file": str(tmp_path / "profile")}
+    (tmp_path / "ds.json").write_text(json.dumps({"csv_monitor": monitor, "flops_profiler": profile}))
     words = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 2 --eval-interval 3"
     files = f"--metrics-file {tmp_path}/logs/metrics --tensorboard-dir {tmp_path}/board"
     output = programs.pretrain(1, *f"{words} {files} --deepspeed_config {tmp_path}/ds.json".split()).ok().output
@@ -48,6 +49,7 @@ def test_file_tensorboard_and_screen_agree(programs, tmp_path):
     assert "config/text_summary" in board.Tags()["tensors"]
     table = (tmp_path / "csv" / "Train_Samples_train_loss.csv").read_text().split()[1:]
     assert [float(row.split(",")[1]) for row in table] == pytest.approx([step["lm_loss"] for step in steps])
+    assert re.findall(r"depth (\d+):", (tmp_path / "profile").read_text())[-1] == "3"
     progress = [line for line in output.splitlines() if line.startswith("iteration")]
     assert len(progress) == 4 and f"loss {steps[3]['lm_loss']:.4f}" in progress[3] and "ETA 0:00:00" in progress[3]
 

@@ -1,6 +1,7 @@
 """``pretrain``: a model, data and loss of one's own on every layout; defaults, flags, resuming, and what is refused."""
 
 import json
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from megatron.cli import read_run
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.model.spec import ARCHITECTURES
-from megatron.training.model_provider import ModelProvider, provided_architecture
+from megatron.training.callbacks import Callback
+from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture
 from megatron.training.preflight import check
 from megatron.training.summary import describe_config
 
@@ -170,3 +172,65 @@ def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
     assert train.take([1, 4])[0].tolist() == [2.0, 1.0] and (len(train), len(valid), test) == (5, 1, None)
     _, *unused = ModelProvider(None, lambda *_: ([1.0], [], []), None).open(run, (5, 0, 0))
     assert unused == [None, None], "a data set of which no sample is used may be empty"
+
+
+class Broken(Callback):
+    """Fails in the method ``at``."""
+
+    at = ""
+
+    def _reach(self, place: str) -> None:
+        if place == self.at:
+            raise KeyError("x")
+
+    @contextmanager
+    def around_iteration(self, iteration):
+        self._reach("enter")
+        yield [self.hook]
+        self._reach("leave")
+
+    @contextmanager
+    def hook(self, instruction):
+        yield self._reach("hook")
+
+    def metrics(self):
+        self._reach("metrics")
+        return {"list": [1]} if self.at == "list" else {"half": 0.5, "one": torch.ones(1)}
+
+    def on_metrics(self, iteration, values):
+        self._reach("on_metrics")
+
+    def on_run_end(self):
+        self._reach("on_run_end")
+
+
+@pytest.mark.parametrize("at", ["", "enter", "hook", "leave", "metrics", "list", "on_metrics", "on_run_end", "inside"])
+def test_an_error_of_a_callback_names_it(at: str) -> None:
+    """And an error of what it observes stays as it is."""
+    callback = UserCallback(broken := Broken())
+    broken.at = at
+
+    def train() -> None:
+        with callback.around_iteration(7) as (hook,), hook("ForwardPass"):
+            assert at != "inside", "the model fails"
+        assert callback.metrics() == {"half": 0.5, "one": 1}
+        callback.on_metrics(7, {})
+        callback.on_run_end()
+
+    method = {"list": "metrics"}.get(at, at if at.startswith(("on", "m")) else "around_iteration")
+    expected = f"in iteration 7, Broken.{method}" if at != "inside" else "the model fails"
+    with pytest.raises(AssertionError if at == "inside" else ConfigError, match=expected) if at else nullcontext():
+        train()
+
+
+def test_a_callback_that_fails_on_one_rank_is_one_line(programs: Programs, tmp_path: Path) -> None:
+    text = (programs.root / "tests/support/own_module.py").read_text()
+    before = 'return {"answer": 42}'
+    assert before in text
+    program = tmp_path / "program.py"
+    text = text.replace("Path(__file__).resolve().parents[2]", f"Path({str(programs.root)!r})")
+    program.write_text(text.replace(before, 'return {"answer": 42 / (int(__import__("os").environ["RANK"]) < 1)}'))
+    finished = programs.warm(2, program, *FLAGS.split())
+    assert finished.returncode == 2 and "Traceback" not in finished.output
+    (line,) = (line for line in finished.output.splitlines() if "error:" in line)
+    assert "error: rank 1: in iteration 1, Answer.metrics: ZeroDivisionError: division by zero (" in line

@@ -43,6 +43,10 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
     "zero_optimization.legacy_stage1": "DeepSpeed no longer supports it: remove it",
     "zero_optimization.zenflow": _UNSUPPORTED,
+    **dict.fromkeys(
+        ("zero_optimization.stage3_module_granularity_threshold", "zero_optimization.module_granularity_threshold"),
+        'DeepSpeed releases the weights of such modules before their gradients are added: write "leaf_module"',
+    ),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
     '_model_save"',
     **dict.fromkeys(("checkpoint.writer", "checkpoint.checkpoint_serialization", "datastates_ckpt"), _WRITER),
