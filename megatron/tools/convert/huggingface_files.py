@@ -196,9 +196,9 @@ def files_for_huggingface(
 ) -> dict[str, Path]:
     """The files to copy for the model ``config`` with this ``run.json``, saved in ``folder``.
 
-    They are in ``folder`` if from-hf has written it, else in the folder from which the run loaded its model, else in
-    the folder of its tokenizer. A tokenizer is copied only if it is the run's, from there or from where the run read
-    it, which may also be a file of any name; ``tokenizer`` is the run's if it is converted.
+    They are in ``folder`` if from-hf has written it, else in the folder from which the run loaded its model; but if the
+    tokenizer there is not the run's, they are where the run read its own, which may also be a file of any name.
+    ``tokenizer`` is the run's if it is converted.
     """
     data, saved = (description["config"].get(section, {}) for section in ("data", "checkpoint"))
     kind, own = data.get("tokenizer_type"), _files_of_tokenizer(data)
@@ -218,12 +218,7 @@ def files_for_huggingface(
 
     places = [carried_files(Path(place)) for place in (folder, saved.get("load_hf"), saved.get("load")) if place]
     files = next((files for files in places if HF_CONFIG in files), own)
-    used = next((found for found in (files, own) if found and is_of_run(found)), {})
-    of_model = {name: file for name, file in files.items() if name in _OF_MODEL}
-    return of_model | {name: file for name, file in used.items() if name not in _OF_MODEL}
-
-
-_OF_MODEL = (HF_CONFIG, "generation_config.json")
+    return next((found for found in (files, own) if found and is_of_run(found)), {})
 
 
 def _files_of_tokenizer(data: Mapping[str, Any]) -> dict[str, Path]:

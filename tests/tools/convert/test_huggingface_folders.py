@@ -266,7 +266,7 @@ def test_the_tokenizer_of_a_run_may_be_a_file(tmp_path: Path, file: str, kind: s
 
 
 def test_the_tokenizer_of_the_run_is_copied_and_no_other(tmp_path: Path) -> None:
-    """Not that of the folder which the run loaded its model from; as far as is known."""
+    """Not that of the folder which the run loaded its model from, whose config.json has the ids of its tokens."""
     for name, content in {"model/config.json": "{}", "model/tokenizer.json": "1", "own/tokenizer.json": "2"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -280,10 +280,10 @@ def test_the_tokenizer_of_the_run_is_copied_and_no_other(tmp_path: Path) -> None
         return {str(file.relative_to(tmp_path)) for file in files}
 
     for hash_in_run in ("", hash_of_own):
-        assert copied(hash_in_run) == {"model/config.json", "own/tokenizer.json"}
-    assert copied(hash_of_own, Vocabulary("GPT2BPETokenizer", {"a": 0})) == {"model/config.json"}
+        assert copied(hash_in_run) == {"own/tokenizer.json"}
+    assert copied(hash_of_own, Vocabulary("GPT2BPETokenizer", {"a": 0})) == set()
     (own / "tokenizer.json").rename(tmp_path / "moved")
-    assert copied(hash_of_own) == {"model/config.json"}
+    assert copied(hash_of_own) == set()
     assert copied("") == {"model/config.json", "model/tokenizer.json"}
     (tmp_path / "moved").rename(model / "tokenizer.json")
     assert copied(hash_of_own) == {"model/config.json", "model/tokenizer.json"}
