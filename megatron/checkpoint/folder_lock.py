@@ -4,7 +4,7 @@ It is a lease, not a lock of ``filelock``: on many network file systems flock() 
 releases the lock of a lost host. The file is created exclusively, which also works on NFS, and its owner renews it
 every few seconds. It is stale
 
-- if its owner ran on this host and has ended: no process has its id and start time;
+- if its owner ran on this host and has ended, or does not have the file open, which is then a copy of another folder's;
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
   measured by watching the file, since the clocks of two hosts may differ.
 
@@ -167,7 +167,7 @@ class FolderLock:
     def _is_held(self, text: str, owner: Owner | None, *, announced: bool = False) -> bool:
         """Whether the owner of the file with content ``text`` is alive; on another host, whether it renews the file."""
         if owner is not None and _is_here(owner):
-            return _is_alive(owner)
+            return _holds(owner, self._path)
         if owner is not None and owner.is_displaced:
             return False
         if announced:
@@ -195,7 +195,7 @@ class FolderLock:
 def check_unlocked(folder: Path) -> None:
     """Raise CheckpointError if a running process of this host holds the lock of ``folder``. Changes nothing."""
     _, owner = _read(folder / LOCK)
-    if owner is not None and _is_here(owner) and _is_alive(owner):
+    if owner is not None and _is_here(owner) and _holds(owner, folder / LOCK):
         raise CheckpointError(_in_use(folder, owner))
 
 
@@ -266,5 +266,16 @@ def _is_here(owner: Owner) -> bool:
     return bool(owner.machine and owner.started) and owner.machine == machine_id()
 
 
-def _is_alive(owner: Owner) -> bool:
-    return start_time(owner.pid) == owner.started
+def _holds(owner: Owner, path: Path) -> bool:
+    """Whether the owner, a process of this host, runs and has the file open: not if the folder has been copied."""
+    if start_time(owner.pid) != owner.started:
+        return False
+    try:
+        files = list(Path(f"/proc/{owner.pid}/fd").iterdir())
+    except OSError:
+        return True  # of another user
+    for file in files:
+        with suppress(OSError):  # it has been closed
+            if file.samefile(path):
+                return True
+    return False

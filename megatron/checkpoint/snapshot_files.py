@@ -13,7 +13,8 @@ disk, the ranks write it to the checkpoint folder, and it is loaded like any oth
 
 ID is a hash of the path of ``--save``, the same on all hosts. A snapshot is removed when the next one is complete, so
 that a failure in between loses nothing. A shard with a wrong hash counts as lost, and so does a snapshot of another
-start, which may have another layout, or samples that were skipped later.
+start, which may have another layout, or samples that were skipped later. None is used if ``latest`` names an older
+checkpoint than when it was taken: the user has gone back.
 """
 
 import hashlib
@@ -62,6 +63,8 @@ class Shard(NamedTuple):
     folder: str
     host: int = 0
     """The host, as its first rank in the run that looks for snapshots."""
+    latest: int = 0
+    """The iteration of the newest checkpoint when it was taken; 0 if unknown, as on ranks other than 0."""
 
     @property
     def size(self) -> int:

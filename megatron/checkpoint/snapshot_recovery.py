@@ -55,13 +55,20 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
 
 
 def _find_shards(run: RunConfig, hosts: Sequence[str]) -> list[Shard]:
-    """The shards in the memory of all hosts; shards of idle hosts, which are on disk, count as rank 0's."""
+    """The shards in the memory of all hosts; shards of idle hosts, which are on disk, count as rank 0's.
+
+    None of them count if the user has gone back to an older checkpoint, or removed all.
+    """
     save, rank = Path(run.checkpoint.save or ""), dist.get_rank()
-    start = on_rank_0(lambda: read_start(save))
+    start, latest = on_rank_0(lambda: (read_start(save), tracker.latest_iteration(save)))
     folders = [snapshot_folder(run.checkpoint)] if hosts.index(hosts[rank]) == rank else []
     folders += brought_folders(save) if rank == 0 else []
     per_rank = gathered_on_rank_0(lambda: [shard for folder in folders for shard in read_shards(folder, start)], list)
-    return [shard._replace(host=rank) for rank, shards in enumerate(per_rank) for shard in shards]
+    found = [shard._replace(host=rank) for rank, shards in enumerate(per_rank) for shard in shards]
+    if latest is not None and any(shard.latest > latest for shard in found):
+        _print(f"> the snapshots in memory are not used: the newest checkpoint of {save} is an older one than then")
+        return []
+    return found
 
 
 def _newest_on_disk(run: RunConfig) -> int:

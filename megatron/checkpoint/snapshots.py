@@ -33,6 +33,7 @@ from megatron.checkpoint.snapshot_files import (
     this_host,
     write_marker,
 )
+from megatron.checkpoint.tracker import latest_iteration
 from megatron.common.errors import ResourceError, UserError
 from megatron.config import RunConfig
 from megatron.launch.progress import SNAPSHOT_THREAD
@@ -159,7 +160,8 @@ class Snapshots:
         with _memory_errors(folder):
             records = write_files(files, folder, crc32=False)
         hashes = {name: (record.size, str(record.xxh128)) for name, record in records.items()}
-        return Shard(int(folder.name), self._rank, len(self._hosts), hashes, str(folder))
+        latest = latest_iteration(self._save) if self._rank == 0 else None
+        return Shard(int(folder.name), self._rank, len(self._hosts), hashes, str(folder), latest=latest or 0)
 
     def _complete(self, folder: Path, written: Future[Shard]) -> None:
         """Send this rank's shard, receive shards of other ranks, and mark all as complete. Runs in the background.

@@ -156,6 +156,17 @@ def _latest_tag(folder: Path) -> str:
     return tag
 
 
+def latest_iteration(folder: Path) -> int | None:
+    """The iteration of the checkpoint that ``latest`` names; None if it names none, 0 if ``folder`` has none."""
+    if not holds_checkpoint(folder):
+        return 0
+    try:
+        step = _STEP.fullmatch(_latest_tag(folder))
+    except CheckpointError:
+        return None
+    return int(step[1]) if step else None
+
+
 def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     """Read the checkpoint ``tag``. Raises CheckpointError with the reason if it is not complete."""
     if tag in broken:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,10 @@ def test_a_second_run_is_refused_until_the_first_is_killed(
         with pytest.raises(CheckpointError) as refusal:
             attempt(tmp_path)
         assert refusal.value.messages == [problem]
+    copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    check_unlocked(copy)
+    (lock := FolderLock(copy)).take()  # at once: the other run saves elsewhere
+    lock.release()
     os.kill(owner.pid, signal.SIGKILL)
     os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent has not waited for it
     programs.pretrain(1, *words).ok()

@@ -166,7 +166,7 @@ def pretrain_on_hosts(words: list[str], memory: str, fails_at: int = 0) -> tuple
         return output, sorted(path.name for path in place.rglob("*") if path.is_file())
 
 
-def select_on_hosts(words: list[str], memory: str) -> tuple[str, str]:
+def select_on_hosts(words: list[str], memory: str) -> tuple[str | None, str]:
     """The checkpoint that a run resumes, and what this rank printed."""
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.launch.distributed import distributed
@@ -174,7 +174,8 @@ def select_on_hosts(words: list[str], memory: str) -> tuple[str, str]:
 
     run, _ = check(parse_run(words, os.environ))
     with on_own_host(memory), distributed(run.parallel), redirect_stdout(io.StringIO()) as output:
-        return select_newest(run, None).tag, output.getvalue()
+        saved = select_newest(run, None)
+        return saved and saved.tag, output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +222,16 @@ def test_a_run_resumes_from_the_memory_of_the_other_host(
         ("0", "1", None, "global_step4", "> the snapshot of iteration 6 is not complete on the hosts that are left"),
         ("01", "", None, "global_step4", ""),
         ("", "", "another", "global_step4", ""),  # as after the first checkpoint of a run that was begun anew
+        ("", "", "removed", None, "> the snapshots in memory are not used: "),
     ],
-    ids=["both hosts idle", "own shard damaged", "both shards lost", "both hosts lost", "of another start"],
+    ids=[
+        "both hosts idle",
+        "own shard damaged",
+        "both shards lost",
+        "both hosts lost",
+        "of another start",
+        "all removed",
+    ],
 )
 def test_what_a_run_resumes(run_ranks, words, failed: Path, tmp_path: Path, lost, damaged, start, tag, text) -> None:
     folder = shutil.copytree(failed, tmp_path / "run")
@@ -239,10 +248,12 @@ def test_what_a_run_resumes(run_ranks, words, failed: Path, tmp_path: Path, lost
         file.write_bytes(content)
     if start == "another":
         (folder / "ck" / ".snapshots").write_text(start)
+    if start == "removed":  # with rm -r ck/*, which leaves what begins with a dot
+        subprocess.run(f"rm -r {folder}/ck/*", shell=True, check=True)
     own = ["--save", str(folder / "ck"), "--snapshot-dir", str(folder), "--keep-last", "1"]
     (found, output), _ = run_ranks(2, select_on_hosts, [*words, *own], str(folder / "memory"))
     assert found == tag and text in output and bool(text) is bool(output)
-    assert [path.name for path in (folder / "ck").glob("global_step*[0-9]")] == [tag]
+    assert [path.name for path in (folder / "ck").glob("global_step*[0-9]")] == [tag for tag in [tag] if tag]
     assert ("is damaged: its hash differs" in output) is bool(damaged)
 
 

@@ -7,8 +7,11 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, parse
 
 from megatron.cli import parse_run
-from megatron.common.environment import adopt_slurm_task, expected_device, local_rank, world_size
+from megatron.common.environment import adopt_slurm_task, expected_device, local_rank, ranks_on_host, world_size
 from megatron.common.errors import ConfigError
+
+MPIRUN = {name: "1" for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")}
+MPIRUN |= {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 
 
 @pytest.mark.parametrize(
@@ -20,10 +23,12 @@ from megatron.common.errors import ConfigError
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, 2, 0),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}, 4, None),
         ({"SLURM_NTASKS": "4"}, 1, None),
+        ({**MPIRUN, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, 8, 1),  # deepspeed --no_ssh
     ],
 )
 def test_variables_of_launchers(environ: dict[str, str], size: int, rank: int | None) -> None:
     assert (world_size(environ), local_rank(environ)) == (size, rank)
+    assert rank is None or rank < (ranks_on_host(environ) or size)
 
 
 TASK = {

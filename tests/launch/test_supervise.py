@@ -29,7 +29,8 @@ EXITED = "-c: error: the launcher exited with 0, but"
 def supervised(script: str, *words: str) -> subprocess.Popen[str]:
     """A shell script in place of a launcher."""
     command = [sys.executable, "-c", SUPERVISE, "bash", "-c", script, *words]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environ = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}  # below torchrun
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
     [
         ("exit 0", 0, ""),
         ("exit 75", 75, ""),
+        ('test -z "$TORCHELASTIC_USE_AGENT_STORE$LOCAL_WORLD_SIZE"', 0, ""),
         ("kill -KILL $$", 137, ""),
         ('touch "$RANK_EXIT_CODES/rank 0"; exit 245', 6, "-c: error: rank 0 was killed by SIGSEGV\n"),
         ("exit 241", 6, "-c: error: a rank that started was killed by SIGTERM\n"),

@@ -27,6 +27,8 @@ from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
 HELPER = "MEGATRON_SUPERVISOR_HELPER"
 """Environment variable of child processes that do not belong to the run, and are not ended with it."""
+_OF_OTHERS = (HELPER, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+"""Variables that a launcher does not inherit. The last two are of a torchrun that has started this program."""
 CRASH_LOOP = 93
 """Exit code of a run that fails repeatedly without a new checkpoint, so that restarts do not help."""
 
@@ -80,7 +82,7 @@ def supervise(
         # No signal is lost between the start of the launcher and the handlers that forward signals to it.
         earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            inherited = {name: value for name, value in environ.items() if name != HELPER}
+            inherited = {name: value for name, value in environ.items() if name not in _OF_OTHERS}
             launcher = _start(command, {**inherited, EXIT_CODE_FOLDER: str(folder)}, earlier_mask)
 
             def forward(number: int, _: FrameType | None) -> None:
