@@ -140,7 +140,10 @@ def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLa
 
     # LoRA adapters, which the folder does not have, keep their values.
     load_states(engine, read, folder, architecture_of(config).named_parameters(config))
-    return Loaded(0, (f"weights of {folder}, with a new optimizer",))
+    remarks = [f"weights of {folder}, with a new optimizer"]
+    if (rows := config.vocab_size - run.model.vocab_size) > 0:
+        remarks.append(f"the last {rows:,} rows of its vocabulary are left out: the tokenizer has no tokens for them")
+    return Loaded(0, tuple(remarks))
 
 
 @dataclass(frozen=True)

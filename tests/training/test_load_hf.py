@@ -111,6 +111,12 @@ def test_a_checkpoint_in_save_is_preferred(run_ranks, folders, tmp_path: Path):
     assert "resuming after iteration 1" in resumed and "weights of" not in resumed
 
 
+def test_rows_without_a_token_are_named(run_ranks, folders):
+    words = [*RUN, *f"--load-hf {folders['gpt2']} --train-iters 1 --vocab-size 87".split()]
+    ((_, log),) = run_ranks(1, pretrain, words)
+    assert "> the last 3 rows of its vocabulary are left out" in log
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
