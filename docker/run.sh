@@ -49,7 +49,10 @@ esac
 if [ "$(basename "$DOCKER")" = podman ] && [ "$(id -u)" != 0 ]; then FLAGS+=(--userns keep-id); fi
 if [ -n "$INFINIBAND" ] && [ -e "$INFINIBAND" ]; then FLAGS+=(--device "$INFINIBAND"); fi
 if [ -n "$SSH_KEY" ]; then
-    : "${SSH_ADDRESS:?is needed with SSH_KEY: the address of this host in the network of the cluster}"
+    [ -n "$SSH_ADDRESS" ] || {
+        echo "run.sh: error: SSH_KEY needs SSH_ADDRESS: the address of this host in the network of the cluster" >&2
+        exit 2
+    }
     FLAGS+=(
         --mount "type=bind,source=$(realpath "$SSH_KEY"),target=/run/secrets/ssh_key,readonly"
         --env "SSH_ADDRESS=$SSH_ADDRESS" --env "SSH_PORT=$SSH_PORT"

@@ -39,6 +39,8 @@ CHECKPOINT_IN_CPU=${CHECKPOINT_IN_CPU:-0}
 SYNCHRONIZE_EACH_LAYER=${SYNCHRONIZE_EACH_LAYER:-0}
 PROFILE_BACKWARD=${PROFILE_BACKWARD:-0}
 
+check_numbers 1 GPUS TP MASTER_PORT ${NODES:+NODES}
+check_numbers 0 PP ZERO_STAGE
 switch "$CONTIGUOUS_GRADIENTS" --zero-contiguous-gradients --no-zero-contiguous-gradients
 switch "$REDUCE_SCATTER" --zero-reduce-scatter --no-zero-reduce-scatter
 switch "$CPU_OPTIMIZER" --cpu-optimizer

@@ -28,7 +28,8 @@ NODE_RANK=${NODE_RANK:-}       # without ssh: index of this host in the hostfile
 MASTER_ADDR=${MASTER_ADDR:-}   # address of the first host; if empty, it is requested by ssh
 MASTER_PORT=${MASTER_PORT:-29500}
 
-fail() { echo "$(basename "$0"): error: $1" >&2 && exit 2; }
+check_numbers 1 TP MASTER_PORT ${SSH_PORT:+SSH_PORT}
+check_numbers 0 PP ZERO_STAGE ${NODE_RANK:+NODE_RANK}
 [ -f "$HOSTFILE" ] || fail "$HOSTFILE: no such hostfile: copy hostfile.example and list your hosts in it"
 if [ "$LAUNCHER" != pdsh ] && [ -n "$INCLUDE$SSH_PORT" ]; then
     fail "INCLUDE and SSH_PORT require LAUNCHER=pdsh: use a hostfile, and set the port in ~/.ssh/config"

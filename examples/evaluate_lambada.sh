@@ -27,12 +27,13 @@ MASTER_PORT=${MASTER_PORT:-29500}
 TP=${TP:-1} # tensor-parallel size
 PP=${PP:-0} # pipeline stages, 0: none; processes / (TP x PP) replicas share the samples
 
-SWITCHES=()
-if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
-
 # DRY_RUN=1 prints the command instead of running it.
 # shellcheck disable=SC1091
 source "$(dirname "$0")/../tools/dry_run.sh"
+check_numbers 1 GPUS TP MASTER_PORT
+check_numbers 0 PP
+SWITCHES=()
+if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 run deepspeed --log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT" \
     "$(realpath "$(dirname "$0")/../tools/evaluate.py")" \
     --task "$TASK" --strict-lambada --valid-data "$VALID_DATA" --overlapping-eval "$OVERLAPPING_EVAL" --load "$LOAD" \

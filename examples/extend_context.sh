@@ -22,6 +22,9 @@ while (($#)); do
     *) echo "$(basename "$0"): error: unknown argument ${1@Q}: see --help" >&2 && exit 2 ;;
     esac
 done
+# shellcheck source=tools/dry_run.sh
+source tools/dry_run.sh
+check_numbers 1 FACTOR PROCESSES MASTER_PORT
 LONG=$((FACTOR * SHORT))
 
 # shellcheck source=/dev/null

@@ -49,6 +49,8 @@ CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 HERE=$(realpath "$(dirname "$0")/..")
 # shellcheck source=tools/dry_run.sh
 source "$HERE/tools/dry_run.sh"
+check_numbers 1 GPUS TP MASTER_PORT WORKERS
+check_numbers 0 PP ZERO_STAGE LORA_RANK
 
 LENGTH=(--epochs "$EPOCHS")
 if [ -n "$ITERATIONS" ]; then LENGTH=(--train-iters "$ITERATIONS"); fi

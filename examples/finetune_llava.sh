@@ -48,6 +48,8 @@ CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 HERE=$(realpath "$(dirname "$0")/..")
 # shellcheck source=tools/dry_run.sh
 source "$HERE/tools/dry_run.sh"
+check_numbers 1 GPUS TP MASTER_PORT
+check_numbers 0 ZERO_STAGE LORA_RANK
 
 SWITCHES=()
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations

@@ -28,6 +28,9 @@ while (($#)); do
     esac
 done
 SEEDS=${SEEDS:-$DEFAULT_SEEDS}
+# shellcheck source=tools/dry_run.sh
+source tools/dry_run.sh
+check_numbers 1 EXPERTS PROCESSES MASTER_PORT
 # Inside a chosen expert is half of what is inside the dense MLP. The rest of that is as large as the router: a neuron has
 # two weights for each of the hidden size, an expert one in the router.
 INSIDE=$((2 * HIDDEN))

@@ -46,6 +46,8 @@ PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
 # DRY_RUN=1 prints the command instead of running it.
 # shellcheck disable=SC1091
 source "$(dirname "$0")/../tools/dry_run.sh"
+check_numbers 1 GPUS NODES TP MASTER_PORT
+check_numbers 0 NODE_RANK PP ZERO_STAGE
 SWITCHES=()
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations

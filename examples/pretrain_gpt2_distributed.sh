@@ -26,6 +26,8 @@ ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 # Activation checkpointing: 1 is on, 0 is off. Partitioning requires TP > 1.
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
+check_numbers 1 GPUS NODES TP MASTER_PORT
+check_numbers 0 NODE_RANK PP ZERO_STAGE
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
 

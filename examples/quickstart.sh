@@ -10,8 +10,8 @@
 # Settings (environment variables):
 OUT=${OUT:-quickstart}   # output folder; what is in it is replaced
 TP=${TP:-2}              # tensor-parallel size
-PP=${PP:-2}              # pipeline stages
-PROCESSES=${PROCESSES:-$((TP * PP))}
+PP=${PP:-2}              # pipeline stages, 0: no pipeline
+PROCESSES=${PROCESSES:-} # empty: TP x PP
 MASTER_PORT=${MASTER_PORT:-29500}
 PROMPT=${PROMPT:-Return the}
 set -euo pipefail
@@ -31,6 +31,12 @@ if [ "$MODEL" = llama ]; then # three times the hidden size in each of SwiGLU's 
     KIND=(--num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size $((3 * HIDDEN)) --swiglu
         --normalization RMSNorm --position-embedding-type rope --disable-bias-linear)
 fi
+
+# shellcheck source=tools/dry_run.sh
+source tools/dry_run.sh
+check_numbers 1 TP ${PROCESSES:+PROCESSES} MASTER_PORT
+check_numbers 0 PP
+PROCESSES=${PROCESSES:-$((TP * (PP > 1 ? PP : 1)))}
 
 # shellcheck source=/dev/null
 source tools/start_example.sh

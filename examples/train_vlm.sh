@@ -28,6 +28,10 @@ while (($#)); do
     *) echo "$(basename "$0"): error: unknown argument ${1@Q}: see --help" >&2 && exit 2 ;;
     esac
 done
+# shellcheck source=tools/dry_run.sh
+source tools/dry_run.sh
+check_numbers 1 TP MASTER_PORT
+check_numbers 0 PP
 PROCESSES=$((TP * (PP > 1 ? PP : 1)))
 
 # shellcheck source=/dev/null

@@ -20,6 +20,8 @@ COMPILE=${COMPILE:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo 0 || echo 1)} # 1: 
 # shellcheck source=tools/dry_run.sh
 source "$HERE/tools/dry_run.sh"
 
+check_numbers 1 GPUS MASTER_PORT
+
 train() {
     local begin=(--auto-resume)
     if [ -n "$START" ] && [ ! -e "$SAVE/latest" ]; then begin=(--load "$START" --finetune); fi
@@ -41,7 +43,7 @@ train() {
         # shellcheck disable=SC2086
         run srun --kill-on-bad-exit=1 $SRUN_FLAGS $SRUN_PREFIX "$PYTHON" "$HERE/pretrain_gpt2.py" "${arguments[@]}"
         ;;
-    *) echo "$(basename "$0"): error: LAUNCHER=$LAUNCHER: give deepspeed or srun" >&2 && exit 2 ;;
+    *) fail "LAUNCHER=$LAUNCHER: give deepspeed or srun" ;;
     esac
 }
 

@@ -113,7 +113,7 @@ def test_every_variable_changes_the_command(script, tmp_path) -> None:
     plain, unused = command_of(script), []
     for variable, default in variables.items():
         value = {"0": "1", "1": "0"}.get(default, "77")
-        value = str(tmp_path / "hostfile") if variable == "HOSTFILE" else value
+        value = {"HOSTFILE": str(tmp_path / "hostfile"), "TP": "3", "NODES": "3"}.get(variable, value)
         required = REQUIRED.get(variable, {})
         expected = command_of(script, **required) if required else plain
         unused += [variable] if command_of(script, **required, **{variable: value}) == expected else []
@@ -145,6 +145,18 @@ def test_variables_for_hosts_that_contradict_each_other(variables, words) -> Non
         ("finetune_llama.sh", "CHECKPOINT_ACTIVATIONS", "off"),
         ("quickstart.sh", "DRY_RUN", "true"),
         ("../recipes/gpt-125m.sh", "COMPILE", "no"),
+        ("../recipes/gpt-125m.sh", "GPUS", "x"),
+        (PLAIN, "GPUS", "08"),
+        (PLAIN, "NODES", "-1"),
+        (MULTINODE, "TP", "1.5"),
+        (BERT_SCRIPT, "GPUS", "0"),
+        ("quickstart.sh", "TP", "abc"),
+        ("quickstart.sh", "PROCESSES", "a[$(touch x)]"),
+        ("train_vlm.sh", "PP", "two"),
+        ("extend_context.sh", "FACTOR", "99999999999999999999"),
+        ("mixture_of_experts.sh", "PROCESSES", "0"),
+        ("finetune_llava.sh", "LORA_RANK", "1e3"),
+        (ELASTIC, "RANKS", "eight"),
         ("../recipes/gpt-125m.sh", "LAUNCHER", "slurm"),
     ],
 )
