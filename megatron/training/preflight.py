@@ -225,7 +225,7 @@ def _check_outputs(run: RunConfig) -> None:
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
         problems.append(_metrics_problem(run.logging.metrics_file))
     if not any(problems):
-        written = {flag: (folder, _FILES_IN.get(flag, ("*",))) for flag, folder in folders.items()}
+        written = {flag: (folder, _FILES_IN.get(flag, (flag,))) for flag, folder in folders.items()}
         files = {"flops_profiler.output_file": profiled, "--metrics-file": run.logging.metrics_file}
         problems += outputs_in_one_place(written | {flag: (file, ("",)) for flag, file in files.items()})
     trackers = [
@@ -255,7 +255,7 @@ _FILES_IN = {
     "--trace": (TRACE, "schedule.svg", "profile-rank0.txt", "profile-rank0.json"),
     "--run-dir": ("run.json",),
 }
-"""Names of the files that are written into the folder of each flag, as far as they are known before the run."""
+"""Names of the files that are written into a flag's folder and are known before; those of other flags differ."""
 
 
 def _metrics_problem(name: str) -> str | None:

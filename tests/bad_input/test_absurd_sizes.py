@@ -53,7 +53,7 @@ def test_what_the_memory_cannot_hold_is_refused(words: str, what: str) -> None:
 
 
 def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.training.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.training.preflight.find_spec", lambda name: None if name == "wandb" else name)
     (path := tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
     with pytest.raises(ConfigError, match="wandb.enabled true needs wandb, which is not installed: "):
         _check_outputs(parse(f"--deepspeed_config {path}"))
@@ -64,6 +64,9 @@ def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         path.write_text(json.dumps({"csv_monitor": {"enabled": True, **names}}))
         with pytest.raises(ConfigError, match=f"csv_monitor.output_path {expected}"):
             _check_outputs(parse(f"--deepspeed_config {path}"))
+    in_one_folder = dict.fromkeys(("csv_monitor", "tensorboard"), {"enabled": True, "output_path": str(tmp_path)})
+    path.write_text(json.dumps(in_one_folder))
+    _check_outputs(parse(f"--deepspeed_config {path} --tensorboard-dir {tmp_path}/DeepSpeedJobName"))
 
 
 def test_outputs_that_are_no_files_are_refused(tmp_path: Path) -> None:
