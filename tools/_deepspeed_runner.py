@@ -13,13 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import _project_root  # noqa: F401
 import psutil
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE
-from megatron.common.errors import LaunchError, first_line
+from megatron.common.errors import ConfigError, LaunchError, first_line
 from megatron.launch.rank import EXIT_CODE_FOLDER
 from megatron.tools.cluster.remote import ALSO_SENT, device_kind
 from megatron.tools.cluster.supervise import FORWARDED
@@ -93,18 +93,24 @@ def main() -> None:
     try:
         runner.main()
     except OSError as error:
-        print(f"launch.py: error: the ranks cannot be started ({error.strerror})", file=sys.stderr)
-        sys.exit(LaunchError.exit_code)
+        _fail(f"the ranks cannot be started ({error.strerror})", LaunchError.exit_code)
+    except ValueError as error:  # slots, or those of CUDA_VISIBLE_DEVICES, which become --include
+        _fail(f"{first_line(error)}: name this host's by number, or --num_gpus", ConfigError.exit_code)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         problem = first_line(error)
         if isinstance(error, subprocess.CalledProcessError):
             problem = "the first host does not tell its address over ssh: name it by --master_addr"
-        elif not problem.endswith("not installed.") and "not reachable via ssh" not in problem:
+        elif not any(known in problem for known in ("not installed.", "not reachable via ssh", "no GPU resources")):
             raise
-        print(f"launch.py: error: {problem} (tools/doctor.py looks for the cause)", file=sys.stderr)
-        sys.exit(LaunchError.exit_code)
+        _fail(f"{problem} (tools/doctor.py looks for the cause)", LaunchError.exit_code)
     signals = [-child.returncode for child in _Remembered.all if (child.returncode or 0) < 0]
     sys.exit(128 + signals[0] if signals else 0)
+
+
+def _fail(problem: str, code: int) -> NoReturn:
+    sys.stdout.flush()
+    print(f"launch.py: error: {problem}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

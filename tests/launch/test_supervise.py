@@ -23,6 +23,7 @@ from megatron.tools.cluster.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
 BEGUN = 'touch "$RANK_EXIT_CODES/rank 0"; touch "$RANK_EXIT_CODES/rank 1"; '
+NONE_STARTED = "no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause"
 EXITED = "-c: error: the launcher exited with 0, but"
 
 
@@ -41,6 +42,7 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ('test -z "$TORCHELASTIC_USE_AGENT_STORE$LOCAL_WORLD_SIZE"', 0, ""),
         ("kill -KILL $$", 137, ""),
         ('touch "$RANK_EXIT_CODES/rank 0"; exit 245', 6, "-c: error: rank 0 was killed by SIGSEGV\n"),
+        ("exit 255", 6, f"-c: error: {NONE_STARTED}\n"),
         ("exit 241", 6, "-c: error: a rank that started was killed by SIGTERM\n"),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 6 > "$RANK_EXIT_CODES/rank 0"; exit 247', 6, ""),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 3 > "$RANK_EXIT_CODES/rank 0"; exit 3', 3, ""),
@@ -161,6 +163,14 @@ def test_any_signal_to_the_runner_ends_the_launchers(monkeypatch) -> None:
     handlers[signal.SIGTERM] = lambda number, _: done.append(number)
     runner.end_launchers(signal.SIGUSR1, None)
     assert done.pop() == signal.SIGUSR1, "by DeepSpeed's handler"
+
+
+@pytest.mark.parametrize(("words", "visible"), [(["--include=localhost:99"], ""), ([], "99"), ([], "GPU-8a1b")])
+def test_devices_that_this_host_lacks_are_one_line(programs: Programs, words: list[str], visible: str) -> None:
+    command = ("tools/_deepspeed_runner.py", "--log_level=critical", *words, "x.py")
+    done = programs.warm(1, *command, CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 2 and done.output.splitlines()[-1].startswith("launch.py: error: "), done.output
+    assert "Traceback" not in done.output
 
 
 RANK = """

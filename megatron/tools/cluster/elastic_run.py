@@ -17,7 +17,7 @@ from megatron.checkpoint.snapshot_files import brought_folder, snapshot_folder
 from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
-from megatron.common.errors import ConfigError, LaunchError, ResourceError
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, counted
 from megatron.config import RunConfig
 from megatron.tools.cluster.doctor import HostState, host_states
 from megatron.tools.cluster.elastic import (
@@ -67,6 +67,10 @@ class ElasticRun:
         self.launch, self.environ, self.runner = launch, environ, runner
         self.hosts = select(read_hostfile(launch.hostfile), launch.include, launch.exclude)
         self.regular = [host for host in self.hosts if not host.spare]
+        if not self.regular or len(self.hosts) < launch.min_hosts:
+            hosts = f"{counted(len(self.hosts), 'host')}, {len(self.hosts) - len(self.regular)} of them spare"
+            least = f"--elastic needs one that is not spare, and --min-hosts {launch.min_hosts}"
+            raise ConfigError(f"{launch.hostfile}, --include and --exclude leave {hosts}: {least}")
         check_program(launch, self.hosts)
         self.device = device_kind(environ, Path.cwd())
         self.program = training_program(launch)

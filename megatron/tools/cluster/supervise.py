@@ -39,6 +39,8 @@ _MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceErr
 FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
 """Exit codes without a restart: it would not help, or is left to the scheduler."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SSH_FAILED = 255
+"""Exit code of ssh without a connection, and so of pdsh."""
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
 """Seconds between two calls of a ``Watch``."""
@@ -104,6 +106,9 @@ def supervise(
         code = PREEMPTED
     elif len(forwarded) > 1 or (forwarded and not any(codes.values()) and code > 0 and code not in FINAL):
         code = 128 + forwarded[-1]
+    elif code == _SSH_FAILED and not codes:
+        print_error("no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause")
+        code = LaunchError.exit_code
     elif code > 0 and (list(codes.values()) == [""] or (by and not codes)):  # no other rank here could report it
         print_error(f"{f'rank {next(iter(codes))}' if codes else 'a rank that started'} was killed{by}")
         code = LaunchError.exit_code
@@ -116,7 +121,7 @@ def supervise(
 def _by_signal(code: int) -> str:
     """The signal that ended a rank, for a message; empty unless DeepSpeed's launcher reports one: by 256 - n."""
     number = 256 - code
-    return f" by {signal.Signals(number).name}" if number in list(signal.Signals) else ""
+    return f" by {signal.Signals(number).name}" if number in list(signal.Signals) and code != _SSH_FAILED else ""
 
 
 def read_exit_codes(folder: Path) -> dict[int, str]:

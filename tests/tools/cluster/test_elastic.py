@@ -261,6 +261,8 @@ def test_a_world_size_without_a_layout() -> None:
         ("--hostfile H pretrain_gpt2.py", "b is a spare host"),
         ("--elastic --hostfile H settings.json", "settings.json has settings and is no program"),
         ("--elastic --hostfile H pretrain_gpt2.py --deepspeed_config x.json --save ck", "as flags"),
+        ("--elastic --hostfile H --min-hosts 3 x.py", "leave 2 hosts, 1 of them spare"),
+        ("--elastic --hostfile H --include b x.py", "leave 1 host, 1 of them spare"),
     ],
 )
 def test_refused_before_a_start(tmp_path: Path, words: str, text: str) -> None:
