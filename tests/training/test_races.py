@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from megatron.checkpoint import engine_files
 from megatron.checkpoint.engine_files import PinnedCopies
 from megatron.engines.gradients import GradientBucket
-from megatron.engines.transfers import Transfers
+from megatron.engines.transfers import Transfers, as_list
 from megatron.engines.zero import ZeroOptimizer
 from megatron.parallel import sequence
 from megatron.parallel.tensor import mappings
@@ -51,6 +51,12 @@ def received_activations_are_not_awaited(transfers: Transfers, one: Any) -> Any:
     return transfers._arriving.pop(one)[1]
 
 
+def sent_activations_are_used_again(transfers: Transfers, transfer: Any, value: Any) -> None:
+    send(transfers, transfer, value)
+    for x in as_list(value):
+        x.zero_()
+
+
 def keys_of_the_ring_are_not_awaited(*arguments: Any) -> Callable[[], Tensor]:
     arrived = pass_on(*arguments)
     cells = dict(zip(arrived.__code__.co_freevars, arrived.__closure__, strict=True))
@@ -69,7 +75,7 @@ def buffers_are_used_again(item: Any, used: Any = (), *, pinned: bool = False) -
     return in_host_memory(item, memory, pinned=pinned)
 
 
-finish, start, pass_on = GradientBucket.finish, GradientBucket.start, sequence._pass_on
+finish, start, pass_on, send = GradientBucket.finish, GradientBucket.start, sequence._pass_on, Transfers.send
 start_copies, in_host_memory = PinnedCopies.start, engine_files.in_host_memory
 gather, BUFFERS = partition_parameters._dist_allgather_fn, dict[torch.Size, Tensor]()
 
@@ -91,11 +97,17 @@ CASES: dict[str, tuple[str, Faults]] = {
     ),
     "pipeline": (
         "--zero-stage 1 --pipe-parallel-size 2 --pipeline-schedule zbh1",
-        {"activations": (Transfers, "take", received_activations_are_not_awaited)},
+        {
+            "activations": (Transfers, "take", received_activations_are_not_awaited),
+            "reused": (Transfers, "send", sent_activations_are_used_again),
+        },
     ),
     "ring": (
         "--zero-stage 1 --context-parallel-size 2",
-        {"keys": (sequence, "_pass_on", keys_of_the_ring_are_not_awaited)},
+        {
+            "keys": (sequence, "_pass_on", keys_of_the_ring_are_not_awaited),
+            "freed": (GradientBucket, "_add_kept", lambda bucket: bucket._kept.clear()),
+        },
     ),
     "tensor parallel": (
         "--zero-stage 1 --model-parallel-size 2 --sequence-parallel",
