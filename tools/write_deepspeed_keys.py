@@ -132,10 +132,10 @@ _LAMB = {**_COMMON, "betas": BETAS, "eps": AMOUNT, "max_coeff": AMOUNT, "min_coe
 _OPTIMIZERS = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
-    "Adagrad": {**_COMMON, "eps": AMOUNT},
+    "Adagrad": {**_COMMON, "eps": AMOUNT, "fused": BOOL},
     "Lamb": _LAMB,
     "Lion": {**_COMMON, "betas": BETAS},
-    "SGD": {**_COMMON, "momentum": AMOUNT},
+    "SGD": {**_COMMON, "momentum": AMOUNT, "fused": BOOL},
     "Muon": {**_COMMON, "momentum": AMOUNT, "betas": BETAS, "eps": AMOUNT},
     "Adafactor": _COMMON,
 }

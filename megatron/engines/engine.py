@@ -205,7 +205,7 @@ class Engine(DeepSpeedEngine):
     def _clip(self) -> bool | Tensor:
         """Clip the gradient of the entire model, in fp32 at ZeRO 0. Returns whether it is not finite.
 
-        With torch's fused Adam, clipping and skipping happen on the device.
+        If the optimizer ``takes_scale``, clipping and skipping happen on the device.
         """
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         self._global_grad_norm = norm = gradient_norm(parameters, self.layout)

@@ -351,17 +351,25 @@ def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
 
 
 def takes_scale(optimizer: Any) -> bool:
-    """Whether ``optimizer`` is torch's fused Adam, which divides gradients by its ``grad_scale`` as it reads them."""
-    return isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults["fused"])
+    """Whether ``optimizer`` divides gradients by its ``grad_scale``, and skips steps on the device.
+
+    Fused optimizers of torch do, and Muon.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def scale_and_skip(optimizer: torch.optim.Adam, norm: Tensor, divisor: Tensor) -> Tensor:
+def scale_and_skip(optimizer: Any, norm: Tensor, divisor: Tensor) -> Tensor:
     """Make the next step divide gradients by ``divisor`` [], or do nothing if ``norm`` [] is not finite.
 
     Returns whether the step will be skipped, [].
     """
     skips = ~norm.isfinite()
-    optimizer.grad_scale, optimizer.found_inf = divisor.float(), skips.float()  # type: ignore[attr-defined]
+    optimizer.grad_scale, optimizer.found_inf = divisor.float(), skips.float()
+    if isinstance(optimizer, torch.optim.SGD):  # a skipped first step would leave new momentum uninitialized
+        for group in optimizer.param_groups if optimizer.defaults["momentum"] else ():
+            for weight in group["params"]:
+                if not optimizer.state[weight]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return skips
 
 

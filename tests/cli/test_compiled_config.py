@@ -96,9 +96,18 @@ def test_torchs_adam_steps_unless_the_cpu_or_the_file_does(
     assert config["optimizer"]["params"]["torch_adam"] is torch_adam
 
 
+@pytest.mark.parametrize("type_", ["AdamW", "Adagrad"])
+def test_an_optimizer_on_the_cpu_is_not_asked_to_be_fused(type_: str, config_file) -> None:
+    """It has one kernel anyway, and no such parameter. The file may be that of a run without offload."""
+    tree = {"optimizer": {"type": type_, "params": {"fused": True}}}
+    for offload, is_fused in (("", True), ("--offload-optimizer cpu", False)):
+        config = parse(f"--zero-stage 1 {offload} {config_file(tree)}").ds_config
+        assert ("fused" in config["optimizer"]["params"]) == is_fused
+
+
 def test_another_optimizer_gets_the_parameters_it_takes(config_file, config_file_errors) -> None:
     params = parse(config_file({"optimizer": {"type": "adagrad"}})).ds_config["optimizer"]
-    assert params == {"type": "Adagrad", "params": {"lr": 0.001, "eps": 1e-8, "weight_decay": 0.01}}
+    assert params == {"type": "Adagrad", "params": {"lr": 0.001, "eps": 1e-8, "weight_decay": 0.01, "fused": True}}
     for flag, message in {
         "--adam-beta1 0.5": "--adam-beta1 0.5 has no effect on optimizer SGD: remove it",
         "--muon-momentum 0.8": "--muon-momentum needs --optimizer muon: add it, or remove --muon-momentum",
@@ -114,7 +123,7 @@ def test_another_optimizer_gets_the_parameters_it_takes(config_file, config_file
     "flag, type_, params",
     [
         ("adam", "Adam", {"betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True, "fused": True}),
-        ("sgd", "SGD", {"momentum": 0.9}),
+        ("sgd", "SGD", {"momentum": 0.9, "fused": True}),
         ("lion", "lion", {"betas": [0.9, 0.999]}),
         ("muon", "Muon", {"momentum": 0.95, "betas": [0.9, 0.999], "eps": 1e-8}),
         ("adafactor", "Adafactor", {}),

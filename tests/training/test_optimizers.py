@@ -9,11 +9,12 @@ import torch
 from support.programs import read_metrics
 from support.training import RankTraining
 from torch import nn
-from torch.optim import Adagrad
+from torch.optim import SGD, Adagrad, AdamW
 
 from megatron.checkpoint.tracker import publish
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.engines.state import accept_any_adam
+from megatron.engines.zero import scale_and_skip, takes_scale
 
 SAVED = 3
 SETTINGS = (
@@ -127,3 +128,34 @@ def test_a_step_of_muon_is_that_of_torch(shape, monkeypatch):
         reference.step()
         muon.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+STEPS = {
+    "adam": lambda groups: AdamW(groups, fused=True),
+    "adagrad": lambda groups: Adagrad(groups, fused=True),
+    "sgd": lambda groups: SGD(groups, momentum=0.9, fused=True),
+    "muon": lambda groups: Muon(
+        [{**groups[0], "orthogonalize": True}, groups[1]], [Matrix(*groups[0]["params"])], lr=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_scaled_or_skipped_on_the_device(name: str) -> None:
+    """Also the first one, in which the state is made."""
+    weights, others = ([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))] for _ in range(2))
+    skipping, never = (STEPS[name]([{"params": [x]} for x in of]) for of in (weights, others))
+    assert takes_scale(skipping)
+    for number, norm in enumerate([torch.nan, 1.0, 1.0, torch.inf, 1.0]):
+        torch.manual_seed(number)
+        before = [weight.detach().clone() for weight in weights]
+        gradients = [torch.randn_like(weight) for weight in weights]
+        for weight, other, gradient in zip(weights, others, gradients, strict=True):
+            weight.grad, other.grad = gradient * 4 * norm, gradient
+        scale_and_skip(skipping, torch.tensor(norm), torch.tensor(4.0))
+        skipping.step()
+        if norm == 1.0:
+            never.step()
+        else:
+            torch.testing.assert_close(weights, before, rtol=0, atol=0)
+        torch.testing.assert_close(weights, others, rtol=1e-6, atol=1e-7)

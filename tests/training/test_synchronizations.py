@@ -49,7 +49,9 @@ class Rank(NamedTuple):
 
 FP8 = "--fp8-format e4m3 --fp8-recipe rowwise --fp8-min-size 16"
 RANKS = {
-    "ZeRO 0, EP 2, all tokens gathered": Rank(f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather", 2, 1, {}),
+    "ZeRO 0, EP 2, all tokens gathered, SGD": Rank(
+        f"{EXPERTS} {EP} --moe-token-dispatcher-type allgather --optimizer sgd", 2, 1, {}
+    ),
     "ZeRO 1, fp16, ring, documents": Rank(
         "--zero-stage 1 --fp16 --context-parallel-size 2 --reset-attention-mask", 2, 1, {}
     ),
@@ -67,7 +69,7 @@ RANKS = {
     "ZeRO 1, EP 2, a capacity filled up": Rank(
         f"--zero-stage 1 {EXPERTS} {EP} {CAPACITY} --moe-pad-expert-input-to-capacity", 4, 3, {}
     ),
-    "PP 2, first stage, documents by varlen": Rank(f"{VARLEN} {PP}", 4, 1, {}),
+    "PP 2, first stage, documents by varlen, Muon": Rank(f"{VARLEN} {PP} --optimizer muon", 4, 1, {}),
     "PP 3, second stage, interleaved, documents by varlen": Rank(
         f"{VARLEN} --pipe-parallel-size 3 --num-layers 6 --num-layers-per-virtual-pipeline-stage 1 --gas 3", 3, 1, {}
     ),

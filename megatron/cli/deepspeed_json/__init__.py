@@ -186,8 +186,11 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
     _write_settings(tree, run, provided)
     if "torch_adam" in OPTIMIZERS[name]:
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
-        if params["torch_adam"]:
-            params.setdefault("fused", True)  # one kernel for the step, on the CPU as well
+    is_of_torch = params.get("torch_adam", name == "SGD" or not run.zero.offloads_optimizer)
+    if "fused" in OPTIMIZERS[name] and is_of_torch:
+        params.setdefault("fused", True)  # one kernel for the step, on the CPU as well, which can also skip it
+    else:
+        params.pop("fused", None)  # DeepSpeed's optimizers have no choice
     if run.zero.zero_stage > 0 and name in CORRECT_WITH_ZERO:
         tree.setdefault(ALLOW_UNTESTED, True)
     if run.zero.offloads_optimizer and name == "Lion":

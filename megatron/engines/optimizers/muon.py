@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 COEFFICIENTS = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -90,8 +91,13 @@ class Muon(Optimizer):
     """Muon for groups with ``orthogonalize``, and AdamW for the others.
 
     The state of a tensor is ``momentum_buffer``, or AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``. ``step`` is a
-    collective call of all ranks of ``tensor_group`` and ``data_group``.
+    collective call of all ranks of ``tensor_group`` and ``data_group``. As in torch's fused optimizers, it divides
+    gradients by ``grad_scale`` [], and changes nothing where ``found_inf`` [] is 1.
     """
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -158,15 +164,23 @@ class Muon(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         weight, gradient, buffer = (t.view(-1) for t in (tensor, tensor.grad, state["momentum_buffer"]))
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        buffer.mul_(group["momentum"]).add_(gradient)
+        lr = group["lr"]
+        if self.found_inf is None or self.grad_scale is None:
+            buffer.mul_(group["momentum"])
+        else:
+            skips = self.found_inf.bool()
+            lr = torch.where(skips, 0.0, lr)
+            gradient.div_(self.grad_scale).masked_fill_(skips, 0)
+            buffer.mul_(torch.where(skips, 1.0, group["momentum"]))
+        weight.mul_(1 - lr * group["weight_decay"])
+        buffer.add_(gradient)
         for part in self._parts[tensor]:
             span = slice(part.start, part.start + part.length)
             momentum = buffer[span]
             if group["nesterov"]:
                 momentum = gradient[span].add(momentum, alpha=group["momentum"])
             update = self._update(part, momentum, group).reshape(-1)[part.begin : part.begin + part.length]
-            weight[span].sub_(update, alpha=group["lr"])
+            weight[span].sub_(update * lr)
 
     def _update(self, part: Part, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The orthogonalized update of a matrix's shard, from this rank's part of its momentum."""
@@ -193,12 +207,27 @@ class Muon(Optimizer):
         state, (beta1, beta2) = self.state[tensor], group["betas"]
         if not state:
             state |= {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
-        state["step"] += 1
-        first = state["exp_avg"].lerp_(tensor.grad, 1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(tensor.grad, tensor.grad, value=1 - beta2)
-        root = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-        tensor.mul_(1 - group["lr"] * group["weight_decay"])
-        tensor.addcdiv_(first, root, value=-group["lr"] / (1 - beta1 ** state["step"]))
+        # Checkpoints have a number, or a tensor in host memory.
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=tensor.device)
+        assert tensor.grad is not None
+        adamw(
+            [tensor],
+            [tensor.grad],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def _gathered(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -18,7 +18,7 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.runtime.zero import utils as zero_utils
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import adam
+from torch.optim import adagrad, adam, sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.tools.one_rank import patched
@@ -278,7 +278,7 @@ def _cuda_patches(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
         (setup, "check_device"),
         (setup, "check_fp8"),
         (setup, "build_extensions"),
-        (adam, "_device_dtype_check_for_fused"),
+        *((module, "_device_dtype_check_for_fused") for module in (adam, adagrad, sgd)),
     ):
         yield owner, check, lambda *_, **__: None
     yield setup, "_device_name", lambda: "none: shapes only"
