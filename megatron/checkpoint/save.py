@@ -5,11 +5,14 @@ and when everything is on disk, rank 0 commits the folder as the newest checkpoi
 """
 
 import json
+import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,17 +24,17 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
+from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks, on_rank_0
 from megatron.checkpoint.engine_files import EngineFiles, HostCopies, StateFile, bytes_of, pinned_copies
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
-from megatron.checkpoint.folder_lock import LOCK, FolderLock
+from megatron.checkpoint.folder_lock import LOCK, FolderLock, Owner, owner_of
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.parameter_state import own_experts
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import with_identity, write_file
 from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
-from megatron.common.errors import CheckpointError, UserError, first_line
+from megatron.common.errors import CheckpointError, ConfigError, UserError, first_line
 from megatron.config import ModelConfig, RunConfig
 from megatron.engines.state import optimizer_name, parameter_shapes, save_state
 from megatron.launch.rank import exit_now
@@ -59,17 +62,40 @@ def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
     """Hold the lock of ``--save`` on rank 0 inside the block; None on other ranks, or without a folder.
 
     Every rank must enter it. Once another run has taken the lock, the process ends with exit code 4.
-    Raises CheckpointError on all ranks if another run holds the lock, or the folder cannot be written.
+    Raises CheckpointError on all ranks if another run holds the lock, or the folder cannot be written; ConfigError if
+    not all hosts share the folder.
     """
     lock = None
     if run.checkpoint.save and dist.get_rank() == 0:
         lock = FolderLock(Path(run.checkpoint.save), when_lost=partial(exit_now, exit_code=CheckpointError.exit_code))
     on_rank_0(lambda: disk_errors(lock.folder, LOCK, 0)(lock.take)() if lock else None)
     try:
+        if run.checkpoint.save:
+            owner = on_rank_0(lambda: owner_of(lock.folder) if lock else None)
+            on_all_ranks(lambda: _check_shared(Path(str(run.checkpoint.save)), owner))
         yield lock
     finally:
         if lock:
             lock.release()
+
+
+def _check_shared(folder: Path, owner: Owner | None) -> None:
+    """Raise ConfigError unless this rank sees the lock of the folder that ``owner``, rank 0, has taken."""
+    for _ in range(_LOOKS):
+        for place in (folder.parent, folder):
+            with suppress(OSError):
+                os.listdir(place)  # so that a network file system asks its server
+        if owner_of(folder) == owner:
+            return
+        time.sleep(1)
+    raise ConfigError(
+        f"--save {folder}: not the folder of rank 0, but another one on {socket.gethostname()}: name one that all "
+        "hosts share"
+    )
+
+
+_LOOKS = 10
+"""Maximum number of looks for the lock, one second apart."""
 
 
 class Checkpointer:

@@ -240,9 +240,11 @@ def commit_tag(folder: Path, iteration: int, records: Manifest, config: Checkpoi
     """Complete the written tag, rename it, point the trackers to it, and remove tags that ``config`` does not keep.
 
     ``records`` has the records of its files. If it is killed at any step, the trackers point to a complete checkpoint.
+    Raises CheckpointError if files are missing, as after a host has lost the shared folder.
     """
     tag = tag_name(iteration)
     path, final = unfinished(folder, tag), folder / tag
+    check_sizes(path, records)
     write_manifest(path, records)
     if os.path.lexists(final):
         os.rename(final, final.with_name(tag + _REPLACED))

@@ -129,6 +129,16 @@ def test_the_first_save_killed_is_no_checkpoint(tmp_path: Path) -> None:
         newest(tmp_path / "ck")
 
 
+def test_a_file_that_another_host_has_not_written_here_is_missed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    place = tracker.begin_tag(tmp_path, "global_step2")
+    records = {name: write_text(place / name, "weights") for name in ("first.pt", "second.pt")}
+    (place / "second.pt").unlink()
+    with pytest.raises(CheckpointError, match="second.pt is missing"):
+        tracker.commit_tag(tmp_path, 2, records, KEEP_ONE)
+    assert whole_iteration(tmp_path) == 1
+
+
 def test_everything_is_on_disk_before_it_is_named(tmp_path: Path) -> None:
     """The order of changes that survives a loss of power: content, then names in the folder, then the next name."""
     changes = tmp_path / "changes"

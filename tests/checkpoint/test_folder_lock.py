@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.programs import Programs
+from support.programs import TINY_MODEL, Programs
 
-from megatron.checkpoint import folder_lock
+from megatron.checkpoint import folder_lock, save
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked, displace, owner_of
-from megatron.common.errors import CheckpointError
+from megatron.cli import parse_run
+from megatron.common.errors import CheckpointError, ConfigError
+from megatron.launch.distributed import distributed
 
 HOLD = (
     "import sys, time; from pathlib import Path; from megatron.checkpoint.folder_lock import FolderLock; "
@@ -100,6 +102,25 @@ def test_an_owner_on_another_host_that_renews_its_lock_keeps_it(
     assert time.monotonic() - start < 30
     first.check()
     first.release()
+
+
+def lock_in_folders_of_ranks(words: list[str], places: str) -> str:
+    """The error where ``--save ck`` is another folder for each rank."""
+    run = parse_run(words, os.environ)
+    with pytest.MonkeyPatch.context() as patch, distributed(run.parallel), pytest.raises(ConfigError) as error:
+        patch.setattr(save, "_LOOKS", 1)
+        (place := Path(places) / os.environ["RANK"]).mkdir()
+        patch.chdir(place)
+        with save.lock_folder(run):
+            pass
+    return str(error.value)
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_at_the_start(run_ranks, programs: Programs, tmp_path) -> None:
+    words = [*TINY_MODEL, *programs.data_arguments, *"--batch-size 2 --train-iters 1 --save ck".split()]
+    for message in run_ranks(2, lock_in_folders_of_ranks, words, str(tmp_path)):
+        assert message.startswith("--save ck: not the folder of rank 0") and message.endswith("that all hosts share")
+    assert not any((tmp_path / "0" / "ck").iterdir()) and not (tmp_path / "1" / "ck").exists()
 
 
 def test_the_lock_is_taken_again_if_the_user_deletes_it(tmp_path: Path) -> None:
