@@ -46,7 +46,9 @@ class WordEmbedding(nn.Module):
         hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
         hidden = hidden.float() if self.fp32_residual else hidden
         if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # with a frozen embedding, recomputed layers would otherwise get no gradients
+            # With a frozen embedding, recomputed layers would otherwise get no gradients. They get a view, since
+            # partitioned checkpointing replaces the data of its input.
+            hidden = hidden.requires_grad_().view_as(hidden)
         return (hidden, segment_ids_of(hidden_states, self.eod_token)) if self.returns_segment_ids else hidden
 
 

@@ -10,7 +10,13 @@ SETTINGS = (
     "--train-iters 2 --batch-size 2 --global-batch-size 4 --attention-dropout 0.1 --hidden-dropout 0.1"
     " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --model-parallel-size 2"
 ).split()
-ENGINES = {"plain": (2, ""), "sequence parallel": (2, "--sequence-parallel"), "pipeline": (4, "--pipe-parallel-size 2")}
+ENGINES = {
+    "plain": (2, ""),
+    "sequence parallel": (2, "--sequence-parallel"),
+    "pipeline": (4, "--pipe-parallel-size 2"),
+    # The frozen embedding is the input of the first layer.
+    "adapters": (1, "--model-parallel-size 1 --lora-rank 2 --position-embedding-type rope --hidden-dropout 0"),
+}
 KINDS = {
     "full": "--checkpoint-activations",
     "selective": "--recompute-granularity selective",
@@ -48,6 +54,7 @@ def kept(losses) -> dict[str, list[float]]:
         ("sequence parallel", "selective"),
         ("plain", "the activation of the MLP"),
         ("plain", "in CPU memory"),
+        ("adapters", "in CPU memory"),
         ("pipeline", "full"),
         ("pipeline", "contiguous, synchronized and profiled"),
     ],
