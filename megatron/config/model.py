@@ -218,6 +218,12 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         """Number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
 
+    def can_share_heads(self, ranks: int) -> bool:
+        """Whether each of ``ranks`` gets complete query groups, or an equal part of the rows of one group."""
+        groups, heads = max(self.query_groups, 1), self.num_attention_heads
+        rows = (heads // groups + 2) * self.head_size
+        return groups % ranks == 0 or (ranks % groups == 0 and heads % ranks == 0 and rows % (ranks // groups) == 0)
+
     @property
     def language_model(self) -> "ModelConfig":
         """The config of the language model without the vision encoder; layers are numbered from 1."""

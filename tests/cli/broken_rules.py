@@ -28,6 +28,8 @@ BROKEN = _rows("""
     --num-query-groups 2
 --num-attention-heads 12 --hidden-size 48 --num-query-groups 3 --model-parallel-size 2
     --num-query-groups 6
+--num-query-groups 1 --model-parallel-size 4 --kv-channels 3
+    --kv-channels 4
 --num-attention-heads 12 --hidden-size 48 --num-query-groups 3 --ds-sequence-parallel-size 4
     --num-query-groups 4
 --sequence-parallel --model-parallel-size 4 --seq-length 30

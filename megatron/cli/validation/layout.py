@@ -24,12 +24,12 @@ def hidden_size(run: RunConfig) -> Messages:
 def query_groups_over_ranks(run: RunConfig) -> Messages:
     """Query groups and tensor-parallel ranks divide one another.
 
-    A rank computes complete groups, or its part of the queries of one group.
+    A rank computes complete groups, or an equal part of the queries, keys and values of one group.
     """
     groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
-    if groups != run.model.num_attention_heads and not (divides(groups, ranks) or divides(ranks, groups)):
+    if groups != run.model.num_attention_heads and ranks > 0 and not run.model.can_share_heads(ranks):
         yield (
-            f"--num-query-groups {groups} and --model-parallel-size {ranks}: neither is a multiple of the other; use "
+            f"--num-query-groups {groups} and --model-parallel-size {ranks}: the ranks cannot share the groups; use "
             f"--model-parallel-size {_either([n for n in range(1, groups + 1) if groups % n == 0])}"
         )
 

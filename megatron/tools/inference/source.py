@@ -134,11 +134,10 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
                 f"{size} tensor-parallel ranks cannot share a model of {name} {getattr(config, name)}; start a number "
                 "of processes that divides it"
             )
-    groups = config.query_groups
-    if groups % size and size % groups:
+    if not config.can_share_heads(size):
         raise ConfigError(
-            f"{size} tensor-parallel ranks cannot share a model of {groups} query groups: neither is a multiple of the "
-            "other; start another number of processes"
+            f"{size} tensor-parallel ranks cannot share a model of {config.query_groups} query groups: start another "
+            "number of processes"
         )
     return replace(
         config,
