@@ -37,9 +37,16 @@ _FORM = (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, Ru
 
 @contextmanager
 def form_errors(place: Path) -> Iterator[None]:
-    """Turn errors in a block that reads ``place`` into CheckpointError if its form is wrong, or it was removed."""
+    """Turn errors in a block that reads ``place`` into CheckpointError if its form is wrong, or it was removed.
+
+    Each line of a CheckpointError names a file or ``place``.
+    """
     try:
         yield
+    except CheckpointError as error:
+        error.messages = [line if str(place) in line else f"{place}: {line}" for line in error.messages]
+        error.args = ("\n".join(error.messages),)
+        raise
     except (*_FORM, OSError, AssertionError) as error:
         if not place.exists():
             raise gone(place) from error
@@ -180,6 +187,7 @@ def _check_counts(
             raise _wrong(place, key, repr(found[key]), str(count))
     iterations = {key: found[key] for key in ("global_steps", "skipped_steps")}
     if progress:
+        engine.lr_scheduler.chosen(found["lr_scheduler"])
         iterations["lr_scheduler.num_iters"] = found["lr_scheduler"]["num_iters"]
     for key, count in iterations.items():
         if type(count) is not int or not 0 <= count <= saved.iteration:

@@ -63,6 +63,16 @@ class BlendedDataset(OrderedSamples):
         """The number of images of each sample in ``indices``, int64 [n]."""
         return np.array(self._read_parts(indices, lambda part, places: part.count_images(places)), np.int64)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of samples in an epoch of each part."""
+        return sum(part.samples_per_epoch for part in self.parts if isinstance(part, ImageDataset))
+
+    def most_images(self, samples: int) -> np.ndarray:
+        """The most images that consecutive ``samples`` can have, in descending order, int64 [samples]."""
+        of_parts = [part.most_images(samples) for part in self.parts if isinstance(part, ImageDataset)]
+        return np.sort(np.concatenate(of_parts))[::-1][:samples]
+
     def images(self, indices: Sequence[int]) -> list[np.ndarray]:
         """The images of each sample in ``indices``, uint8 [n, height, width, 3]."""
         return self._read_parts(indices, lambda part, places: part.images(places))

@@ -62,6 +62,10 @@ class ImageDataset(SFTDataset):
             counts[inside] = self._images_of_bins[self._epoch(epoch)[1][places[inside]]]
         return counts
 
+    def most_images(self, samples: int) -> np.ndarray:
+        """The most images that consecutive ``samples`` can have, in descending order, int64 [samples]."""
+        return np.repeat(np.sort(self._images_of_bins)[::-1], 2 + samples // self.samples_per_epoch)[:samples]
+
     def images(self, indices: Sequence[int]) -> list[np.ndarray]:
         """The images of each sample in ``indices``, in the order of placeholders, uint8 [n, height, width, 3]."""
         return [

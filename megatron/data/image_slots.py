@@ -16,6 +16,8 @@ from megatron.data.datasets import ImageSamples, build_datasets, sample_at, spli
 
 _SAMPLES_AT_ONCE = 1 << 16
 """Samples whose images are counted at once."""
+_MOST_SAMPLES, _MOST_EPOCHS = 1 << 24, 1 << 10
+"""Samples, and repetitions of the data, whose images are counted; a longer run gets the slots that always suffice."""
 
 
 def balance_images(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,11 +72,16 @@ def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig
             is_train = name == "train"
             sizes = run.train.batches if is_train else run.train.evaluation_batches
             last = run.train.train_iters if is_train else samples[name] // run.train.global_batch_size
-            needed, batch = _max_images(dataset, sizes, last, run.train.micro_batch_size, skipped if is_train else ())
+            first = sizes.start_iteration
+            counted = min(_MOST_SAMPLES, _MOST_EPOCHS * dataset.samples_per_epoch)
+            end = min(last, first + counted // run.train.global_batch_size)
+            left_out = skipped if is_train else ()
+            needed, batch = _max_images(dataset, sizes, end, run.train.micro_batch_size, left_out)
             given = run.model.images_per_micro_batch
             if given is not None and needed > given:
                 raise too_many_images(needed, given, f"global batch {batch} of {name}")
-            most = max(most, needed)
+            rest = sizes.phases(end, last) if end < last else ()
+            most = max(most, needed, *(_bound(dataset, phase.size, run.train.micro_batch_size) for phase in rest))
     return run.with_image_slots(most)
 
 
@@ -95,3 +102,8 @@ def _max_images(
             if images_of_batches[row] > largest[0]:
                 largest = int(images_of_batches[row]), finished + row + 1
     return largest
+
+
+def _bound(dataset: ImageSamples, global_batch_size: int, micro_batch_size: int) -> int:
+    """The images of a micro-batch if the samples with most images are all in one global batch: see balance_images."""
+    return int(dataset.most_images(global_batch_size)[:: global_batch_size // micro_batch_size].sum())

@@ -116,7 +116,8 @@ class SentenceDataset(SourceSamples):
         form = Form(np.int64, (-1, 3), (len(sizes), len(sizes) + 1, max_tokens + 1))
         recipe = Recipe({"runs": form}, least, lambda _: {"runs": stream.runs()}, stream.fits)
         self.runs = runs = cached(folder, cache_name, recipe)["runs"]
-        super().__init__(source, -(-samples // len(runs)) * len(runs))
+        epochs = -(-samples // len(runs))
+        super().__init__(source, epochs * len(runs), epochs)
 
         @lru_cache(maxsize=2)
         def order(epoch: int) -> np.ndarray:

@@ -170,7 +170,7 @@ class PairDataset(SourceSamples):
         self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
         """Raises DataError as ``span_vocabulary``."""
-        super().__init__(source, samples)
+        super().__init__(source, samples, -(-samples // len(source.documents)))
         self._targets = IndexedDataset(target_prefix(source.indexed.prefix))
         self._data, self._vocabulary = data, span_vocabulary(data)
         assert self._vocabulary.size == vocab_size

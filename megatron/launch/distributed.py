@@ -167,9 +167,10 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         with buffered_stderr():  # torch prints pages of C++ stack frames about a time-out
             store = connect(environ, timeout, listener)
     except RuntimeError as error:
-        raise LaunchError(
+        raise _without_rank_0(
             f"no answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} within {minutes}: check that rank 0 is "
-            "started, that MASTER_ADDR is its host, and that no firewall is between"
+            "started, that MASTER_ADDR is its host, and that no firewall is between",
+            environ,
         ) from error
     keys = _rank_keys(environ, "arrived")
     store.set(f"arrived/{environ['RANK']}", "")
@@ -183,7 +184,9 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         try:
             missing = _missing(store, keys)
         except RuntimeError as lost:
-            raise LaunchError("rank 0 timed out waiting for other ranks and reports which") from lost
+            raise _without_rank_0(
+                "lost rank 0 before all ranks had connected: it printed why, unless it was killed", environ
+            ) from lost
         if not missing:
             raise LaunchError(
                 f"all {len(keys)} ranks connected, and not all were started with WORLD_SIZE={len(keys)}: start each of "
@@ -197,6 +200,13 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
             "MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
+
+
+def _without_rank_0(text: str, environ: Mapping[str, str]) -> LaunchError:
+    """An error that rank 1 prints, too: on the host of rank 0 that is the first rank left."""
+    error = LaunchError(text)
+    error.only_here = rank(environ) == 1
+    return error
 
 
 def _compare_settings(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import print_warning, run_rank
 from megatron.model.architectures import GPT2
-from megatron.model.spec import ArchitectureSpec
+from megatron.model.spec import ArchitectureSpec, architecture_of
 from megatron.tools.reporting.callbacks import default_callbacks
 from megatron.training.callbacks import Callback
 from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.run_file import SavedRun
     from megatron.engines.engine import Engine
     from megatron.parallel.layout import ParallelLayout
+    from megatron.training.data_iterators import DataIterators
     from megatron.training.trainer import Trainer
 
 ARCHITECTURE = GPT2
@@ -91,12 +92,17 @@ class Program:
 
         return load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
 
-    def trainer(self, run: RunConfig, layout: "ParallelLayout", skipped: Sequence[range], **parts: Any) -> "Trainer":
-        """The training loop of ``parts``, with its data."""
+    def data(self, run: RunConfig, layout: "ParallelLayout", skipped: Sequence[range]) -> "DataIterators":
+        """The data of the run."""
         from megatron.training.data_iterators import data_iterators
+
+        return data_iterators(run, layout, skipped)
+
+    def trainer(self, **parts: Any) -> "Trainer":
+        """The training loop of ``parts``."""
         from megatron.training.trainer import Trainer
 
-        return Trainer(run=run, layout=layout, data=data_iterators(run, layout, skipped), **parts)
+        return Trainer(**parts)
 
 
 def train(run: RunConfig, callbacks: Sequence[Callback], program: Program | None = None) -> int:
@@ -114,7 +120,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback], program: Program | None
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
-    from megatron.training.setup import initialized_ranks, is_finished, log_configuration, start_engine
+    from megatron.training.setup import device_name, initialized_ranks, is_finished, log_configuration, start_engine
 
     program = program or Program()
     with initialized_ranks(run, callbacks) as (layout, progress), lock_folder(run) as lock:
@@ -126,16 +132,21 @@ def train(run: RunConfig, callbacks: Sequence[Callback], program: Program | None
         if saved and not program.only_evaluates(run) and is_finished(saved, run, **flags):
             return 0
         log = MetricsLogger(run, is_main_rank=layout.rank == 0, callbacks=callbacks)
-        log_configuration(run, log, callbacks, program.describe(run))
+        log_configuration(run, log, program.describe(run))
+        opened = partial(program.data, run, layout, skipped)
+        # Before the engine is built; but data of the user may need what the user's model has made.
+        data = opened() if architecture_of(run.model).provider is None else None
+        for callback in callbacks if layout.rank == 0 else ():
+            callback.on_run_start(run, device_name())
         load_weights = partial(program.load_weights, run=run, layout=layout)
         engine, checkpointer, loaded = start_engine(
             run, layout, saved, lock, log, settings=settings_text(run), load_weights=load_weights
         )
         observed = run, layout, engine.module
         trainer = program.trainer(
-            run,
-            layout,
-            skipped,
+            run=run,
+            layout=layout,
+            data=data or opened(),
             engine=engine,
             checkpointer=checkpointer,
             log=log,

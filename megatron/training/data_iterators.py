@@ -147,7 +147,11 @@ class DataIterators:
             if self._run.parallel.local_rank and self._run.data.no_shared_disk:
                 return []
             built.append(self._open())
-            return [split for split in SPLITS if getattr(built[0], split) is not None]
+            splits = {split: getattr(built[0], split) for split in SPLITS}
+            for dataset in splits.values():
+                if dataset is not None:  # a wrong setting often shows in the first samples
+                    dataset.take(range(min(self._run.train.micro_batch_size, len(dataset))))
+            return [split for split in SPLITS if splits[split] is not None]
 
         if self._run.data.no_shared_disk:
             splits = on_all_ranks(build)

@@ -286,7 +286,12 @@ class AnnealingLR(_LRScheduler):
         return {"num_iters": self.num_iters, **self.schedule.settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the checkpoint's iteration, with the schedule that the constructor's two flags choose.
+        """Continue at the checkpoint's iteration, with ``chosen(state_dict)``."""
+        self.schedule = self.chosen(state_dict)
+        self._move_to(state_dict["num_iters"])
+
+    def chosen(self, state_dict: Mapping[str, Any]) -> Schedule:
+        """The schedule that the constructor's two flags choose.
 
         Raises CheckpointError if the state lacks a key or its schedule is invalid, and, with neither flag, if its
         schedule differs, with a line for each difference.
@@ -294,9 +299,7 @@ class AnnealingLR(_LRScheduler):
         absent = [key for key in self.state_dict() if key not in state_dict and not key.startswith(("wsd_", "classic"))]
         if absent:
             raise CheckpointError(f"the checkpoint's learning-rate schedule lacks {', '.join(absent)}")
-        if not self.override_lr_scheduler:
-            self.schedule = self._checkpoint_schedule(state_dict)
-        self._move_to(state_dict["num_iters"])
+        return self.schedule if self.override_lr_scheduler else self._checkpoint_schedule(state_dict)
 
     def apply(self) -> None:
         """Set every parameter group to the rate of the next step."""

@@ -89,11 +89,11 @@ def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation
     return True
 
 
-def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback], more: str = "") -> None:
-    """Log layout, model, batch, schedule, device and the text ``more``; call ``on_run_start`` of the callbacks."""
+def log_configuration(run: RunConfig, log: MetricsLogger, more: str = "") -> None:
+    """Log layout, model, batch, schedule, device and the text ``more``."""
     rows = {
         **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
-        "device": f"{_device_name()}, {counted(torch.get_num_threads(), 'thread')} per rank, torch {torch.__version__}",
+        "device": f"{device_name()}, {counted(torch.get_num_threads(), 'thread')} per rank, torch {torch.__version__}",
         **({"settings": describe_cuda(os.environ)} if get_accelerator().device_name() == "cuda" else {}),
         "deepspeed": f"{deepspeed.__version__}; its config is printed by --explain",
     }
@@ -101,9 +101,6 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
     if run.parallel.uses_pipeline and architecture_of(run.model).provider is None:
         log.info(describe_stages(run))
     log.text("config", json.dumps(dataclasses.asdict(run), indent=2))
-    if dist.get_rank() == 0:
-        for callback in callbacks:
-            callback.on_run_start(run, _device_name())
     if more:
         log.info(more)
 
@@ -168,7 +165,7 @@ def _log_start(
         log.info("> a fresh start")
 
 
-def _device_name() -> str:
+def device_name() -> str:
     """The device of this rank, such as ``cpu`` or ``cuda (NVIDIA H100)``."""
     device = get_accelerator().device_name()
     return device if device == "cpu" else f"{device} ({torch.get_device_module(device).get_device_name()})"

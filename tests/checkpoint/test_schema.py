@@ -95,6 +95,11 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("mp_world_size", lambda _: 0), "mp_world_size is 0, and should be 1"),
         (RANK, put("lr_scheduler/num_iters", lambda _: 10**9), "lr_scheduler.num_iters is 1000000000"),
         (RANK, put("lr_scheduler", lambda _: None), "lacks a part"),
+        (
+            RANK,
+            put("lr_scheduler/start_lr", lambda _: math.nan),
+            "pt: the checkpoint's learning-rate schedule is broken",
+        ),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.to_sparse()), "dense.weight is a sparse_coo tensor"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.to("meta")), "dense.weight is without data"),
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.to("meta")), "exp_avg is without data"),

@@ -121,6 +121,15 @@ def test_fewer_slots_than_a_global_batch_needs_are_refused_and_more_are_not(pref
     assert any(isinstance(batch, ConfigError) for batch in read(fewer)[0])
 
 
+def test_a_run_of_any_length_gets_its_slots_at_once(prefix: str, write_dataset: Callable[..., str], tmp_path: Path):
+    """Beyond what is counted, they suffice for any order of the samples."""
+    other = write_images(write_dataset, [[*[IMAGE] * 8, 50, 51]] * 9, [2] * 9, name="other")
+    for data in (prefix, f"0.5 {prefix} 0.5 {other} --data-cache-path {tmp_path}/cache"):
+        counted = run_of(data, "--batch-size 2 --train-iters 900").model.image_slots
+        long = run_of(data, "--batch-size 2 --train-iters 1000000000").model.image_slots
+        assert counted <= long < 2 * counted
+
+
 def test_skipped_samples_are_in_no_batch(prefix: str):
     longer, skipped = run_of(prefix, "--batch-size 2 --train-iters 6"), (range(8, 16),)
     run = with_image_slots(run_of(prefix, "--batch-size 4"), skipped)

@@ -113,6 +113,26 @@ def test_ranks_that_were_started_with_different_numbers(monkeypatch: pytest.Monk
         assert "all 2 ranks connected, and not all were started with WORLD_SIZE=2" in lines
 
 
+def test_a_lost_rank_0_is_reported_by_another_rank_of_its_host() -> None:
+    place = {**PLACE, "MASTER_PORT": str(free_port()), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}
+    host = TCPStore(place["MASTER_ADDR"], int(place["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    errors = list[LaunchError]()
+
+    def arrive() -> None:
+        try:
+            rendezvous_barrier(place, timedelta(seconds=60))
+        except LaunchError as error:
+            errors.append(error)
+
+    waiting = Thread(target=arrive)
+    waiting.start()
+    host.wait(["arrived/1"], timedelta(seconds=30))
+    del host
+    waiting.join()
+    (error,) = errors
+    assert error.only_here and str(error).startswith("lost rank 0 before all ranks had connected: it printed why")
+
+
 def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
     words = (*SETTINGS, "--distributed-timeout-minutes", "0.1")
     some = BareRanks(programs, tmp_path / "some", "none 0 0", *words, size=4, ranks=(0, 2))

@@ -88,11 +88,12 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     from megatron.cli import parse_run
     from megatron.data.gpt2_dataset import SampleStream
     from megatron.training.data_iterators import DataIterators
+    from megatron.training.preflight import check
 
     rank = dist.get_rank()
     os.environ["LOCAL_RANK"] = str(local_ranks[rank])
     flags = [] if shared else ["--no-shared-disk"]
-    run = parse_run([*words, *flags, "--data-cache-path", cache.format(rank)], os.environ)
+    run, _ = check(parse_run([*words, *flags, "--data-cache-path", cache.format(rank)], os.environ))
     os.environ["LOCAL_RANK"] = str(rank)
     built = []
     build = SampleStream.build

@@ -279,9 +279,11 @@ class FineTuning(Program):
         saved = self._pretrained
         return Loaded(0, (load_pretrained(engine, run, layout, saved),)) if saved else FRESH
 
-    def trainer(self, run: RunConfig, layout: ParallelLayout, skipped: Sequence[range], **parts: Any) -> "EpochTrainer":
-        data = RowIterators(run, layout, self._task, skipped)
-        return EpochTrainer(run=run, layout=layout, task=self._task, data=data, evaluated=self._evaluated, **parts)
+    def data(self, run: RunConfig, layout: ParallelLayout, skipped: Sequence[range]) -> RowIterators:
+        return RowIterators(run, layout, self._task, skipped)
+
+    def trainer(self, **parts: Any) -> EpochTrainer:
+        return EpochTrainer(task=self._task, evaluated=self._evaluated, **parts)
 
 
 def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
