@@ -12,7 +12,8 @@ HF_MODEL=${HF_MODEL:-llama-3.2-1b}
 DATA=${DATA:-chat.jsonl}
 FORMAT=${FORMAT:-messages}       # or prompt-completion
 CHAT_TEMPLATE=${CHAT_TEMPLATE:-} # empty: the one of HF_MODEL
-TOKENS=${TOKENS:-${DATA%.jsonl}_$(basename "$HF_MODEL")} # prefix of the data set that is made of DATA, unless it exists
+# Prefix of the data set that is made of DATA, unless it is newer than DATA, the template and the tokenizer.
+TOKENS=${TOKENS:-${DATA%.jsonl}_$(basename "$HF_MODEL")${CHAT_TEMPLATE:+_$(basename "${CHAT_TEMPLATE%.*}")}}
 SPLIT=${SPLIT:-95,5,0}           # training, validation, test
 WORKERS=${WORKERS:-8}            # processes that tokenize
 
@@ -66,7 +67,7 @@ TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$HF_MODEL")
 PREFIX=${TOKENS}_${FORMAT}_document
 END=$([ "$FORMAT" = messages ] || echo --append-eod) # a chat template ends turns by itself
 
-if [ ! "$PREFIX.idx" -nt "$DATA" ]; then
+if ! is_newer "$PREFIX.idx" "$DATA" "$CHAT_TEMPLATE" "$HF_MODEL"/{tokenizer.json,tokenizer_config.json,chat_template.jinja}; then
     run python "$HERE/tools/preprocess_data.py" --input "$DATA" --format "$FORMAT" --output-prefix "$TOKENS" \
         "${TOKENIZER[@]}" ${CHAT_TEMPLATE:+--chat-template "$CHAT_TEMPLATE"} ${END:+"$END"} --workers "$WORKERS"
 fi

@@ -301,10 +301,27 @@ def test_the_fine_tuning_script_trains_and_exports(programs: Programs, llama: Pa
     assert re.search("> sft       6 documents in 3 samples an epoch, .*; 3 epochs\n", trained)
     assert ": 13,312 of 64,672 parameters trained" in trained
     lines = [line for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
-    data = tmp_path / "chat_llama_messages_document"
+    data = tmp_path / "chat_llama_chat_messages_document"
     before, *_, after = (line["lm_loss"] for line in lines)
     assert before == pytest.approx(loss_of_answers(llama, data, TEMPLATE), rel=1e-5)
     assert after == pytest.approx(loss_of_answers(tmp_path / "new", data), rel=1e-5) and after < before - 0.1
+
+
+@pytest.mark.parametrize("changed", [None, "chat.jsonl", "chat.jinja", "model/tokenizer_config.json"])
+def test_conversations_are_tokenized_again_if_something_has_changed(tmp_path: Path, changed: str | None) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("chat.jsonl", "chat.jinja", "model/tokenizer_config.json", "chat_model_chat_messages_document.idx"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (len(name), len(name)))
+    if changed:
+        (tmp_path / changed).touch()
+    shown = dry_run_of(
+        FINETUNING,
+        HF_MODEL=str(tmp_path / "model"),
+        DATA=str(tmp_path / "chat.jsonl"),
+        CHAT_TEMPLATE=str(tmp_path / "chat.jinja"),
+    )
+    assert ("preprocess_data.py" in shown) == bool(changed)
 
 
 @pytest.mark.parametrize(("code", "queued_again"), [(0, False), (2, False), (75, True)])

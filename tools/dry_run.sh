@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by scripts: with DRY_RUN=1, "run COMMAND ..." prints the command instead of running it. With --help a script
 # shows the comment at its top, and does nothing. "is_on" and "switch" read settings that are 1 or 0, "check_numbers" checks
-# those that are numbers, and "fail" ends the script.
+# those that are numbers, "fail" ends the script, and "is_newer" says whether a file need not be made again.
 case " $* " in
 *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
 esac
@@ -31,6 +31,13 @@ check_numbers() { # LEAST NAME ...: ends the script if one of these settings is 
 }
 is_on "${DRY_RUN:-0}" DRY_RUN || true
 
+is_newer() { # FILE OTHER ...: whether FILE is newer than each of the other files that exists
+    local other
+    for other in "${@:2}"; do
+        if [ -e "$other" ] && [ ! "$1" -nt "$other" ]; then return 1; fi
+    done
+    [ -e "$1" ]
+}
 run() {
     if is_on "${DRY_RUN:-0}" DRY_RUN; then quoted "$@" && return; fi
     local code=0

@@ -27,6 +27,7 @@ from megatron.common.tokenizer_files import (
     PUBLISHED,
     TOKENIZER_TYPES,
     check_tokenizer_folder,
+    other_words,
     tokenizer_files,
     tokenizer_kind,
     unused_merges,
@@ -82,7 +83,7 @@ def main() -> None:
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
-    for warning in unused_merges(kind, args.merge_file):
+    for warning in (*unused_merges(kind, args.merge_file), *other_words(kind, vocab_file)):
         print_warning(warning)
     if getattr(tokenizer_of(job), "has_dropout", False):
         print_warning(f"{vocab_file} asks for BPE dropout, by which a text has other tokens each time: switched off")

@@ -1,5 +1,6 @@
 """Which files a tokenizer reads: two flags, one of them with the file beside it, or a folder."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron.common.tokenizer_files import (
     HUGGINGFACE,
     SENTENCEPIECE,
     check_tokenizer_folder,
+    other_words,
     tokenizer_files,
     tokenizer_kind,
 )
@@ -133,3 +135,21 @@ def test_a_published_tokenizer_needs_its_file(tmp_path: Path) -> None:
             check_tokenizer_folder(HUGGINGFACE, model)
     with pytest.raises(DataError, match="what GPT2BPETokenizer reads; use --tokenizer-type GPTS"):
         check_tokenizer_folder("GPT2BPETokenizer", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_gpt2s"),
+    [
+        ({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}, True),
+        ({"type": "ByteLevel", "add_prefix_space": True}, False),
+        ({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}, False),
+        ({"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}, False),  # as SmolLM2's
+        (None, False),
+    ],
+)
+def test_a_folder_whose_tokenizer_json_is_no_bpe_of_gpt2(tmp_path: Path, words: object, is_gpt2s: bool) -> None:
+    vocab_file = str(tmp_path / "vocab.json")
+    assert not other_words("GPT2BPETokenizer", vocab_file)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": None, "pre_tokenizer": words}))
+    assert bool(other_words("GPT2BPETokenizer", vocab_file)) != is_gpt2s
+    assert not other_words(HUGGINGFACE, str(tmp_path / "tokenizer.json"))
