@@ -66,6 +66,9 @@ if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 
 # DRY_RUN=1 prints the command instead of running it.
 # shellcheck disable=SC1091
-source "$(dirname "$0")/../tools/dry_run.sh"
+source "$(dirname "$0")/../tools/dry_run.sh" "${1:-}" # --help after a command is the command's
+if ! is_on "${DRY_RUN:-0}" DRY_RUN && ! command -v "$DOCKER" >/dev/null; then
+    echo "run.sh: error: DOCKER is $DOCKER, which is not installed: set docker, nvidia-docker or podman" >&2 && exit 2
+fi
 run mkdir -p "$DATA_DIR" "$CHECKPOINT_DIR"
 run "$DOCKER" run "${FLAGS[@]}" "$IMAGE" "$@"

@@ -82,9 +82,9 @@ def test_an_environment_that_cannot_be_installed_ends_the_build(tmp_path) -> Non
 
 
 def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None:
-    def docker(**variables: str) -> list[str]:
+    def docker(flag: str = "--seed", **variables: str) -> list[str]:
         environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "DATA_DIR": str(tmp_path / "my data"), **variables}
-        words = ["bash", "docker/run.sh", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
+        words = ["bash", "docker/run.sh", "bash", "examples/ds_pretrain_gpt2.sh", flag, "7"]
         finished = subprocess.run(
             words, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
         )
@@ -112,6 +112,9 @@ def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None
     for flag in (f"--device {tmp_path}", *(f"--env {name}" for name in tuned)):
         assert f" {flag} " in " ".join(words)
     assert "--device" not in docker(INFINIBAND="") and "--device" not in docker(INFINIBAND=str(tmp_path / "none"))
-    with pytest.raises(subprocess.CalledProcessError):
-        docker(SSH_KEY="pyproject.toml")
+    assert docker("--help")[-2:] == ["--help", "7"], "of the command"
+    for wrong in ({"SSH_KEY": "pyproject.toml"}, {"DOCKER": "no-docker", "DRY_RUN": "0"}):
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            docker(**wrong)
+        assert error.value.returncode == 2 and error.value.stderr.startswith("run.sh: error: ")
     assert not (tmp_path / "my data").exists(), "a dry run makes nothing"
