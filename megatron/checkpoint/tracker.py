@@ -41,6 +41,7 @@ from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED, folder_mode, sync_folder
 from megatron.common.reading import LARGEST_SETTINGS, parse_json
 from megatron.config import CheckpointConfig, RunConfig
+from megatron.launch.rank import print_warning
 
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -301,9 +302,14 @@ def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> 
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        with os.scandir(path) as entries, ThreadPoolExecutor(_FOLDERS_AT_ONCE, "remove") as threads:
-            list(threads.map(shutil.rmtree, [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]))
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove what is not needed. What cannot be removed, such as a file that is open on NFS, stays, with a warning."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            with os.scandir(path) as entries, ThreadPoolExecutor(_FOLDERS_AT_ONCE, "remove") as threads:
+                folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+                list(threads.map(shutil.rmtree, folders))
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        print_warning(f"{path} cannot be removed ({error.strerror}); the next save tries again")

@@ -1,5 +1,6 @@
 """Adding and removing checkpoints on disk: interrupted at any step, no earlier checkpoint is lost."""
 
+import errno
 import hashlib
 import json
 import os
@@ -200,6 +201,23 @@ def test_a_run_that_rewinds_keeps_what_it_saves(tmp_path: Path) -> None:
     save(tmp_path, 3, config=KEEP_ONE)
     assert tags_in(tmp_path) == ["global_step3", "global_step8", "global_step9"]
     assert whole_iteration(tmp_path) == 3
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch, capsys) -> None:
+    """As on NFS, where a file that a process reads gets another name in its folder."""
+
+    def rmtree(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker.shutil, "rmtree", rmtree)
+        for iteration in (1, 2, 3):
+            save(tmp_path, iteration, config=KEEP_ONE)
+    assert whole_iteration(tmp_path) == 3
+    assert tags_in(tmp_path) == ["global_step1.partial", "global_step2.partial", "global_step3"]
+    assert "global_step1.partial cannot be removed (Directory not empty)" in capsys.readouterr().err
+    save(tmp_path, 4, config=KEEP_ONE)
+    assert tags_in(tmp_path) == ["global_step4"]
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
