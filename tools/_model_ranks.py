@@ -104,11 +104,11 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
 
 
 def write_result(result: Mapping[str, Any], file: Path | None) -> None:
-    """Print a result as JSON, and write it to ``file``. Raises as ``atomic_file``."""
+    """Write a result as JSON to ``file``, if one is given, and print it. Raises as ``atomic_file``."""
     text = json.dumps(result, indent=2, default=str)  # lm-eval returns functions
-    print(text, flush=True)
     if file:
         with atomic_file(file, "--json") as out:
             out.write(text + "\n")
-    else:
+    print(text, flush=True)
+    if not file:
         check_output()

@@ -70,12 +70,15 @@ def main() -> None:
         raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")
     for candidate in plan.every[:1]:
         check_not_read(args.json, "--json", candidate.run)
-    print("\n".join(describe_plan(plan, request, args.top)), flush=True)
+    # Files come first: a reader of the screen, such as head, may not want all of it.
     if args.json:
         write_json(args.json, as_json(plan, request, args.top))
+    for chosen in plan.fitting[args.choose - 1 : args.choose] if args.emit else ():
+        _write_files(args.emit, chosen)
+    print("\n".join(describe_plan(plan, request, args.top)), flush=True)
     if not plan.fitting:
         sys.exit(1)
-    _hand_over(args, plan.fitting[args.choose - 1])
+    _describe_chosen(args, plan.fitting[args.choose - 1])
     if args.rehearse:
         _rehearse(plan.fitting[: args.rehearse], Path(args.program or PROGRAM.with_name(request.program)))
 
@@ -91,20 +94,24 @@ def _rehearse(candidates: list[Candidate], program: Path) -> None:
     print("\n" + "\n".join(ranked(layouts)), flush=True)
 
 
-def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
-    """Print and write what is requested for one layout."""
+def _write_files(folder: Path, chosen: Candidate) -> None:
+    """Write what starts one layout. Raises ConfigError if the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--emit {folder}: {error.strerror}; name another folder") from None
+    for name, text in files(chosen).items():
+        with atomic_file(folder / name, "--emit") as file:
+            file.write(text)
+    script = folder / SCRIPT
+    mode = script.stat().st_mode
+    script.chmod(mode | mode >> 2 & 0o111)  # whoever may read it may run it
+
+
+def _describe_chosen(args: argparse.Namespace, chosen: Candidate) -> None:
+    """Print one layout, and what has been written for it."""
     print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, stage_memory(chosen.run))))
     if args.emit:
-        try:
-            args.emit.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--emit {args.emit}: {error.strerror}; name another folder") from None
-        for name, text in files(chosen).items():
-            with atomic_file(args.emit / name, "--emit") as file:
-                file.write(text)
-        script = args.emit / SCRIPT
-        mode = script.stat().st_mode
-        script.chmod(mode | mode >> 2 & 0o111)  # whoever may read it may run it
         print(f"\nwrote {args.emit}/: {', '.join(files(chosen))}")
         ranks = f"--world-size {chosen.run.parallel.world_size}"
         print(f"tools/verify_communication.py {ranks} with the flags of {SCRIPT} tells whether its ranks can hang")

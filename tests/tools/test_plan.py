@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.refusals import ROOT
 
 from megatron.cli import parse_run
 from megatron.cli.presets import PRESETS
@@ -51,6 +52,14 @@ def test_the_table_and_the_file_agree(planned):
         amount for name, amount in best["memory_bytes"].items() if name != "total"
     )
     assert best["memory_bytes"]["total"] == max(stage["total"] for stage in best["stages"])
+
+
+def test_files_are_written_even_if_nobody_reads_the_screen(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, ROOT / "tools" / "plan.py", *SMALL, "--emit", tmp_path, "--json", tmp_path / "plan.json"]
+    assert subprocess.run(command, stdout=write).returncode == 141
+    assert {"run.sh", "plan.json"} <= set(os.listdir(tmp_path))
 
 
 @pytest.mark.parametrize("has_data", [True, False])
