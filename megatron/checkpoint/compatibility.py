@@ -115,10 +115,9 @@ def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:
     """A line for each setting of the learning-rate schedule that differs, with the flag that a default follows from."""
     optim, before = run.optim, saved.description.get("schedule", {})
     unit = run.train.lr_unit.replace("iteration", "iter")
-    length = "samples" if run.train.train_samples is not None else "iters"
     causes = {}
     if optim.lr_decay_iters is None and optim.lr_decay_samples is None:
-        causes[f"--lr-decay-{unit}s"] = f"by default that of --train-{length}"
+        causes[f"--lr-decay-{unit}s"] = f"by default that of {run.train.length_flag}"
     if optim.lr_warmup_iters is None and optim.lr_warmup_samples is None:
         causes[f"--lr-warmup-{unit}s"] = "--warmup is a fraction of the decay"
     lines = []

@@ -235,6 +235,13 @@ class TrainConfig:
         return BatchSchedule(((0, self.global_batch_size),))
 
     @property
+    def length_flag(self) -> str:
+        """The flag that gives the length of the run."""
+        return (
+            "--epochs" if self.epochs is not None else f"--train-{'iters' if self.train_samples is None else 'samples'}"
+        )
+
+    @property
     def lr_unit(self) -> str:
         """Unit of the lengths of the learning-rate schedule: ``iteration`` or ``sample``."""
         return "sample" if self.batches.varies else "iteration"

@@ -73,17 +73,16 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
 def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation_flag: str) -> bool:
     """Whether ``saved`` is from the last iteration of ``run``, so that nothing is left to train; printed on rank 0.
 
-    ``length_flag`` is the flag that lengthens the run, by default --train-iters or --train-samples, and
-    ``evaluation_flag`` the flag for an evaluation without training.
+    ``length_flag`` is the flag that lengthens the run, by default the one that gave its length, and ``evaluation_flag``
+    the flag for an evaluation without training.
     """
     last = run.train.train_iters
     if run.checkpoint.finetune or saved.iteration < last:
         return False
     if dist.get_rank() == 0:
-        length = length_flag or ("--train-iters" if run.train.train_samples is None else "--train-samples")
         print(
             f"> already finished: {saved.path} is from iteration {saved.iteration} of {last}; to continue, increase "
-            f"{length}; {evaluation_flag} evaluates it again",
+            f"{length_flag or run.train.length_flag}; {evaluation_flag} evaluates it again",
             flush=True,
         )
     return True

@@ -62,6 +62,7 @@ def test_iterations_of_some_epochs(data: DataConfig, write_dataset: Callable[...
     for epochs in (1, 2.5):
         run = parse_run([*given, "--sft", "--epochs", str(epochs)], {})
         assert (run.train.train_iters - 1) * 4 < epochs * each <= run.train.train_iters * 4
+        assert run.train.length_flag == "--epochs"
     for words, message in {
         f"--sft --epochs 1 --data-path 1 {data.data_path[0]} 1 {other}": "--epochs is for one data set",
         "--sft --epochs 1 --train-iters 2": "exclude each other",
