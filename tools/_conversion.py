@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,6 +146,7 @@ def write_checkpoint(
 
     Raises as ``new_output``.
     """
+    from megatron.tools.convert.huggingface_files import copy_carried
     from megatron.tools.convert.load_and_save import write_checkpoint as write
 
     published = [name for name in ("tokenizer.json", "tokenizer.model") if name in carried]
@@ -157,8 +157,7 @@ def write_checkpoint(
         folder.mkdir()
         if tokenizer is not None:
             tokenizer.write(folder)
-        for name, file in carried.items():
-            shutil.copyfile(file, folder / name)
+        copy_carried(carried, folder)
         write(folder, model, vocab_file=vocab_file, merge_file=merge_file, source=source, tokenizer_type=kind)
 
 

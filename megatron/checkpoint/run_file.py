@@ -90,7 +90,9 @@ def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield from (f"{name} is 0, and {GPT2.name} has some" for name in sizes if model.get(name, 1) == 0)
     try:
         record: Any = parse_json(template) if template else {"chat_template": "", "special_tokens": {}}
-        texts = (record["chat_template"], *record["special_tokens"].values())
+        source = record["chat_template"]
+        named = source if isinstance(source, list) else [{"template": source}]
+        texts = (*record["special_tokens"].values(), *(text for entry in named for text in entry.values()))
         is_whole = all(isinstance(text, str | None) for text in texts)
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole = False

@@ -13,6 +13,8 @@ SENTENCEPIECE = "GPTSentencePieceTokenizer"
 """Kind of a SentencePiece model, a file such as tokenizer.model."""
 NULL_TOKENIZER = "NullTokenizer"
 """Kind of the tokenizer without files."""
+CHAT_TEMPLATE, OTHER_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""File of the chat template in the folder of a tokenizer, and folder of further ones, such as tool_use.jinja."""
 SPELLINGS: Mapping[str, str] = {"HFTokenizer": HUGGINGFACE, "Llama2Tokenizer": SENTENCEPIECE}
 """Other names of kinds of tokenizers, in Megatron-DeepSpeed and Megatron-LM."""
 TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {

@@ -175,6 +175,7 @@ def test_a_setting_that_is_not_taken_over_is_refused(key: str, value: Any) -> No
         ("model", "num_attention_heads", 0, "num_attention_heads is 0, and GPT-2 has some"),
         ("data", "chat_template", "{{ messages }}", "chat_template is not as it was saved"),
         ("data", "chat_template", '{"chat_template": "x", "special_tokens": {"a": 5}}', "chat_template is not as"),
+        ("data", "chat_template", '{"chat_template": ["x"], "special_tokens": {}}', "chat_template is not as"),
     ],
 )
 def test_a_run_that_contradicts_itself(section: str, name: str, value: Any, problem: str) -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.run_file import _contradictions
 from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
-from megatron.tools.chat.files import chat_template, find_chat_template
+from megatron.tools.chat.files import chat_template, find_chat_template, record_of, recorded_template
 from megatron.tools.chat.template import ChatTemplate, tokenize_texts
+from megatron.tools.convert.huggingface_files import carried_files, copy_carried, keep_chat_template
 from megatron.tools.preprocess.corpus import Chunk
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
@@ -129,6 +131,30 @@ def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:
     [(ids, mask)] = tokenize_texts(ours, [template.conversation(MESSAGES)])
     assert (ids, mask) == (found["input_ids"], found["assistant_masks"]) and 0 < sum(mask) < len(mask)
     assert ours.has_dropout and ours.tokenize("kind kind") == ours.tokenize("kind kind")
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_tools_are_for_the_template_of_that_name_as_in_transformers(chat_folder: Path, in_files: bool) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    sources = {"default": MARKED, "tool_use": f"{{{{ tools | length }}}}{MARKED}", "rag": "kind"}
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+    theirs.chat_template = {name: source.replace("user", "us") for name, source in sources.items()}
+    (chat_folder / "chat_template.jinja").unlink()
+    theirs.save_pretrained(chat_folder, save_jinja_files=in_files)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
+    template = chat_template(find_chat_template(None, chat_folder), tokenizer)
+    kept = chat_folder / "kept"
+    copy_carried(carried_files(chat_folder), kept)
+    copies = [template, recorded_template(record_of(template), tokenizer)]
+    copies += [chat_template(find_chat_template(None, kept), tokenizer)]
+    keep_chat_template(kept, {"config": {"data": {"chat_template": record_of(template)}}})
+    copies += [chat_template(find_chat_template(None, kept), tokenizer)]
+    assert PreTrainedTokenizerFast.from_pretrained(kept).chat_template == theirs.chat_template
+    assert not list(_contradictions({"data": {"chat_template": record_of(template)}}))
+    for tools in (None, [], [{"name": "kind"}]):
+        text = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+        assert [copy.conversation(MESSAGES, tools).text for copy in copies] == [text] * 4
 
 
 def test_a_template_of_another_tokenizer_is_an_error(chat_folder: Path) -> None:

@@ -89,14 +89,21 @@ def write_data_urls(path: Path) -> None:
                     .replace('"type": "image"', '"type": "image_url"'))  # fmt: skip
 
 
-def write_tar(path: Path) -> None:
-    files = {"b/1.png": image_bytes(), "b/1.json": LLAVA[0] | {"image": None}, "b/2.json": LLAVA[1]}
-    with tarfile.open(path, "w") as archive:
+def tar_of(**first: Any) -> bytes:
+    """A tar file of WebDataset, with these values in its first sample."""
+    file = io.BytesIO()
+    files = {"b/1.png": image_bytes(), "b/1.json": LLAVA[0] | first, "b/2.json": LLAVA[1]}
+    with tarfile.open(fileobj=file, mode="w") as archive:
         for name, content in files.items():
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def write_tar(path: Path) -> None:
+    path.write_bytes(tar_of(image=None))
 
 
 def write_parquet(path: Path) -> None:
@@ -183,6 +190,9 @@ def test_a_placeholder_after_the_vocabulary_has_room(tmp_path: Path, vocabulary:
 FAULTS: list[tuple[Any, str]] = [
     ({}, "object 1: no "),
     ({**LLAVA[1], "image": "a.png"}, "object 1: 0 times <image>, and 1 images"),
+    ({**LLAVA[0], "images": ["a.png"]}, "object 1: there are image and images: give one"),
+    ({**LLAVA[0], "messages": OPENAI[0]["messages"]}, "object 1: there are conversations and messages: give one"),
+    ({**OPENAI[0], "image": "a.png"}, "object 1: images are named beside the messages and in them"),
     ({**LLAVA[0], "image": "../a.png"}, "no path within"),
     ({**LLAVA[0], "image": "/etc/hostname"}, "no path within"),
     ({**LLAVA[0], "image": "link.png"}, "no path within"),
@@ -252,6 +262,8 @@ def test_what_expands_without_end_is_refused(tmp_path: Path, vocabulary: Path, m
         ("a.json", b"{}", "a.json: not a file of conversations"),
         ("a.jsonl", b"[", "a.jsonl:1: not JSON"),
         ("a.tar", b"no tar" * 200, "a.tar: not a file of conversations"),
+        ("a.tar", tar_of(image=5), "a.tar: sample b/1: the image 5 is no path within"),
+        ("a.tar", tar_of(images=["1.png"]), "there are image and images: give one"),
         ("a.parquet", b"PAR1", "a.parquet: not a file of conversations"),
         ("empty.jsonl", b"", "no document in"),
     ],

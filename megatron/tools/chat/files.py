@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.common.errors import ConfigError
 from megatron.common.reading import parse_json, read_json
+from megatron.common.tokenizer_files import CHAT_TEMPLATE, OTHER_TEMPLATES
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
 from megatron.tools.chat.template import ChatTemplate, special_tokens
@@ -15,6 +16,7 @@ from megatron.tools.convert.inspection import FoundCheckpoint, read_description
 from megatron.tools.inference.images import MARK
 
 SETTINGS = "tokenizer_config.json"
+_DEFAULT = "default"
 
 
 def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -23,15 +25,15 @@ def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
     Raises ConfigError if there is none, or if it writes special tokens that the tokenizer lacks.
     """
     texts: dict[int | None, str] = {id: text for text, id in special_tokens(tokenizer).items()}
-    source, settings = _read_template(file)
+    sources, settings = _read_templates(file)
     names = {"bos_token": texts.get(tokenizer.bos, ""), "eos_token": texts.get(tokenizer.eod, EOD)}
-    return _build_template(file, source, names | settings, tokenizer)
+    return _build_template(file, sources, names | settings, tokenizer)
 
 
 def recorded_template(record: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template in a ``record``, the result of ``record_of``. Raises ConfigError as ``chat_template``."""
     content = parse_json(record)
-    return _build_template("the checkpoint", content["chat_template"], content["special_tokens"], tokenizer)
+    return _build_template("the checkpoint", named(content["chat_template"]), content["special_tokens"], tokenizer)
 
 
 def template_of_model(checkpoint: FoundCheckpoint, tokenizer: Tokenizer, chosen: str | None) -> ChatTemplate:
@@ -50,12 +52,23 @@ def template_of_model(checkpoint: FoundCheckpoint, tokenizer: Tokenizer, chosen:
 
 def record_of(template: ChatTemplate) -> str:
     """The template and its special tokens as JSON, to store with a data set and in a checkpoint."""
-    return json.dumps({"chat_template": template.source, "special_tokens": template.special}, ensure_ascii=False)
+    source: Any = template.source
+    if template.others:
+        sources = {_DEFAULT: source} | template.others
+        source = [{"name": name, "template": text} for name, text in sources.items()]
+    return json.dumps({"chat_template": source, "special_tokens": template.special}, ensure_ascii=False)
 
 
-def _build_template(place: str, source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
+def _build_template(
+    place: str, sources: Mapping[str, str], special: Mapping[str, str], tokenizer: Tokenizer
+) -> ChatTemplate:
+    if _DEFAULT not in sources:
+        raise ConfigError(f'{place} has no "chat_template": give one with --chat-template')
+    if not all(map(str.strip, sources.values())):
+        raise ConfigError(f"{place}: the chat template is empty: give another one with --chat-template")
     known = special_tokens(tokenizer)
-    template = ChatTemplate(source, special, [text for text in known if text != MARK])
+    others = {name: text for name, text in sources.items() if name != _DEFAULT}
+    template = ChatTemplate(sources[_DEFAULT], special, [text for text in known if text != MARK], others)
     for mark in template.marks:
         if mark not in known and ((ids := tokenizer.tokenize(mark)) == [tokenizer.unk] or len(ids) != 1):
             raise ConfigError(
@@ -66,22 +79,32 @@ def _build_template(place: str, source: str, special: Mapping[str, str], tokeniz
 
 
 @cache
-def _read_template(file: str) -> tuple[str, dict[str, str]]:
-    """The template in a file, and the special tokens in the ``tokenizer_config.json`` next to it."""
+def _read_templates(file: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The templates in a file and in the folder of others beside it, and the special tokens in the
+    ``tokenizer_config.json`` next to it."""
     path = Path(file)
     settings = _tokenizer_settings(path)
-    source: Any = read_text(file)
-    if path.suffix == ".json":
-        source = settings.get("chat_template")
-        if isinstance(source, list):  # several templates: the one named default
-            named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-            source = named[0].get("template") if named else None
-        if not isinstance(source, str):
-            raise ConfigError(f'{file} has no "chat_template": give one with --chat-template')
-    if not source.strip():
-        raise ConfigError(f"{file}: the chat template is empty: give another one with --chat-template")
+    text = read_text(file)
+    sources = named(settings.get("chat_template") if path.suffix == ".json" else text)
+    sources |= {other.stem: read_text(str(other)) for other in other_templates(file)}
     texts = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token")}
-    return source, {name: text for name, text in texts.items() if isinstance(text, str) and text}
+    return sources, {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def named(templates: Any) -> dict[str, str]:
+    """The templates by name of a ``chat_template``: a text, or a list of objects with name and template."""
+    if isinstance(templates, str):
+        return {_DEFAULT: templates}
+    entries = [entry for entry in templates if isinstance(entry, dict)] if isinstance(templates, list) else []
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def other_templates(file: str | None) -> list[Path]:
+    """The files of further templates beside the ``file`` of a tokenizer's template, as transformers writes them."""
+    path = Path(file or "")
+    is_own = path.name in (CHAT_TEMPLATE, SETTINGS)
+    return sorted((path.parent / OTHER_TEMPLATES).glob("*.jinja")) if is_own else []
 
 
 def find_chat_template(chosen: str | None, folder: Path, what: str = "--format messages") -> str:
@@ -90,7 +113,7 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
         if not Path(chosen).is_file():
             raise ConfigError(f"--chat-template {chosen}: no such file")
         return chosen
-    for path in (folder / "chat_template.jinja", folder / SETTINGS):
+    for path in (folder / CHAT_TEMPLATE, folder / SETTINGS):
         if path.is_file() and (path.suffix != ".json" or "chat_template" in _tokenizer_settings(path)):
             return str(path)
     raise ConfigError(

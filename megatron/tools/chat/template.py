@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,10 @@ from megatron.tools.chat import sandbox
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. Others must be named in the chat template."""
+
+
+TOOL_USE = "tool_use"
+"""Name of the template for conversations with tools, beside one without."""
 
 
 class Text(NamedTuple):
@@ -39,6 +44,8 @@ class ChatTemplate:
         source: the Jinja source of the template.
         special: the texts of special tokens by their names in the template, such as ``eos_token``.
         reserved: texts of special tokens, which only the template may write. Messages that contain one are rejected.
+        others: further templates of the tokenizer by name; as in transformers, ``tool_use`` renders conversations with
+            tools.
 
     Raises ConfigError if it cannot be parsed.
 
@@ -46,8 +53,14 @@ class ChatTemplate:
         marks: texts that the template writes and that look like special tokens, and special tokens that it names.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], reserved: Iterable[str] = ()) -> None:
-        self.source, self.special = source, dict(special)
+    def __init__(
+        self,
+        source: str,
+        special: Mapping[str, str],
+        reserved: Iterable[str] = (),
+        others: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
         names = sorted(filter(None, reserved), key=len, reverse=True)
         self._reserved = re.compile("|".join([*map(re.escape, names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
@@ -59,6 +72,8 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template cannot be used: {str(error).removeprefix('the chat template').lstrip(': ')}"
             ) from None
+        self._with_tools = ChatTemplate(others[TOOL_USE], special, reserved) if TOOL_USE in others else None
+        self.marks += self._with_tools.marks if self._with_tools else []
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
         """Render a conversation; the turns of the assistant count in the loss.
@@ -66,6 +81,8 @@ class ChatTemplate:
         Raises DataError if the messages are invalid (see ``_checked``), the template rejects the conversation, changes
         earlier turns afterwards, or exceeds the limits of its process.
         """
+        if tools is not None and self._with_tools is not None:
+            return self._with_tools.conversation(messages, tools)
         return Text(*self._ask("conversation", self._checked(messages, tools), tools))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Converts tokenizer files from and to Hugging Face folders, and copies other files. No torch here."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +10,15 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, DataError, UserError
 from megatron.common.reading import LARGEST_JSON
-from megatron.common.tokenizer_files import GPT2_BPE, PUBLISHED, SENTENCEPIECE, TOKENIZER_FILES, tokenizer_files
+from megatron.common.tokenizer_files import (
+    CHAT_TEMPLATE,
+    GPT2_BPE,
+    OTHER_TEMPLATES,
+    PUBLISHED,
+    SENTENCEPIECE,
+    TOKENIZER_FILES,
+    tokenizer_files,
+)
 from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import BERT
@@ -178,14 +187,15 @@ CARRIED = (
     "special_tokens_map.json",
     SENTENCEPIECE_MODEL,
     "generation_config.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 """Files of a Hugging Face folder that from-hf and to-hf copy."""
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
     """The files of ``folder`` to copy, by name. Raises CheckpointError for one that is too large."""
-    files = {name: folder / name for name in CARRIED if (folder / name).is_file()}
+    others = sorted(f"{OTHER_TEMPLATES}/{file.name}" for file in (folder / OTHER_TEMPLATES).glob("*.jinja"))
+    files = {name: folder / name for name in (*CARRIED, *others) if (folder / name).is_file()}
     if large := [file for file in files.values() if file.stat().st_size > LARGEST_JSON]:
         raise CheckpointError(f"{large[0]}: more than the {LARGEST_JSON:,} bytes that such a file has")
     return files
@@ -233,8 +243,8 @@ def _files_of_tokenizer(data: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
-    """Write the chat template with which a model was fine-tuned, and its special tokens, into the tokenizer's settings
-    in ``folder``, in place of any other template. ``description`` is the ``run.json`` of the model."""
+    """Write the chat templates of a fine-tuning, and their special tokens, into the tokenizer's settings in ``folder``,
+    in place of any others. ``description`` is the ``run.json`` of the model."""
     if not (record := description["config"]["data"].get("chat_template")):
         return
     content = json.loads(record)
@@ -242,7 +252,15 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
     tokens = {name: text for name, text in content["special_tokens"].items() if text}
     settings |= tokens | {"chat_template": content["chat_template"]}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
+    shutil.rmtree(folder / OTHER_TEMPLATES, ignore_errors=True)
+
+
+def copy_carried(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy ``files``, the result of ``carried_files``, into ``folder``."""
+    for name, file in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / name)
 
 
 def count_tokens(folder: Path) -> int | None:

@@ -3,7 +3,6 @@
 import json
 import mmap
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from megatron.tools.convert.full_model import (
     without_padding,
     write_tensors,
 )
-from megatron.tools.convert.huggingface_files import Vocabulary, keep_chat_template
+from megatron.tools.convert.huggingface_files import Vocabulary, copy_carried, keep_chat_template
 from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
 
 
@@ -252,8 +251,6 @@ def write_huggingface(
     write_tensors(their_weights(model.weights, model.config), folder, max_shard_size=max_shard_size, metadata={})
     if tokenizer is not None:
         tokenizer.write(folder, positions=model.config.max_position_embeddings)
-    for name, file in carried.items():
-        if name != HF_CONFIG:
-            shutil.copyfile(file, folder / name)
+    copy_carried({name: file for name, file in carried.items() if name != HF_CONFIG}, folder)
     if model.description is not None:
         keep_chat_template(folder, model.description)

@@ -11,7 +11,7 @@ from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
 from megatron.tools.inference.images import MARK, as_list, bytes_of_url, decoded, read_image_within
-from megatron.tools.preprocess.image_records import Record, read_records
+from megatron.tools.preprocess.image_records import CONVERSATIONS, IMAGES, Record, only, read_records
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job
 from megatron.tools.preprocess.tokenize_chunk import LineError, Tokenized, chat_template_of, tokenizer_of
 
@@ -101,11 +101,10 @@ def _document(job: Job, tokenizer: Tokenizer, template: ChatTemplate, record: Re
 
 def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
     """The messages of a record in LLaVA's or OpenAI's format, with a mark for each image; adds images to ``images``."""
-    if not isinstance(record, dict) or not isinstance(
-        turns := record.get("conversations") or record.get("messages"), list
-    ):
+    turns = only(record, CONVERSATIONS) if isinstance(record, dict) else None
+    if not isinstance(turns, list):
         raise DataError('no "conversations" (LLaVA) or "messages" (OpenAI) in it')
-    images += as_list(record.get("image") or record.get("images"))
+    images += (given := as_list(only(record, IMAGES)))
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
@@ -117,6 +116,8 @@ def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
         parts = content if isinstance(content, list) else [content]
         text = "".join(_part(part, images) for part in parts)
         messages.append({**turn, "role": _ROLES.get(role, role), "content": text})
+    if given and len(images) > len(given):
+        raise DataError("images are named beside the messages and in them, in no order: name them in one place")
     return messages
 
 

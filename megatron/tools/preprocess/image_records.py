@@ -8,7 +8,7 @@ images are sequences with a nonzero mode.
 import json
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,14 @@ import numpy as np
 from megatron.common.errors import DataError, one_line
 from megatron.common.reading import LARGEST, parse_json, read_bytes, regular
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tools.inference.images import as_list
 from megatron.tools.preprocess.corpus import open_parquet, parquet_batches
 from megatron.tools.preprocess.file_lines import file_lines
 
 _LARGEST_SAMPLE = 1 << 26
 """Maximum bytes of the files of a sample in a tar file, where a sparse file may be far larger than the archive."""
-_CONVERSATIONS = ("conversations", "messages")
-_IMAGES = ("image", "images")
+CONVERSATIONS = ("conversations", "messages")
+IMAGES = ("image", "images")
 
 
 class Record(NamedTuple):
@@ -70,13 +71,22 @@ def _parse(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
     """Parse a JSON object, and insert the contents of the ``images`` that it names, or of all if it names none."""
     try:
         content = parse_json(text)
+        names = as_list(only(content, IMAGES) if isinstance(content, dict) else None) or [*images]
     except ValueError as error:
         return Record(where, None, f"not JSON ({error})")
+    except DataError as error:
+        return Record(where, None, str(error))
     if images and isinstance(content, dict):
-        named = next((content[key] for key in _IMAGES if content.get(key)), [*images])
-        names = [named] if isinstance(named, str) else named
         content = content | {"image": [images.get(str(name), name) for name in names], "images": None}
     return Record(where, content)
+
+
+def only(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """The value under one of ``keys``, or None. Raises DataError if there are several."""
+    values = [record[key] for key in keys if record.get(key)]
+    if len(values) > 1:
+        raise DataError(f"there are {' and '.join(keys)}: give one")
+    return values[0] if values else None
 
 
 def _read_tar(path: Path) -> Iterator[Record]:
@@ -110,9 +120,9 @@ def _sample(path: Path, key: str, files: dict[str, bytes]) -> Record:
 
 def _read_parquet(path: Path) -> Iterator[Record]:
     with open_parquet(path) as file:
-        columns = [name for name in (*_CONVERSATIONS, *_IMAGES) if name in file.schema_arrow.names]
-        if not {*columns} & {*_CONVERSATIONS}:
-            raise ValueError(f"it has no column {' or '.join(_CONVERSATIONS)}")
+        columns = [name for name in (*CONVERSATIONS, *IMAGES) if name in file.schema_arrow.names]
+        if not {*columns} & {*CONVERSATIONS}:
+            raise ValueError(f"it has no column {' or '.join(CONVERSATIONS)}")
         rows = (row for batch in parquet_batches(file, columns, LARGEST) for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
             yield Record(f"{path}: row {number}", row)

@@ -16,6 +16,7 @@ from megatron.common.tokenizer_files import HUGGINGFACE
 from megatron.config.data import loss_mask_prefix
 from megatron.data.indexed_dataset_builder import Written, best_dtype
 from megatron.tokenizer.published import CONFIG_FILES
+from megatron.tools.chat.files import other_templates
 from megatron.tools.preprocess.file_lines import format_of
 
 TOKENS, LOSS_MASK = "tokens", "loss mask"
@@ -182,6 +183,7 @@ class Job:
             "--keep-newlines": self.keep_newlines,
             "--format": self.conversations,
             "--chat-template": _version(self.chat_template),
+            "files of other chat templates": [_version(path) for path in other_templates(self.chat_template)] or None,
             "size of a chunk": self.chunk_bytes,
         }
         return Journal(Path(f"{self.output_prefix}.progress"), job)
