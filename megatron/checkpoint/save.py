@@ -72,7 +72,8 @@ def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
     try:
         if run.checkpoint.save:
             owner = on_rank_0(lambda: owner_of(lock.folder) if lock else None)
-            on_all_ranks(lambda: _check_shared(Path(str(run.checkpoint.save)), owner))
+            is_first = not run.parallel.local_rank  # one rank of each host asks, not each of thousands
+            on_all_ranks(lambda: _check_shared(Path(str(run.checkpoint.save)), owner) if is_first else None)
         yield lock
     finally:
         if lock:

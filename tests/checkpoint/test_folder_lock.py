@@ -106,7 +106,7 @@ def test_an_owner_on_another_host_that_renews_its_lock_keeps_it(
 
 def lock_in_folders_of_ranks(words: list[str], places: str) -> str:
     """The error where ``--save ck`` is another folder for each rank."""
-    run = parse_run(words, os.environ)
+    run = parse_run(words, {**os.environ, "LOCAL_RANK": "0"})  # the first of a host
     with pytest.MonkeyPatch.context() as patch, distributed(run.parallel), pytest.raises(ConfigError) as error:
         patch.setattr(save, "_LOOKS", 1)
         (place := Path(places) / os.environ["RANK"]).mkdir()
