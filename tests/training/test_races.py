@@ -63,6 +63,12 @@ def keys_of_the_ring_are_not_awaited(*arguments: Any) -> Callable[[], Tensor]:
     return lambda: cells["received"].cell_contents
 
 
+def sent_keys_are_used_again(*arguments: Any) -> Callable[[], Tensor]:
+    arrived = pass_on(*arguments)
+    arrived.sent.zero_()
+    return arrived
+
+
 def sources_are_freed(copies: PinnedCopies, item: Any, used: Any = ()) -> Any:
     temporary = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, item)
     copied = start_copies(copies, temporary, used)
@@ -90,7 +96,13 @@ CASES: dict[str, tuple[str, Faults]] = {
             "reused": (GradientBucket, "start", sent_gradients_are_used_again),
         },
     ),
-    "ZeRO 2": ("--zero-stage 2", {"gradients": (GradientBucket, "finish", gradients_are_not_awaited)}),
+    "ZeRO 2": (
+        "--zero-stage 2",
+        {
+            "gradients": (GradientBucket, "finish", gradients_are_not_awaited),
+            "reused": (GradientBucket, "start", sent_gradients_are_used_again),
+        },
+    ),
     "ZeRO 3": (
         "--zero-stage 3",
         {"weights": (partition_parameters, "_dist_allgather_fn", lambda *tensors: Early(gather(*tensors)))},
@@ -106,6 +118,7 @@ CASES: dict[str, tuple[str, Faults]] = {
         "--zero-stage 1 --context-parallel-size 2",
         {
             "keys": (sequence, "_pass_on", keys_of_the_ring_are_not_awaited),
+            "reused": (sequence, "_pass_on", sent_keys_are_used_again),
             "freed": (GradientBucket, "_add_kept", lambda bucket: bucket._kept.clear()),
         },
     ),
