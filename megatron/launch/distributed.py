@@ -76,6 +76,7 @@ def distributed(
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
     nothing_compiled_for_collectives()
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # before anything can begin to use the first GPU
     with deepspeed_silenced(verbose):
         try:
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
@@ -88,7 +89,6 @@ def distributed(
                 f"{advice if _INTERFACE_ERROR.search(str(error)) else ''}"
             ) from error
         set_groups_of_deepspeed(partial(new_group, timeout=timeout))
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout
     if store is not None:

@@ -93,7 +93,8 @@ def check_device(device: str, local_rank: int) -> None:
     if device != "cpu" and local_rank >= count:
         error = ResourceError(
             f"process {local_rank} of this host has no device: torch finds {count} of {device}; start fewer "
-            "processes, install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
+            "processes, let each see all devices (Slurm: --gpus-per-node), install a torch that knows the device, or "
+            "set DS_ACCELERATOR=cpu to train on the CPU"
         )
         error.only_here = local_rank == count  # only the first process without a device prints it
         raise error

@@ -38,5 +38,6 @@ def test_missing_device_is_refused(programs: Programs) -> None:
     assert ended.returncode == 7
     assert ended.output.splitlines() == [
         "pretrain_gpt2.py: error: process 0 of this host has no device: torch finds 0 of cuda; start fewer processes, "
-        "install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
+        "let each see all devices (Slurm: --gpus-per-node), install a torch that knows the device, or set "
+        "DS_ACCELERATOR=cpu to train on the CPU"
     ]
