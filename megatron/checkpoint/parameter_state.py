@@ -65,8 +65,8 @@ class SavedStates:
 
     def __init__(self, saved: SavedRun, *, verified: bool = False) -> None:
         self.saved, self.layout = saved, saved.layout
-        self._config = saved.full_model_config()
-        self.specs = architecture_of(self._config).named_parameters(self._config)
+        self.config = saved.full_model_config()
+        self.specs = architecture_of(self.config).named_parameters(self.config)
         manifest = {} if verified else read_manifest(saved.path)  # once for all files
         iteration = None if verified else saved.iteration
         self._opened = cache(
@@ -150,7 +150,7 @@ class SavedStates:
             file = self._module(tensor_rank)
             if name in file.find(["module"]):
                 return file.entry("module", name)
-        for index, layer in enumerate(architecture_of(self._config).layers(self._config)):
+        for index, layer in enumerate(architecture_of(self.config).layers(self.config)):
             file = self._opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
             inner = name.removeprefix(parameter_prefix(index, layer))
             if inner != name and self.layout.pipe_parallel_size and file.path.exists() and inner in file.content:

@@ -227,7 +227,7 @@ def verify_in_turn(folder: Path) -> dict[str, dict[str, list[str]]]:
     from megatron.tools.communication.verify import verify_layouts
     from megatron.tools.verify.request import make_request, parse_layout
 
-    words = [*FLAGS[: FLAGS.index("--batch-size")], *"--global-batch-size 4 --lr 1e-3 --bf16".split()]
+    words = [*FLAGS[: FLAGS.index("--batch-size")], *"--global-batch-size 4 --lr 1e-3 --bf16 --optimizer muon".split()]
     layouts = [parse_layout(name) for name in ("tp1-pp1-dp2-zero1", "tp2-pp0-dp1-zero1")]
     request = make_request(words, 6, layouts[0], {"DS_ACCELERATOR": "cuda"}, PROGRAM)
     return {

@@ -26,6 +26,8 @@ from megatron.checkpoint.parameter_state import (
 from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
+from megatron.engines.optimizers import block_matrices
+from megatron.model.architectures import architecture_of
 from megatron.tools.communication.check import Trace
 from megatron.tools.communication.record import Recorder, recording
 from megatron.tools.one_rank import patched
@@ -130,18 +132,21 @@ def gather(checkpoints: Sequence[Path], folder: Path, tensor_ranks: int) -> None
 def state_without_files(states: SavedStates, name: str, shape: Sequence[int], *_: int) -> State:
     """Replacement of ``SavedStates.shard`` that reads no files of ranks that were not run.
 
-    The state has the keys of the first parameter of rank 0.
+    The state has the keys of a tensor of rank 0: of the first one for matrices of layers, which Muon updates, and of
+    the last one for other parameters.
     """
-    saved = states.saved
-    first = _first_state(saved.path, saved.layout) if saved.has_optimizer else {}
+    saved, config = states.saved, states.config
+    is_first = name in block_matrices(architecture_of(config), config)
+    state = _state_of_rank_0(saved.path, saved.layout, is_first) if saved.has_optimizer else {}
     full = torch.zeros(tuple(shape), device=DEVICE)
-    return {WEIGHT: full, **{key: full if is_flat(value) else value for key, value in first.items()}}
+    return {WEIGHT: full, **{key: full if is_flat(value) else value for key, value in state.items()}}
 
 
 @cache
-def _first_state(path: Path, layout: SavedLayout) -> dict[str, Any]:
+def _state_of_rank_0(path: Path, layout: SavedLayout, is_first: bool) -> dict[str, Any]:
     if layout.has_optimizer_partitions:
         state = read_file(optimizer_file(path, layout, 0, 0), mapped=True)["optimizer_state_dict"]
     else:
         state = read_file(model_file(path, layout, 0), mapped=True)["optimizer"]
-    return numbered_state(state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state, 0)
+    base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
+    return numbered_state(base, 0 if is_first else base["param_groups"][-1]["params"][-1])
