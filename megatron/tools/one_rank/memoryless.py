@@ -281,7 +281,7 @@ def _cuda_patches(nothing_counts: bool) -> Iterator[tuple[Any, str, Any]]:
         *((module, "_device_dtype_check_for_fused") for module in (adam, adagrad, sgd)),
     ):
         yield owner, check, lambda *_, **__: None
-    yield setup, "_device_name", lambda: "none: shapes only"
+    yield setup, "device_name", lambda: "none: shapes only"
     yield setup, "describe_cuda", lambda *_: "none"
     for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
         yield zero_utils, name, _always_equal(getattr(zero_utils, name))
