@@ -72,8 +72,9 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
-    """Print the exception of a thread, except for limits of the host, such as a full disk: the main thread does."""
-    if failed.exc_value is None or failure_of_host(failed.exc_value) is None:
+    """Print the exception of a thread, unless the main thread does: of TensorBoard's, and for limits of the host."""
+    is_reported = type(failed.thread).__module__.startswith("tensorboard.")
+    if not is_reported and (failed.exc_value is None or failure_of_host(failed.exc_value) is None):
         threading.__excepthook__(failed)
 
 

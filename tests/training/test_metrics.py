@@ -4,7 +4,10 @@ import json
 import math
 import re
 import resource
+import shutil
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from support.training import pretrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.engines.status import HostCopy, StepStatus
+from megatron.launch.rank import _report_thread
 from megatron.tools.reporting.files import read_series
 from megatron.training.metrics import MetricsLogger
 
@@ -189,3 +193,19 @@ def test_one_full_disk_ends_one_of_the_two_records(full: str, tmp_path: Path, ca
         f"  warning: {what} cannot be written (No space left on device); continuing without\n"
     )
     assert len(written) == 2
+
+
+def test_a_folder_of_tensorboard_that_is_removed_is_one_warning(tmp_path: Path, monkeypatch, capsys) -> None:
+    """TensorBoard writes in a thread of its own."""
+    monkeypatch.setattr(threading, "excepthook", _report_thread)
+    log = MetricsLogger(parse(f"--train-iters 9 --eval-iters 0 --tensorboard-dir {tmp_path}/b"), is_main_rank=True)
+    for iteration in range(1, 9):
+        log.record(iteration, {"loss": 1.0})
+        shutil.rmtree(tmp_path / "b", ignore_errors=True)
+        if log._board is not None:
+            with suppress(OSError):
+                log._board.flush()
+    log.close()
+    out, err = capsys.readouterr()
+    assert out == "  warning: TensorBoard's file cannot be written (No such file or directory); continuing without\n"
+    assert err == ""
