@@ -60,6 +60,8 @@ class Layer:
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     """A message for each value that is missing or cannot be parsed."""
+    unknown: list[str] = field(default_factory=list)
+    """The names of flags that do not exist; ``problems`` has a message for each."""
     warnings: list[str] = field(default_factory=list)
     extra_arguments: list[str] = field(default_factory=list)
     """Arguments for flags that ``extra_args_provider`` of a user's model has added, to be parsed by argparse."""
@@ -131,6 +133,7 @@ class _Reader:
             name = _OF_OTHER_LIBRARIES.get(name, name)
             guess = did_you_mean(name, known, otherwise="see --help", cutoff=_NEAR)
             problems.append(f"{at}unknown flag {given.name}: {guess}")
+            self.layer.unknown.append(given.name)
         elif outcome.kind == "replaced":
             for replacement in group(outcome.text.split(), given.place):
                 self.read(replacement)

@@ -100,18 +100,16 @@ class ToolParser(argparse.ArgumentParser):
     def _unknown_flags(self, words: Sequence[str]) -> list[str]:
         """A message for each flag that neither this program nor training has: argparse ends at the first mistake.
 
-        None if a command or another program, such as one named by --program, may have flags of its own.
+        No message if a command or another program, such as one named by --program, may have flags of its own.
         """
         has_others = any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions)
         if has_others or any(word.endswith(".py") for word in words):
             return []
         ours = set(map(_hyphened, self._option_string_actions))
         names = [name for name, *_ in group(words) if is_flag(name) and _hyphened(name) not in ours]
-        trained = read_layer(group(names), build_parser(GPT2), GPT2).problems
         return [
             f"unknown flag {name}: {did_you_mean(name, self._option_string_actions, otherwise='see --help')}"
-            for name in names
-            if any(problem.startswith(f"unknown flag {name}:") for problem in trained)
+            for name in read_layer(group(names), build_parser(GPT2), GPT2).unknown
         ]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
