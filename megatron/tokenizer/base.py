@@ -32,6 +32,10 @@ class Tokenizer(ABC):
     """Id of words that are not in the vocabulary; None if any text can be tokenized."""
     bos: int | None = None
     """Id of the beginning-of-sequence token, which ``tokenize`` does not add; None if the tokenizer has none."""
+    adds_bos = False
+    """Whether ``transformers`` begins each text with ``bos``."""
+    opening: tuple[int, ...] = ()
+    """Tokens with which ``prompt`` begins."""
     source: tuple[str | None, ...] = ()
     """Kind and files of the tokenizer; empty if it was not built by ``build_tokenizer``."""
     tokens: int | None = None
@@ -40,6 +44,11 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """The ids of ``text``. Raises DataError as ``tokenize_batch``."""
         return self.tokenize_batch([text])[0]
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of ``text`` after those of ``opening``; none if it has none. Raises DataError as ``tokenize``."""
+        ids = self.tokenize(text)
+        return [*self.opening, *ids] if ids else []
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text: the same as ``tokenize`` of each, but faster.

@@ -67,6 +67,8 @@ class HuggingFaceTokenizer(RustTokenizer):
         super().__init__(encoder, checked_size(self.path, size, vocab_size))
         self.tokens = size
         self.bos = self._special("bos", configs, None)
+        with suppress(Exception):  # an error of this text, not of the tokenizer
+            self.adds_bos = encoder.encode("a").ids[0] == self.bos
         eod = self._special("eos", configs, eod_token)
         if eod is None:
             examples = f", such as {' or '.join([*self.special_tokens][:4])}" if self.special_tokens else ""

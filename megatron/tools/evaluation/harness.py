@@ -22,7 +22,8 @@ from megatron.tools.inference.prompts import StoppingCriteria
 class HarnessModel(TemplateLM):
     """A model for lm-eval. All ranks get the same requests, share the work, and return the same results.
 
-    Texts are preceded by an end-of-document token. Texts longer than the context are truncated at the beginning.
+    Texts are preceded by an end-of-document token, or by the bos_token if the model's texts begin with one. Texts
+    longer than the context are truncated at the beginning.
     """
 
     def __init__(self, model: ForwardModel, tokenizer: Tokenizer, *, batch_size: int, seq_length: int):
@@ -35,9 +36,14 @@ class HarnessModel(TemplateLM):
         """The token that ends a document."""
         return self._tokenizer.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        return next(iter(self._tokenizer.opening), self.eot_token_id)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text, without special tokens."""
-        return self._tokenizer.tokenize(string)
+        """The tokens of a text, after the bos_token if the model's texts begin with one."""
+        return self._tokenizer.tokenize(string) if add_special_tokens is False else self._tokenizer.prompt(string)
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each (context, continuation): its log-likelihood, and whether greedy decoding returns it."""
@@ -89,7 +95,10 @@ class HarnessModel(TemplateLM):
 
     def _windows(self, text: str) -> list[Sample]:
         windows = get_rolling_token_windows(
-            self.tok_encode(text), prefix_token=self.eot_token_id, max_seq_len=self._seq_length, context_len=1
+            self._tokenizer.tokenize(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self._seq_length,
+            context_len=1,
         )
         return [last_inputs([*seen, target[-1]], len(target), self._seq_length) for seen, target in windows]
 

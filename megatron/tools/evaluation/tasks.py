@@ -109,10 +109,10 @@ def _lambada(request: Request, tokenizer: Tokenizer) -> Task:
         if request.strict:  # as in Megatron-LM: the text before the last word, stripped, and the word after a blank
             word = (text.split() or [""])[-1]
             target = _tokenize(where, f" {word}", tokenizer)
-            tokens = _tokenize(where, text[: text.rfind(word)].strip(), tokenizer) + target
+            tokens = _prompt(where, text[: text.rfind(word)].strip(), tokenizer) + target
             predicted = len(target)
         else:
-            tokens, predicted = _tokenize(where, text, tokenizer), 1
+            tokens, predicted = _prompt(where, text, tokenizer), 1
         if not 0 < predicted < len(tokens) or predicted > request.seq_length:
             raise DataError(
                 f"{where}: {len(tokens) - predicted} tokens and {predicted} to predict from them; give a passage of "
@@ -137,7 +137,7 @@ def _lambada_metrics(cut: int, scores: Scores) -> dict[str, Metric]:
 def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
     """WikiText: perplexity of a file as one text, normalized by its number of words."""
     text = _read_text(request.path)
-    tokens = np.array(_tokenize(str(request.path), detokenize_wikitext(text), tokenizer))
+    tokens = np.array(_prompt(str(request.path), detokenize_wikitext(text), tokenizer))
     return _text_task(request, tokens, {"word": count_words(text), "byte": len(text.encode())})
 
 
@@ -152,11 +152,12 @@ def _perplexity_task(request: Request, tokenizer: Tokenizer) -> Task:
         raise DataError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
     if uncompressed(path).suffix in _MANY_TEXTS:
         lines = [(where, text) for where, (text,) in _read_rows(path, request.key) if text]
-        ids = [id for where, text in lines for id in (*_tokenize(where, text, tokenizer), tokenizer.eod)]
+        ids = [*tokenizer.opening]
+        ids += [id for where, text in lines for id in (*_tokenize(where, text, tokenizer), tokenizer.eod)]
         text = "\n".join(text for _, text in lines)
     else:
         text = _read_text(path)
-        ids = _tokenize(str(path), text, tokenizer)
+        ids = _prompt(str(path), text, tokenizer)
     return _text_task(request, np.array(ids), {"word": len(text.split()), "byte": len(text.encode())})
 
 
@@ -256,6 +257,11 @@ def _tokenize(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.tokenize(text)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
+
+
+def _prompt(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text after those with which texts of the model begin."""
+    return [*tokenizer.opening, *_tokenize(where, text, tokenizer)]
 
 
 def _total(scores: Scores) -> float:

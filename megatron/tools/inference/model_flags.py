@@ -34,6 +34,11 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
     group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")
     group.add_argument("--tokenizer-model", "--tokenizer-name-or-path", metavar="PATH", help="folder with both files")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="accepted if it matches the model")
+    group.add_argument(
+        "--prepend-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin texts with the bos_token (default: as the tokenizer of a Hugging Face folder does)",
+    )
     types = group.add_mutually_exclusive_group()
     types.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default="fp32", help="in bfloat16")
     types.add_argument("--fp16", dest="dtype", action="store_const", const="fp16", help="in half precision")
@@ -112,8 +117,13 @@ def source_of(
     kind = args.tokenizer_type and tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
     if kind is not None and type(source.tokenizer) is not TOKENIZERS[kind]:
         problems.append(f"--tokenizer-type {args.tokenizer_type} is not the tokenizer of {source.name}: leave it out")
+    bos = source.tokenizer.bos
+    if args.prepend_bos and bos is None:
+        problems.append(f"--prepend-bos: the tokenizer of {source.name} has no bos_token: leave it out")
     if problems:
         raise ConfigError(problems)
+    if args.prepend_bos is not None:
+        source.tokenizer.opening = () if bos is None or not args.prepend_bos else (bos,)
     chosen = {name: value for name in _OVERRIDES if (value := getattr(args, name)) is not None}
     changes = [
         f"--{name.replace('_', '-')} {value} replaces {getattr(source.config, name)} of {source.name}"

@@ -11,7 +11,7 @@ from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.reading import read_bytes
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
-from megatron.tools.inference.images import ImageReader
+from megatron.tools.inference.images import ImagePrompt, ImageReader
 
 NEW_TOKENS = 64
 """Default of --new-tokens."""
@@ -140,8 +140,13 @@ def tokenized(
             if images is not None:
                 first = {**first, "content": images.marked(first["content"], record)}
             prompt_text = first["content"] if chat is None else chat.text([first, *others])
-            tokenize = tokenizer.tokenize if chat is None else chat.tokenize
-            tokens = tokenize(prompt_text) if images is None else images.tokens(prompt_text, record, tokenize)
+            tokens: Sequence[int]
+            if images is not None:
+                tokenize = tokenizer.tokenize if chat is None else chat.tokenize
+                found = images.tokens(prompt_text, record, tokenize)
+                tokens = ImagePrompt([*(() if chat else tokenizer.opening), *found], found.images)
+            else:
+                tokens = tokenizer.prompt(prompt_text) if chat is None else chat.tokenize(prompt_text)
             checked_length(tokens, limits)
         except UserError as error:
             raise ConfigError(f"{location}: {error}") from None

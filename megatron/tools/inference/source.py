@@ -188,7 +188,10 @@ def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles)
         if not all(file and Path(file).is_file() for file in bpe):
             raise ConfigError(f"{folder} holds no tokenizer; give --tokenizer-model")
         return build_tokenizer(GPT2_BPE, *bpe)
-    return build_tokenizer(kind, vocab_file, None, config.vocab_size)
+    tokenizer = build_tokenizer(kind, vocab_file, None, config.vocab_size)
+    if tokenizer.adds_bos and tokenizer.bos is not None:
+        tokenizer.opening = (tokenizer.bos,)
+    return tokenizer
 
 
 def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocabulary:

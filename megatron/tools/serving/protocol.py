@@ -218,7 +218,7 @@ def _prompts(
     several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     try:
         if isinstance(several[0], str):
-            texts, tokens = several, tokenizer.tokenize_batch(several)
+            texts, tokens = several, [tokenizer.prompt(text) for text in several]
         else:
             texts, tokens = [tokenizer.detokenize(ids) for ids in several], several
     except DataError as error:

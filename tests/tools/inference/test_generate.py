@@ -139,3 +139,35 @@ def test_a_mistake_is_one_line_before_torch(words: str, message: str, foreign: P
     (tmp_path / "long.txt").write_text("a b " * 100 + "\n")
     code, (line,) = refusal(tmp_path, words.replace("MODEL", str(foreign)), program=TOOL, command=())
     assert code == 2 and message in line
+
+
+@pytest.mark.parametrize(("flag", "begins"), [("", True), ("--no-prepend-bos", False)])
+def test_a_text_begins_as_in_transformers(programs: Programs, tmp_path: Path, flag: str, begins: bool):
+    """With the token that a published Llama's tokenizer adds in front, in generation and in evaluation."""
+    import tokenizers
+    import torch
+    import transformers
+
+    vocabulary = {word: id for id, word in enumerate(["<s>", "</s>", *"abcdefgh"])}
+    encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    encoder.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, bos_token="<s>", eos_token="</s>")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=10, initializer_range=0.5))
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "hf")
+    (tmp_path / "text").write_text("a b c d e f g h")
+    words = ["--load", tmp_path / "hf", *flag.split()]
+    settings = ["--prompt", "a b c", "--greedy", "--new-tokens", 9]
+    generated = programs.warm(1, "tools/generate.py", *words, *settings).ok().output
+    ids = tokenizer("a b c", add_special_tokens=begins, return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=1)
+    assert generated.split() == tokenizer.decode(expected[0], skip_special_tokens=True).split()
+    measures = ["--task", "PPL", "--valid-data", tmp_path / "text", "--json", tmp_path / "result"]
+    programs.warm(1, "tools/evaluate.py", *words, *measures).ok()
+    ids = tokenizer("a b c d e f g h", add_special_tokens=begins, return_tensors="pt").input_ids
+    assert json.loads((tmp_path / "result").read_text())["loss"] == pytest.approx(
+        model(ids, labels=ids).loss.item(), rel=1e-5
+    )

@@ -46,7 +46,7 @@ def test_prompts_are_texts_or_tokens(prompt, prompts, texts):
         (b"[" * 3000, None, "the body is not JSON: recursion limit"),
         ({}, "prompt", "prompt is missing"),
         ({"prompt": [1, "a"]}, "prompt", "prompt must be text"),
-        ({"prompt": [77]}, "prompt", "prompt: 77 is no token"),
+        ({"prompt": [77]}, "prompt", "prompt: token 77 is not in the vocabulary"),
         ({"prompt": "a", "max_token": 3}, "max_token", "max_token is not a field"),
         ({"prompt": "a", "n": "2"}, "n", "n: input should be a valid integer"),
         (
