@@ -67,7 +67,8 @@ TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$HF_MODEL")
 PREFIX=${TOKENS}_${FORMAT}_document
 END=$([ "$FORMAT" = messages ] || echo --append-eod) # a chat template ends turns by itself
 
-if ! is_newer "$PREFIX.idx" "$DATA" "$CHAT_TEMPLATE" "$HF_MODEL"/{tokenizer.json,tokenizer_config.json,chat_template.jinja}; then
+if ! is_newer "$PREFIX.idx" "$DATA" "$CHAT_TEMPLATE" \
+    "$HF_MODEL"/{tokenizer.json,tokenizer_config.json,chat_template.jinja,additional_chat_templates/*.jinja}; then
     run python "$HERE/tools/preprocess_data.py" --input "$DATA" --format "$FORMAT" --output-prefix "$TOKENS" \
         "${TOKENIZER[@]}" ${CHAT_TEMPLATE:+--chat-template "$CHAT_TEMPLATE"} ${END:+"$END"} --workers "$WORKERS"
 fi

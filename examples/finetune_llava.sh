@@ -63,7 +63,7 @@ train() { # conversations, further flags of a stage
     local prefix
     prefix=${1%.json*}_$(basename "$HF_MODEL")${CHAT_TEMPLATE:+_$(basename "${CHAT_TEMPLATE%.*}")}
     if ! is_newer "${prefix}_images_document.idx" "$1" "$CHAT_TEMPLATE" \
-        "$HF_MODEL"/{tokenizer.json,tokenizer_config.json,chat_template.jinja}; then
+        "$HF_MODEL"/{tokenizer.json,tokenizer_config.json,chat_template.jinja,additional_chat_templates/*.jinja}; then
         run python "$HERE/tools/preprocess_data.py" --format images --input "$1" --image-folder "$IMAGES" \
             --output-prefix "$prefix" "${TOKENIZER[@]}" ${CHAT_TEMPLATE:+--chat-template "$CHAT_TEMPLATE"} \
             --vision-image-size "$IMAGE_SIZE" --image-tokens "$IMAGE_TOKENS" --image-token-id "$IMAGE_TOKEN"

@@ -36,15 +36,21 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
     _check_outside(path, flag)
     with _os_errors(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_unread(path, flag)
+        check_unread(path, flag)
         folder = None if path.is_char_device() else path.parent
         kind: dict[str, Any] = {"mode": "w+b"} if binary else {"mode": "w+", "encoding": "utf-8", "newline": "\n"}
         with TemporaryFile(dir=folder, **kind) as unnamed:
             yield unnamed
-            _check_unread(path, flag)
+            check_unread(path, flag)
             unnamed.seek(0)
             with replace_file(path, text=not binary) as file:
                 shutil.copyfileobj(unnamed, file)
+
+
+def check_unread(path: Path, flag: str) -> None:
+    """Raises ConfigError if this process has read the file ``path``, which would be lost."""
+    if was_read(path):
+        raise ConfigError(_AN_INPUT.format(flag=flag, path=path))
 
 
 def check_not_read(path: Path | None, flag: str, run: RunConfig) -> None:
@@ -95,11 +101,6 @@ def check_vacant(path: Path, flag: str) -> None:
             raise ConfigError(problem)
         return
     raise ConfigError(f"{flag} {path} exists already; name another place, or move it away")
-
-
-def _check_unread(path: Path, flag: str) -> None:
-    if was_read(path):
-        raise ConfigError(_AN_INPUT.format(flag=flag, path=path))
 
 
 def _check_outside(path: Path, flag: str) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _atomic_file import atomic_file
+from _atomic_file import atomic_file, check_unread
 
 from megatron.common.environment import world_size
 from megatron.common.errors import ConfigError, counted
@@ -81,6 +81,7 @@ def find_model(args: argparse.Namespace, accepted: Sequence[ArchitectureSpec] = 
             f"--pipe-parallel-size {stages}: start as many with deepspeed --num_gpus {tensor * stages}"
         )
     config_on(source.config, tensor, args.dtype)  # raises here, before all ranks would
+    _check_outputs(args)
     return source, seq_length
 
 
@@ -100,7 +101,15 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
     )
     load = partial(open_forward, source, dtype=args.dtype, pipeline=parallel.uses_pipeline)
     with model.opened(parallel, load) as opened_model:
+        _check_outputs(args)  # the weights have been read
         yield opened_model
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises ConfigError, before the evaluation, if an output is a file that has been read."""
+    for name in ("json", "predictions"):
+        if path := getattr(args, name, None):
+            check_unread(path, f"--{name}")
 
 
 def write_result(result: Mapping[str, Any], file: Path | None) -> None:

@@ -228,6 +228,13 @@ def _check_outputs(run: RunConfig) -> None:
         written = {flag: (folder, _FILES_IN.get(flag, (flag,))) for flag, folder in folders.items()}
         files = {"flops_profiler.output_file": profiled, "--metrics-file": run.logging.metrics_file}
         problems += outputs_in_one_place(written | {flag: (file, ("",)) for flag, file in files.items()})
+    problems += _missing_trackers(run)
+    if any(problems):
+        raise ConfigError(problem for problem in problems if problem)
+
+
+def _missing_trackers(run: RunConfig) -> list[str]:
+    """A message for each tracker of experiments whose package is not installed."""
     trackers = [
         ("--wandb-project", run.logging.wandb_project, "wandb"),
         ("--mlflow-experiment", run.logging.mlflow_experiment, "mlflow"),
@@ -237,13 +244,11 @@ def _check_outputs(run: RunConfig) -> None:
             if (run.ds_config.get(name) or {}).get("enabled")
         ),
     ]
-    problems += [
+    return [
         f"{flag} {name} needs {package}, which is not installed: pip install {package}, or remove it"
         for flag, name, package in trackers
         if name is not None and find_spec(package) is None
     ]
-    if any(problems):
-        raise ConfigError(problem for problem in problems if problem)
 
 
 _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}

@@ -55,39 +55,14 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
     Raises ConfigError if a property is neither in the files nor given, CheckpointError if the files contradict each
     other or have a model of another kind.
     """
-    saved = vars(shards.args)
-    if wrong := [name for name in _UNSUPPORTED if saved.get(name) and saved[name] != [1]]:
-        flag = "--" + wrong[0].replace("_", "-")
-        raise CheckpointError(f"{shards.folder} was trained with {flag}, and such a model is not supported")
-    args = {name: value for name, value in saved.items() if isinstance(value, int | float)}
-    first, size = shards.states[0], len(shards.states)
-    hidden = tensor_of(shards, "word_embeddings.weight").size(1)
-    columns = tensor_of(shards, "layers.0.attention.dense.weight").size(1) * size
+    args, first = _arguments(shards), shards.states[0]
+    columns = tensor_of(shards, "layers.0.attention.dense.weight").size(1) * len(shards.states)
     heads, vocab_size = _heads_and_vocabulary(shards, args, given, columns)
-    rows = len(tensor_of(shards, "layers.0.attention.query_key_value.weight")) * size
-    groups = (rows - columns) // (2 * columns // heads)  # rows are (n + 2 g) d, columns n d
-    f = tensor_of(shards, "layers.0.mlp.dense_4h_to_h.weight").size(1)
-    layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
-    swiglu = len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight")) == 2 * f
-    from_shapes = {"num_layers": layers, "ffn_hidden_size": f * size, "swiglu": swiglu}
-    if args.get("group_query_attention"):
-        from_shapes["num_query_groups"] = groups
-    for name in from_shapes.keys() & args.keys():
-        if args[name] != from_shapes[name]:
-            flag = f"--{name.replace('_', '-')} {args[name]}"
-            raise CheckpointError(
-                f"{shards.folder} holds weights of {flag.split()[0]} {from_shapes[name]}, not of {flag}"
-            )
     has_bias = "layers.0.attention.dense.bias" in first
     fields = {name: args[name] for name in _SAME_MEANING if name in args} | _positions(shards, args, given)
     return ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
         num_attention_heads=heads,
-        kv_channels=0 if columns == hidden else columns // heads,
-        num_query_groups=0 if groups == heads else groups,
-        ffn_hidden_size=f * size,
-        swiglu=swiglu,
+        **_sizes_of_layers(shards, args, heads, columns),
         normalization="LayerNorm" if "final_layernorm.bias" in first else "RMSNorm",
         disable_bias_linear=not has_bias,
         add_qkv_bias=not has_bias and "layers.0.attention.query_key_value.bias" in first,
@@ -101,6 +76,41 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
         padded_vocab_size=vocab_size,
         eod_token=vocab_size - 1 if given.eod_token is None else given.eod_token,
     )
+
+
+def _arguments(shards: Shards) -> dict[str, Any]:
+    """The saved arguments that are numbers. Raises CheckpointError for a model that is not supported."""
+    saved = vars(shards.args)
+    if wrong := [name for name in _UNSUPPORTED if saved.get(name) and saved[name] != [1]]:
+        flag = "--" + wrong[0].replace("_", "-")
+        raise CheckpointError(f"{shards.folder} was trained with {flag}, and such a model is not supported")
+    return {name: value for name, value in saved.items() if isinstance(value, int | float)}
+
+
+def _sizes_of_layers(shards: Shards, args: Mapping[str, Any], heads: int, columns: int) -> dict[str, Any]:
+    """Fields of the configuration that follow from shapes. Raises CheckpointError if a saved argument differs."""
+    size = len(shards.states)
+    rows = len(tensor_of(shards, "layers.0.attention.query_key_value.weight")) * size
+    groups = (rows - columns) // (2 * columns // heads)  # rows are (n + 2 g) d, columns n d
+    f = tensor_of(shards, "layers.0.mlp.dense_4h_to_h.weight").size(1)
+    sizes = {
+        "num_layers": len({name.split(".")[1] for name in shards.states[0] if name.startswith("layers.")}),
+        "ffn_hidden_size": f * size,
+        "swiglu": len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight")) == 2 * f,
+        "num_query_groups": groups,
+    }
+    compared = sizes.keys() - (set() if args.get("group_query_attention") else {"num_query_groups"})
+    for name in (name for name in sizes if name in compared & args.keys()):
+        if args[name] != sizes[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(f"{shards.folder} holds weights of {flag} {sizes[name]}, not of {flag} {args[name]}")
+    hidden = tensor_of(shards, "word_embeddings.weight").size(1)
+    kv_channels = 0 if columns == hidden else columns // heads
+    return sizes | {
+        "hidden_size": hidden,
+        "kv_channels": kv_channels,
+        "num_query_groups": 0 if groups == heads else groups,
+    }
 
 
 def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenModel, columns: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ _NOT_FOR_PLANNER = {
     "dry_run": "use it with the planned command",
     "rank": "use it with the planned command",
     "local_rank": "remove it",
+    "deepspeed_config": "it writes this file: give the settings as flags",
 }
 _LR = 1.5e-4
 _PLACEHOLDERS = {"lr": _LR, "vocab_file": "vocab/vocab.json", "merge_file": "vocab/merges.txt"}
@@ -86,18 +87,12 @@ def make_request(
         DataError: the vocabulary file exists, and is damaged.
     """
     given, problems, _ = read_flags(argv, architecture)
-    problems += [
-        f"{given[name].source} is not for the planner: {word}"
-        for name, word in _NOT_FOR_PLANNER.items()
-        if name in given
-    ]
-    if "deepspeed_config" in given:
-        problems.append(f"{given['deepspeed_config'].source} is written by the planner: give its settings as flags")
+    problems += _not_for_planner(given)
     if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
         problems.append("--global-batch-size is required")
-    without_defaults = replace(architecture, defaults=())  # a given flag may have turned one of them off
     is_limited = {"train_iters", "train_samples"} & given.keys()
     has_vocabulary = {"vocab_file", "tokenizer_model"} & given.keys()
+    without_defaults = replace(architecture, defaults=())  # a given flag may have turned one of them off
     filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), without_defaults)
     given = {**filled, **given}
     kind = tokenizer_kind(_value(given, "tokenizer_type"), _value(given, "tokenizer_model"))
@@ -105,17 +100,28 @@ def make_request(
         given["vocab_size"] = Provided(vocab_size, f"--vocab-size {vocab_size}")
     if not (_value(given, "bf16") or _value(given, "fp16")) and precision != "fp32":
         given[precision] = Provided(True, f"--{precision}")
-    problems += value_problems(given, architecture)
-    if problems:
-        raise ConfigError(problems)
+    _raise(problems + value_problems(given, architecture))
     default = PRESETS[model].vocab_size if model else DEFAULT_VOCABULARY[architecture.masked_lm is not False]
     size = (has_vocabulary and _vocabulary_size(given)) or vocab_size or default
     if is_limited and (samples := _value(given, "train_samples") or _samples(given)):
         tokens = samples * _value(given, "seq_length")
     request = Request(given, machine, devices, size, headroom, tokens, architecture, program)
-    if problems := _contradictions(request):
-        raise ConfigError(problems)
+    _raise(_contradictions(request))
     return request
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
+def _not_for_planner(given: Mapping[str, Provided]) -> list[str]:
+    """A message for each given flag that the planner sets, or has no use for."""
+    return [
+        f"{given[name].source} is not for the planner: {word}"
+        for name, word in _NOT_FOR_PLANNER.items()
+        if name in given
+    ]
 
 
 def _contradictions(request: Request) -> list[str]:

@@ -50,6 +50,10 @@ def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("PPL {place}/plain.txt --seq-length 49", "--seq-length 49 is more than the 48 positions"),
         ("PPL {place}/plain.txt --seq-length 8 --overlapping-eval 9", "--overlapping-eval 9: windows of 8 tokens"),
         ("PPL {place}/plain.txt --json {place}/hf/../plain.txt", "--json is the --valid-data: name another"),
+        (
+            "PPL {place}/plain.txt --json {place}/hf/config.json",
+            "--json {place}/hf/config.json is an input",
+        ),
         ("VQA {place}/plain.txt --predictions new --json new/x", "--json new/x is what --predictions new writes"),
         ("PPL {place}/plain.txt --predictions x", "--predictions is for VQA"),
         ("PPL {place}/plain.txt --chat-template x", "--chat-template is for VQA"),
@@ -70,7 +74,7 @@ def test_mistakes_are_one_line_errors(place: Path, wrong: Path, words: str, mess
         )
     is_usage = message.startswith("--") or "--vocab-file" in words
     assert refused.value.exit_code == (2 if is_usage else 3)
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert message.format(place=place) in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

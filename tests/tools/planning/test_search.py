@@ -170,7 +170,7 @@ def test_search_imports_no_torch():
     ("words", "message"),
     [
         ("--explain", "--explain is not for the planner"),
-        ("--deepspeed_config x.json", "--deepspeed-config x.json is written by the planner"),
+        ("--deepspeed_config x.json", "--deepspeed-config x.json is not for the planner: it writes this file"),
         ("--global-batch-size 8 --swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other"),
     ],
 )
