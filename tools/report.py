@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--output", type=output_file, metavar="FILE", help="page to write (default: RUN/report.html)")
     args = parser.parse_args()
     if not args.run.exists():
-        raise ConfigError(f"{args.run}: no such file or folder; name a folder that --run-dir wrote")
+        raise DataError(f"{args.run}: no such file or folder; name a folder that --run-dir wrote")
     folder = args.run if args.run.is_dir() else args.run.parent
     record, trace = folder / RECORD, args.trace or folder / TRACE
     output = args.output or folder / "report.html"
@@ -36,16 +36,12 @@ def main() -> None:
         path.resolve() for path in (metrics, record, trace, trace / TRACE, args.predictions) if path
     ):
         raise ConfigError(f"--output {output} is read for the page; name another file")
-    try:
-        series, loads = read_series(metrics, KEYS), read_expert_loads(metrics)
-    except DataError as error:
-        raise ConfigError(error.messages) from error
     text = page(
         args.run.resolve().name,
-        series,
+        read_series(metrics, KEYS),
         run,
         read_timeline(trace) if args.trace or trace.exists() else None,
-        loads,
+        read_expert_loads(metrics),
         read_answers(args.predictions) if args.predictions else (),
     )
     with atomic_file(output, "--output") as file:

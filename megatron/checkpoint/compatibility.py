@@ -5,7 +5,7 @@ differ only with ``--override``; the shape of the model must be the same.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,26 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
     if run.checkpoint.finetune:
         return []
     known = {name: value for name, value in settings_of(run).items() if value != ""}
-    before = formulas_of(saved.full_model_config()) | saved.description.get("settings", {})
+    before = formulas_of(saved.full_model_config()) | _configured(known, saved) | saved.description.get("settings", {})
     known |= _update_rule(run.ds_config)
     before |= _update_rule(saved.config.get("ds_config", {}))
     lines = _differences(known, before, saved.path)
     if run.optim.use_checkpoint_lr_scheduler or run.optim.override_lr_scheduler:
         return lines
     return lines + _schedule_differences(saved, run)
+
+
+def _configured(names: Iterable[str], saved: SavedRun) -> dict[str, Any]:
+    """Those settings of ``names`` that are fields of the configuration of ``saved``."""
+    values: dict[str, Any] = {}
+    for section in ("data", "train", "model", "optim"):
+        fields = saved.config.get(section, {})
+        found = {name: fields.get(_FIELDS.get(name, name[2:].replace("-", "_"))) for name in names}
+        values |= {name: value for name, value in found.items() if value not in (None, "")}
+    return values
+
+
+_FIELDS = {"the content of --data-path": "data_hash", "the tokenizer's content": "tokenizer_hash"}
 
 
 _UPDATE_RULE = {"adam_w_mode": True, "bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}

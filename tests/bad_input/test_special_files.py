@@ -126,7 +126,7 @@ def test_hostile_json_is_no_traceback(tmp_path: Path, text: str) -> None:
         (Journal(path, {}).read, DataError),
         (lambda: read_vocab_json(str(path)), DataError),
         (lambda: list(read_metrics(path)), DataError),
-        (lambda: read_timeline(path), ConfigError),
+        (lambda: read_timeline(path), DataError),
         (lambda: read_json(path), CheckpointError),
     ):
         with pytest.raises(error):

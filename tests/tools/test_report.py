@@ -1,4 +1,4 @@
-"""tools/report.py: a self-contained page; an unreadable file is one line and exit code 2."""
+"""tools/report.py: a self-contained page; an unreadable file is one line and exit code 3."""
 
 import json
 import re
@@ -94,7 +94,7 @@ def test_report_is_self_contained(tool: Callable, folder: Path) -> None:
 def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> None:
     (folder / "run.json").write_text('{"format": 1, "stages": [[1]]}')
     finished = tool("report", folder)
-    assert finished.returncode == 2
+    assert finished.returncode == 3
     assert finished.stderr.startswith("report.py: error: ") and "run.json: not a record of a run" in finished.stderr
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
 
@@ -107,8 +107,10 @@ def test_metrics_may_be_in_a_file_of_their_own(tool: Callable, folder: Path, mon
     assert "2.5" in (folder / "report.html").read_text()
     content = elsewhere.read_bytes()
     assert tool("report", folder, "--output", "own.jsonl").returncode == 2 and elsewhere.read_bytes() == content
-    elsewhere.unlink()
-    assert "own.jsonl" in tool("report", folder).stderr
+    for damage in (lambda: elsewhere.write_text("x\n"), elsewhere.unlink):
+        damage()
+        ended = tool("report", folder)
+        assert ended.returncode == 3 and "own.jsonl" in ended.stderr
 
 
 @pytest.mark.parametrize("words", [["metrics.jsonl"], ["trace.json"], ["trace.json", "--trace", "{folder}"]])
@@ -129,4 +131,4 @@ def test_answers_that_are_none_are_not_read(tool: Callable, folder: Path, tmp_pa
     if content is not None:
         file.write_text(f"{content}\n")
     ended = tool("report", folder, "--predictions", file)
-    assert ended.returncode == 2 and str(file) in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert ended.returncode == 3 and str(file) in ended.stderr and len(ended.stderr.splitlines()) == 1

@@ -152,6 +152,13 @@ def test_weights_of_the_converter_are_for_a_new_run(corpus: Path) -> None:
     assert check(run_of(corpus, f"--load {folder} --seed 5 --finetune"))[1] is not None
 
 
+def test_a_setting_that_is_missing_is_taken_from_the_configuration(corpus: Path) -> None:
+    folder = corpus / "saved"
+    save(check(run_of(corpus, f"--save {folder}"))[0], folder, 1, without="seed")
+    assert "--seed is 5, but 1234 in" in str(refusal(run_of(corpus, f"--load {folder} --seed 5")))
+    assert check(run_of(corpus, f"--load {folder}"))[1] is not None
+
+
 def test_yarn_extends_a_model_with_rotation(corpus: Path) -> None:
     """No weight depends on the rotation, but what the run computes does. Older checkpoints know nothing of YaRN."""
     folder = corpus / "saved"

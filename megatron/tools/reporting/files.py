@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.common.reading import LARGEST, parse_json, read_json, read_lines, regular, type_problem
 from megatron.config import RunConfig
@@ -134,19 +134,19 @@ def read_timeline(path: Path) -> Timeline:
     """Read the timeline in a folder of ``--trace``, or in its trace.json.
 
     Raises:
-        ConfigError: the file cannot be read, or was not written by a run of this suite.
+        DataError: the file cannot be read, or was not written by a run of this suite.
     """
     path = path / TRACE if path.is_dir() else path
     try:
         content = read_json(path, largest=LARGEST)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --trace") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: not JSON; name a folder of --trace") from error
+        raise DataError(f"{path}: not JSON; name a folder of --trace") from error
     try:
         return _timeline(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a trace of this suite; name a folder of --trace") from error
+        raise DataError(f"{path}: not a trace of this suite; name a folder of --trace") from error
 
 
 def _timeline(content: Any) -> Timeline:
@@ -233,15 +233,15 @@ def write_record(run: RunConfig, device: str) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """Read the run.json at ``path``. Raises ConfigError if it cannot be read or is invalid."""
+    """Read the run.json at ``path``. Raises DataError if it cannot be read or is invalid."""
     from pydantic import TypeAdapter
 
     try:
         return TypeAdapter(Record).validate_python(read_json(path))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --run-dir") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); name a folder of --run-dir") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: not a record of a run; name a folder that --run-dir wrote") from error
+        raise DataError(f"{path}: not a record of a run; name a folder that --run-dir wrote") from error
 
 
 def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) -> float | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jinja2 import Environment
 from PIL import Image
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import DataError
 from megatron.common.reading import parse_json, regular
 from megatron.common.units import duration, with_prefix
 from megatron.tools.inference.images import read_image
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 def read_answers(path: Path) -> list[Answer]:
     """The first answers in a predictions file of tools/evaluate.py, with images from the folder of its input.
 
-    Raises ConfigError if the file or an image cannot be read.
+    Raises DataError if the file or an image cannot be read.
     """
     try:
         with open(path, encoding="utf-8", opener=regular) as file:
@@ -50,9 +50,9 @@ def read_answers(path: Path) -> list[Answer]:
             for record in records
         ]
     except OSError as error:
-        raise ConfigError(f"--predictions {path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"--predictions {path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, DataError) as error:
-        raise ConfigError(f"--predictions {path}: not what tools/evaluate.py --predictions writes ({error})") from None
+        raise DataError(f"--predictions {path}: not what tools/evaluate.py --predictions writes ({error})") from None
 
 
 def _text(answer: str | list[str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.timelines import BACKWARD, FORWARD, by_theory
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import DataError
 from megatron.tools.planning.schedule_costs import bubble
 from megatron.tools.reporting.files import read_timeline, to_json
 from megatron.tools.reporting.pictures import draw
@@ -87,9 +87,9 @@ def test_seconds_of_each_layer() -> None:
 )
 def test_invalid_timeline_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "trace.json").write_text(text)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/trace.json: {message}") as caught:
+    with pytest.raises(DataError, match=f"{tmp_path}/trace.json: {message}") as caught:
         read_timeline(tmp_path)
-    assert caught.value.exit_code == 2 and len(caught.value.messages) == 1
+    assert caught.value.exit_code == 3 and len(caught.value.messages) == 1
 
 
 def test_picture_has_every_pass_and_the_measures() -> None:
