@@ -2,7 +2,7 @@
 
 The file lets a config be checked before DeepSpeed is imported. Run this after an upgrade of DeepSpeed.
 Schemas follow a small part of the JSON Schema standard. Below are the schemas of keys that DeepSpeed reads without
-a model or default that states their type, and ranges that it does not check.
+a model or default that states their type, ranges that it does not check, and reasons why keys are refused.
 """
 
 import json
@@ -117,6 +117,44 @@ _STRICTER: dict[str, dict[str, Any]] = {
     "pipeline": {"use_reentrant": BOOL},
 }
 
+_WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
+_UNSUPPORTED = "not supported by the training programs: remove it"
+
+_REMOVED = "DeepSpeed no longer supports it: remove it"
+_REFUSED: dict[str, str] = {
+    "compile": "the model is compiled by the program: use --compile",
+    "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
+    "--lr-decay-iters and --warmup",
+    "bfloat16": 'the old name of "bf16": rename it',
+    "tensor_parallel": "the model has its own tensor-parallel layers: use --model-parallel-size",
+    "sequence_parallel_size": "it is set on the command line: use --ds-sequence-parallel-size",
+    "expert_parallel": "the size is set on the command line: use --expert-model-parallel-size",
+    **dict.fromkeys(("data_efficiency", "hybrid_engine", "weight_quantization", "autotuning"), _UNSUPPORTED),
+    "allgather_size": 'outdated: write "allgather_bucket_size" inside "zero_optimization"',
+    "fp32_allreduce": 'outdated: write "communication_data_type": "fp32"',
+    "gradient_accumulation_dtype": 'outdated: write "data_types": {"grad_accum_dtype": "fp32"}',
+    "amp": 'DeepSpeed no longer supports it: use "fp16" or "bf16"',
+    "zero_optimization.cpu_offload": 'outdated: write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'outdated: write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
+    "zero_optimization.legacy_stage1": _REMOVED,
+    "zero_optimization.zenflow": _UNSUPPORTED,
+    **dict.fromkeys(
+        ("zero_optimization.stage3_module_granularity_threshold", "zero_optimization.module_granularity_threshold"),
+        'DeepSpeed releases the weights of such modules before their gradients are added: write "leaf_module"',
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
+    '_model_save"',
+    **dict.fromkeys(("checkpoint.writer", "checkpoint.checkpoint_serialization", "datastates_ckpt"), _WRITER),
+    "checkpoint.use_node_local_storage": "a checkpoint is saved in one folder: remove it, and name a folder that all "
+    "hosts share with --save",
+    "pipeline.stages": "the stages are set on the command line: use --pipe-parallel-size",
+    "pipeline.partition": "the partition is set on the command line: use --pipeline-partition",
+    "pipeline.seed_layers": "the model seeds its own layers: remove it",
+    "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
+}
+"""Path of a key, joined with dots, to the reason why it is refused, besides those that DeepSpeed has removed."""
+
 _COMMON = {"lr": AMOUNT, "weight_decay": AMOUNT}
 _ADAM = {
     **_COMMON,
@@ -151,14 +189,20 @@ def main() -> None:
 
 
 def deepspeed_keys() -> dict[str, Any]:
-    """A JSON schema of each key of a config and each parameter of its optimizers, and the keys that were removed."""
+    """A JSON schema of each key of a config, or why it is refused, and of each parameter of its optimizers."""
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
 
     keys = _WITHOUT_MODEL | _keys_with_model()
     for section, properties in _STRICTER.items():
         keys[section]["properties"] |= properties
     removed = [*_REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS)]
-    return {"keys": keys, "optimizers": _OPTIMIZERS, "removed": removed}
+    for path, reason in (dict.fromkeys(removed, _REMOVED) | _REFUSED).items():
+        *sections, name = path.split(".")
+        properties = keys
+        for section in sections:
+            properties = properties[section]["properties"]
+        properties[name] = {"refused": reason}
+    return {"keys": keys, "optimizers": _OPTIMIZERS}
 
 
 def _keys_with_model() -> dict[str, Any]:

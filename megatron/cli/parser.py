@@ -57,12 +57,8 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         "in both.",
     )
     _add_fields(parser, architecture)
-    if architecture.provider is not None and architecture.provider.add_flags is not None:
-        parser.argument_default = None  # flags that the program adds have argparse's own default
-        try:
-            architecture.provider.add_flags(parser)
-        except argparse.ArgumentError as error:
-            raise ConfigError(f"extra_args_provider adds a flag that exists already: {error}") from None
+    if architecture.provider is not None:
+        architecture.provider.extend(parser)
     return parser
 
 

@@ -5,7 +5,6 @@ The sizes and the numbers of ``parameters`` are the published ones.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 GPT2_PROGRAM, BERT_PROGRAM, VLM_PROGRAM = "pretrain_gpt2.py", "pretrain_bert.py", "pretrain_vlm.py"
@@ -56,22 +55,19 @@ def _llama(
     vocab_size: int,
     parameters: int,
     *,
-    groups: int | None = None,
-    base: float = 10000.0,
-    positions: int | None = None,
     tied: bool = False,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> Preset:
-    """Llama's layers (arXiv 2302.13971): RMSNorm, SwiGLU, rotary positions, no biases, no dropout."""
+    """Llama's layers (arXiv 2302.13971): RMSNorm, SwiGLU, rotary positions, no biases, no dropout; ``more`` differs."""
     given = {
         **_sizes(layers, hidden, heads, seq_length),
         "ffn_hidden_size": ffn,
-        "max_position_embeddings": positions or seq_length,
-        "num_query_groups": groups or heads,
+        "max_position_embeddings": seq_length,
+        "num_query_groups": heads,
         "normalization": "RMSNorm",
         "swiglu": True,
         "position_embedding_type": "rope",
-        "rotary_base": base,
+        "rotary_base": 10000.0,
         "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": not tied,
         "attention_dropout": 0.0,
@@ -85,9 +81,9 @@ def _llama3(
     layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, factor: float = 8.0, tied: bool = False
 ) -> Preset:
     """Llama 3 (arXiv 2407.21783): 8 query groups, trained on 8,192 tokens and extended to 131,072."""
-    scaling = {"use_rope_scaling": True, "rope_scaling_factor": factor}
+    rope: dict[str, Any] = {"rotary_base": 500000.0, "use_rope_scaling": True, "rope_scaling_factor": factor}
     sizes = (layers, hidden, heads, ffn, 8192, 128256, parameters)
-    return _llama(*sizes, groups=8, base=500000.0, positions=131072, tied=tied, more=scaling)
+    return _llama(*sizes, tied=tied, num_query_groups=8, max_position_embeddings=131072, **rope)
 
 
 def _qwen2(
@@ -95,15 +91,20 @@ def _qwen2(
 ) -> Preset:
     """Qwen2.5 (arXiv 2412.15115): biases for Q, K and V. Small models pad the vocabulary less."""
     sizes = (layers, hidden, heads, ffn, 4096, 151936 if tied else 152064, parameters)
-    flags = {"add_qkv_bias": True, "layernorm_epsilon": 1e-6}
-    return _llama(*sizes, groups=groups, base=1e6, positions=32768, tied=tied, more=flags)
+    flags: dict[str, Any] = {
+        "num_query_groups": groups,
+        "rotary_base": 1e6,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-6,
+    }
+    return _llama(*sizes, tied=tied, max_position_embeddings=32768, **flags)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, tied: bool = False) -> Preset:
     """Qwen3 (arXiv 2505.09388): head size 128 for any hidden size, with QK-norm."""
     sizes = (layers, hidden, heads, ffn, 4096, 151936, parameters)
-    flags = {"kv_channels": 128, "qk_layernorm": True, "layernorm_epsilon": 1e-6}
-    return _llama(*sizes, groups=8, base=1e6, positions=40960, tied=tied, more=flags)
+    flags: dict[str, Any] = {"rotary_base": 1e6, "kv_channels": 128, "qk_layernorm": True, "layernorm_epsilon": 1e-6}
+    return _llama(*sizes, tied=tied, num_query_groups=8, max_position_embeddings=40960, **flags)
 
 
 def _llava(
@@ -130,7 +131,8 @@ _SIGLIP_BASE = ("siglip", 12, 768, 3072, 12, 224, 16)
 _VICUNA_7B = _llama(32, 4096, 32, 11008, 4096, 32064, 0)
 _VICUNA_13B = _llama(40, 5120, 40, 13824, 4096, 32064, 0)
 _QWEN2_SMALL = _qwen2(24, 896, 14, 4864, 2, 494_032_768, tied=True)
-_SMOLLM2 = _llama(30, 576, 9, 1536, 8192, 49152, 134_515_008, groups=3, base=100000.0, tied=True)
+_SMOLLM2 = _llama(30, 576, 9, 1536, 8192, 49152, 134_515_008, tied=True, num_query_groups=3, rotary_base=100000.0)
+_MISTRAL: dict[str, Any] = {"num_query_groups": 8, "max_position_embeddings": 32768, "pre_tokens": 4095}
 
 PRESETS: dict[str, Preset] = {
     "gpt2": _gpt(12, 768, 12, 1024, 124_439_808),
@@ -146,15 +148,13 @@ PRESETS: dict[str, Preset] = {
     "bert-large": _bert(24, 1024, 16),
     "llama2-7b": _llama(32, 4096, 32, 11008, 4096, 32000, 6_738_415_616),
     "llama2-13b": _llama(40, 5120, 40, 13824, 4096, 32000, 13_015_864_320),
-    "llama2-70b": _llama(80, 8192, 64, 28672, 4096, 32000, 68_976_648_192, groups=8),
+    "llama2-70b": _llama(80, 8192, 64, 28672, 4096, 32000, 68_976_648_192, num_query_groups=8),
     "llama3.1-8b": _llama3(32, 4096, 32, 14336, 8_030_261_248),
     "llama3.1-70b": _llama3(80, 8192, 64, 28672, 70_553_706_496),
     "llama3.1-405b": _llama3(126, 16384, 128, 53248, 405_853_388_800),
     "llama3.2-1b": _llama3(16, 2048, 32, 8192, 1_235_814_400, factor=32.0, tied=True),
     "llama3.2-3b": _llama3(28, 3072, 24, 8192, 3_212_749_824, factor=32.0, tied=True),
-    "mistral-7b": _llama(
-        32, 4096, 32, 14336, 8192, 32000, 7_241_732_096, groups=8, positions=32768, more={"pre_tokens": 4095}
-    ),
+    "mistral-7b": _llama(32, 4096, 32, 14336, 8192, 32000, 7_241_732_096, **_MISTRAL),
     "qwen2.5-0.5b": _QWEN2_SMALL,
     "qwen2.5-1.5b": _qwen2(28, 1536, 12, 8960, 2, 1_543_714_304, tied=True),
     "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, 4, 7_615_616_512),

@@ -12,12 +12,10 @@ import yaml
 
 from megatron.cli.layer import Given, is_flag
 from megatron.common.errors import ConfigError
-from megatron.common.reading import read_bytes
+from megatron.common.reading import read_text
 from megatron.config import RunConfig
 from megatron.model.spec import architecture_of
 
-_LARGEST = 1 << 18
-"""Maximum size of a settings file in bytes, far larger than a file with all flags."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _TAGS = frozenset(
     f"tag:yaml.org,2002:{kind}"
@@ -33,12 +31,7 @@ def read_settings_file(path: str) -> list[Given]:
     Raises:
         ConfigError: the file is missing, unreadable, or not a settings file; the message names the line.
     """
-    try:
-        text = read_bytes(path, largest=_LARGEST).decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    text = read_text(path, "--config")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.composer.ComposerError as error:

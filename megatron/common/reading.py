@@ -11,6 +11,8 @@ from io import BufferedIOBase, FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from megatron.common.errors import ConfigError
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -85,6 +87,19 @@ def read_bytes(path: str | Path, *, largest: int = LARGEST) -> bytes:
         if size > largest:
             raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {largest:,} that such a file has", str(path))
         return file.read()
+
+
+def read_text(path: str | Path, flag: str, *, largest: int = 1 << 18) -> str:
+    """The text of a file that ``flag`` names, by default of settings, which are far smaller than ``largest`` bytes.
+
+    Raises ConfigError if it cannot be read or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, largest=largest).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
 LARGEST_JSON = 1 << 27

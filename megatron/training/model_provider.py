@@ -5,7 +5,7 @@ The functions take the frozen configuration and the layout as arguments, instead
 
 import sys
 import traceback
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +74,17 @@ class ModelProvider:
     """Default values of flags by name."""
     layers_are_stages: ClassVar[bool] = False
     """Whether each element of ``layers`` is a full pipeline stage."""
+
+    def extend(self, parser: ArgumentParser) -> None:
+        """Let the user add flags. Raises ConfigError if one exists already."""
+        if self.add_flags is None:
+            return
+        parser.argument_default = None  # such flags have argparse's own default
+        with user_function("extra_args_provider"):
+            try:
+                self.add_flags(parser)
+            except ArgumentError as error:
+                raise ConfigError(f"extra_args_provider adds a flag that exists already: {error}") from None
 
     def module(self, run: RunConfig, layout: "ParallelLayout") -> "nn.Module":
         """The full model for ``DeepSpeedEngine``. Raises ConfigError for settings that need a list of layers."""

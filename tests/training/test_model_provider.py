@@ -139,6 +139,8 @@ def test_a_pipeline_needs_the_number_of_layers(parse) -> None:
 def test_a_flag_that_exists_is_refused(parse) -> None:
     with pytest.raises(ConfigError, match="extra_args_provider adds a flag that exists already: argument --lr"):
         parse("", lambda parser: parser.add_argument("--lr"))
+    with pytest.raises(ConfigError, match="^extra_args_provider: AttributeError: "):
+        parse("", lambda parser: parser.add_flag("--mine"))
 
 
 def test_the_help_shows_the_programs_flags(parse, capsys: pytest.CaptureFixture) -> None:

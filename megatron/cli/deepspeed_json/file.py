@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from megatron.common.errors import ConfigError, did_you_mean
-from megatron.common.reading import parse_json, read_bytes
+from megatron.common.reading import parse_json, read_text
 
 Schema: TypeAlias = Mapping[str, Any]
-"""JSON schema of one value (a small subset of the standard). An object without properties accepts any keys."""
+"""JSON schema of one value (a small subset of the standard). An object without properties accepts any keys.
+
+The schema of a key that is refused has the reason instead, as "refused".
+"""
 
 # Generated from the installed DeepSpeed by tools/write_deepspeed_keys.py, so that checks need not import DeepSpeed.
 _KEYS = json.loads(Path(__file__).with_name("keys.json").read_text())
@@ -22,48 +25,9 @@ DEFAULT_OPTIMIZER = "AdamW"
 MAX_GRAD_NORM = "max_grad_norm"
 """The old name of "gradient_clipping", a parameter of the optimizer."""
 
-_WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
-_UNSUPPORTED = "not supported by the training programs: remove it"
-
-REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no longer supports it: remove it") | {
-    "compile": "the model is compiled by the program: use --compile",
-    "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
-    "--lr-decay-iters and --warmup",
-    "bfloat16": 'the old name of "bf16": rename it',
-    "tensor_parallel": "the model has its own tensor-parallel layers: use --model-parallel-size",
-    "sequence_parallel_size": "it is set on the command line: use --ds-sequence-parallel-size",
-    "expert_parallel": "the size is set on the command line: use --expert-model-parallel-size",
-    **dict.fromkeys(("data_efficiency", "hybrid_engine", "weight_quantization", "autotuning"), _UNSUPPORTED),
-    "allgather_size": 'outdated: write "allgather_bucket_size" inside "zero_optimization"',
-    "fp32_allreduce": 'outdated: write "communication_data_type": "fp32"',
-    "gradient_accumulation_dtype": 'outdated: write "data_types": {"grad_accum_dtype": "fp32"}',
-    "amp": 'DeepSpeed no longer supports it: use "fp16" or "bf16"',
-    "zero_optimization.cpu_offload": 'outdated: write "offload_optimizer": {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": 'outdated: write "offload_param": {"device": "cpu"}',
-    "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
-    "zero_optimization.legacy_stage1": "DeepSpeed no longer supports it: remove it",
-    "zero_optimization.zenflow": _UNSUPPORTED,
-    **dict.fromkeys(
-        ("zero_optimization.stage3_module_granularity_threshold", "zero_optimization.module_granularity_threshold"),
-        'DeepSpeed releases the weights of such modules before their gradients are added: write "leaf_module"',
-    ),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
-    '_model_save"',
-    **dict.fromkeys(("checkpoint.writer", "checkpoint.checkpoint_serialization", "datastates_ckpt"), _WRITER),
-    "checkpoint.use_node_local_storage": "a checkpoint is saved in one folder: remove it, and name a folder that all "
-    "hosts share with --save",
-    "pipeline.stages": "the stages are set on the command line: use --pipe-parallel-size",
-    "pipeline.partition": "the partition is set on the command line: use --pipeline-partition",
-    "pipeline.seed_layers": "the model seeds its own layers: remove it",
-    "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
-}
-"""Path of a key, joined with dots, to the reason why it is refused."""
-
 KeyPath: TypeAlias = tuple[str, ...]
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
-_LARGEST = 1 << 18
-"""Maximum size of a config file in bytes, far larger than a file with all keys."""
 _DIGITS = 18
 """Maximum digits of an integer: as many as always fit into 64 bits."""
 _TOO_LARGE = 2**63
@@ -80,12 +44,7 @@ def read_config_file(path: str) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: the file is missing, unreadable, or not a JSON object.
     """
-    try:
-        text = read_bytes(path, largest=_LARGEST).decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"--deepspeed_config {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    text = read_text(path, "--deepspeed_config")
     tree = _parse(path, text)
     lines: dict[KeyPath, int] = {}
     check = _Check(path, lines)
@@ -152,17 +111,17 @@ class _Check:
         """The valid settings of ``tree``. Invalid ones are reported, and ``"auto"`` is dropped."""
         valid: dict[str, Any] = {}
         for name, value in tree.items():
-            key = (*prefix, name)
-            if ".".join(key) in REFUSED_KEYS:
-                if value not in _OFF:
-                    self._problem(key, REFUSED_KEYS[".".join(key)])
-            elif name not in keys:
-                candidates = [known for known in keys if ".".join((*prefix, known)) not in REFUSED_KEYS]
+            key, schema = (*prefix, name), keys.get(name)
+            if schema is None:
+                candidates = [known for known, other in keys.items() if "refused" not in other]
                 guess = did_you_mean(name, candidates, otherwise="DeepSpeed has no such setting")
                 self._problem(key, f"unknown key, {guess}")
+            elif "refused" in schema:
+                if value not in _OFF:
+                    self._problem(key, schema["refused"])
             elif value == "auto" and key != _KEEPS_AUTO:
                 continue
-            elif "properties" in (schema := keys[name]):
+            elif "properties" in schema:
                 if isinstance(value, dict):
                     valid[name] = self.section(value, schema["properties"], key)
                 elif value is not None:

@@ -128,19 +128,17 @@ def world_size(run: RunConfig) -> Messages:
     below = world // replica * replica
     remedies = [f"{below} or {below + replica} processes" if below else counted(replica, "process")]
     fits: dict[str, Callable[[int], bool]] = {
-        "model_parallel_size": lambda n: divides(n * parallel.ulysses_size, heads)
+        "--model-parallel-size": lambda n: divides(n * parallel.ulysses_size, heads),
+        "--pipe-parallel-size": lambda n: n <= run.model.num_layers,
+        "--context-parallel-size": lambda n: divides(2 * n * ulysses, length),
+        "--ds-sequence-parallel-size": lambda n: divides(n * tensor, heads),
     }
-    if parallel.uses_pipeline:
-        fits["pipe_parallel_size"] = lambda n: n <= run.model.num_layers
-    if parallel.context_parallel_size > 1:
-        fits["context_parallel_size"] = lambda n: divides(2 * n * ulysses, length)
-    if ulysses > 1:
-        fits["ds_sequence_parallel_size"] = lambda n: divides(n * tensor, heads)
-    grid = {f"--{name.replace('_', '-')}": getattr(parallel, name) for name in fits}
-    for (flag, size), is_possible in zip(grid.items(), fits.values(), strict=True):
+    sizes = (tensor, parallel.pipe_parallel_size, parallel.context_parallel_size, ulysses)
+    grid = {flag: size for flag, size, shown in zip(fits, sizes, (1, 1, 2, 2), strict=True) if size >= shown}
+    for flag, size in grid.items():
         others = replica // size
-        if sizes := [n for n in range(1, world + 1) if world % (n * others) == 0 and is_possible(n)]:
-            remedies.append(f"{flag} {_either(sizes)}")
+        if better := [n for n in range(1, world + 1) if world % (n * others) == 0 and fits[flag](n)]:
+            remedies.append(f"{flag} {_either(better)}")
     product = " x ".join(f"{flag} {size}" for flag, size in grid.items())
     yield f"{counted(world, 'process')} cannot be split into {product}: use {', or '.join(remedies)}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import ConfigError, UserError, counted
-from megatron.common.reading import read_bytes
+from megatron.common.reading import LARGEST, read_text
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.inference.images import ImagePrompt, ImageReader
@@ -82,12 +82,7 @@ def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
 
     Raises ConfigError if the file cannot be read, or a line is invalid.
     """
-    try:
-        content = read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
-    except OSError as error:
-        raise ConfigError(f"--sample-input-file {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--sample-input-file {path}: byte {error.start} is not UTF-8") from None
+    content = read_text(path, "--sample-input-file", largest=LARGEST).replace("\r\n", "\n")
     lines = numbered(str(path), content)
     if not lines:
         raise ConfigError(f"--sample-input-file {path} is empty: write a prompt on each line")
