@@ -86,18 +86,16 @@ _IGNORED = {
     "are not shuffled)": "dataloader-type=cyclic repeated-dataloader",
     "data sets are memory-mapped, and built by one thread": (
         "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
-        "dataloader-defer-npy-index-mmap"
+        "dataloader-defer-npy-index-mmap data-impl mmap-warmup"
     ),
-    "data sets are read by memory map, and fill the page cache meanwhile": "data-impl mmap-warmup",
     "experts are split over as many ranks as the other layers": "expert-tensor-parallel-size",
     "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
     "TensorBoard gets every metric of every logged iteration: see --log-interval": (
         "tensorboard-log-interval tensorboard-queue-size *log-*-to-tensorboard"
     ),
-    "--metrics-file and --run-dir have the progress and the configuration of a run": (
-        "log-progress logging-level config-logger-dir"
+    "metrics are written to --metrics-file and --tensorboard-dir, and the configuration to --run-dir": (
+        "wandb-save-dir wandb-entity log-energy log-progress logging-level config-logger-dir"
     ),
-    "metrics are written to --metrics-file and --tensorboard-dir": "wandb-save-dir wandb-entity log-energy",
     "the optimizer's state is not logged: see --log-params-norm and --log-num-zeros-in-grad": (
         "log-optimizer-states-to-tensorboard log-max-attention-logit"
     ),
@@ -110,9 +108,8 @@ _IGNORED = {
         "no-check-for-nan-in-loss-and-grad rerun-mode result-rejected-tracker-filename"
     ),
     "checkpoints have DeepSpeed's format, and any layout can load them": (
-        "ckpt-format use-dist-ckpt dist-ckpt-* auto-detect-ckpt-format *ckpt-fully-parallel-* "
-        "ckpt-assume-constant-structure "
-        "use-persistent-ckpt-worker universal-checkpoint distrib-optim-fully-reshardable-mem-efficient "
+        "ckpt-format use-dist-ckpt dist-ckpt-* auto-detect-ckpt-format *ckpt-fully-parallel-* universal-checkpoint "
+        "ckpt-assume-constant-structure use-persistent-ckpt-worker distrib-optim-fully-reshardable-mem-efficient "
         "no-strict-fsdp-dtensor-load checkpoint-io-buffer-size checkpoint-data-parallel checkpoint-writer-decoupled "
         "aio-intra-op-parallelism"
     ),
@@ -147,9 +144,8 @@ _REFUSED = {
         "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
         "standalone-embedding-stage account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
     ),
-    "all layers are recomputed, fully or in part, or none: use --recompute-granularity, "
-    "--recompute-mlp-activation, and "
-    "--checkpoint-num-layers for layers that are recomputed together": (
+    "all layers are recomputed, fully or in part, or none: use --recompute-granularity, --recompute-mlp-activation, "
+    "and --checkpoint-num-layers for layers that are recomputed together": (
         "recompute-method recompute-modules activations-checkpoint-method split-transformers "
         "cpu-offloading-num-layers fine-grained-activation-offloading"
     ),
@@ -202,7 +198,7 @@ _REFUSED = {
         "dump-param-to-param-group-map lr-warmup-init "
         "multi-latent-attention multi-head-latent-attention q-lora-rank kv-lora-rank qk-* v-head-dim mscale "
         "mscale-all-dim cache-mla-latents mtp-* mamba-* hybrid-* is-hybrid-model disable-mamba-mem-eff-path "
-        "heterogeneous-* spec"
+        "heterogeneous-* spec img-dim"
     ),
     "tokenizers are read from --tokenizer-model, or --vocab-file and --merge-file: use --tokenizer-type with them": (
         "tokenizer-metadata tokenizer-not-use-fast tiktoken-* tokenizer-hf-* tokenizer-special-tokens "
@@ -218,17 +214,15 @@ _REFUSED = {
     "encoder and decoder have one layout: use --model-parallel-size and --pipe-parallel-size": (
         "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size"
     ),
-    "it is for vision models: remove it": "img-dim",
-    "checkpoints are recognized; those of other programs are converted by tools/convert_checkpoint.py": (
-        "load-model-opt-format"
-    ),
     "samples are shuffled for each epoch: use --dataloader-type single": "dataloader-type",
     "settings are read from the command line: tools/inspect_checkpoint.py prints the settings of a checkpoint": (
         "use-checkpoint-args use-mp-args-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args"
     ),
     "the checkpoint that the file latest in --load names is loaded: remove it": "ckpt-step load-tag",
     "use --override-lr-scheduler": "no-load-lr-state",
-    "checkpoints are converted by tools/convert_checkpoint.py": "ckpt-convert-* load-main-params-from-ckpt",
+    "checkpoints of other programs are converted by tools/convert_checkpoint.py": (
+        "ckpt-convert-* load-main-params-from-ckpt load-model-opt-format"
+    ),
     "checkpoints are saved in one folder: use --save-interval, --keep-last and --keep-every": "save-retain-interval",
     "use --snapshot-interval, which keeps the state in memory, with a copy on the next host": (
         "non-persistent-* replication*"

@@ -42,10 +42,6 @@ def _gpt(layers: int, hidden: int, heads: int, seq_length: int = 2048, parameter
     return Preset(_sizes(layers, hidden, heads, seq_length), 50257, parameters)
 
 
-def _bert(layers: int, hidden: int, heads: int) -> Preset:
-    return Preset(_sizes(layers, hidden, heads, 512), 30522, program=BERT_PROGRAM)
-
-
 def _llama(
     layers: int,
     hidden: int,
@@ -144,8 +140,8 @@ PRESETS: dict[str, Preset] = {
     "13b": _gpt(40, 5120, 40),
     "175b": _gpt(96, 12288, 96),
     "1t": _gpt(128, 25600, 160),
-    "bert-base": _bert(12, 768, 12),
-    "bert-large": _bert(24, 1024, 16),
+    "bert-base": Preset(_sizes(12, 768, 12, 512), 30522, program=BERT_PROGRAM),
+    "bert-large": Preset(_sizes(24, 1024, 16, 512), 30522, program=BERT_PROGRAM),
     "llama2-7b": _llama(32, 4096, 32, 11008, 4096, 32000, 6_738_415_616),
     "llama2-13b": _llama(40, 5120, 40, 13824, 4096, 32000, 13_015_864_320),
     "llama2-70b": _llama(80, 8192, 64, 28672, 4096, 32000, 68_976_648_192, num_query_groups=8),

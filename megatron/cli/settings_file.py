@@ -5,7 +5,6 @@ value is parsed, not YAML's rules: ``1e-4`` is a number if the flag takes one, `
 """
 
 import re
-from collections.abc import Iterable
 from typing import NoReturn
 
 import yaml
@@ -21,7 +20,7 @@ _TAGS = frozenset(
     f"tag:yaml.org,2002:{kind}"
     for kind in ("str", "bool", "null", "int", "float", "timestamp", "seq", "map", "merge", "value")
 )
-"""YAML's standard tags, which it also assigns to values without a tag."""
+"""YAML's standard tags, which it also assigns to values without a tag. Others are refused, such as !!python/tuple."""
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
@@ -50,7 +49,9 @@ def read_settings_file(path: str) -> list[Given]:
     settings: list[Given] = []
     marks: dict[str, yaml.Mark] = {}
     for key, node in root.value:
-        _check_tags(path, (key, node, *(node.value if isinstance(node, yaml.SequenceNode) else ())))
+        for each in (key, node, *(node.value if isinstance(node, yaml.SequenceNode) else ())):
+            if each.tag not in _TAGS:
+                _refuse(path, each.start_mark, f"the tag {each.tag!r} is not supported: write the value without it")
         name = key.value if isinstance(key.value, str) else "a list"
         if not _NAME.fullmatch(name):
             problem = f"{name!r} is not the name of a flag: write it without --, then a colon and a space"
@@ -60,13 +61,6 @@ def read_settings_file(path: str) -> list[Given]:
         marks[known] = key.start_mark
         settings.append(Given(f"--{name}", _value(path, name, node), f"{path}, line {node.start_mark.line + 1}"))
     return settings
-
-
-def _check_tags(path: str, nodes: Iterable[yaml.Node]) -> None:
-    """Raise ConfigError for a tag that is not a standard one, such as ``!!python/tuple``."""
-    for node in nodes:
-        if node.tag not in _TAGS:
-            _refuse(path, node.start_mark, f"the tag {node.tag!r} is not supported: write the value without it")
 
 
 def _value(path: str, name: str, node: yaml.Node) -> bool | str | list[str]:

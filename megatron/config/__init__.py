@@ -111,23 +111,19 @@ def sections() -> dict[str, type]:
     return {name: kind for name, kind in types.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
+@cache
+def _flags() -> dict[str, tuple[str, dataclasses.Field]]:
+    """The section and the field of each flag. The names of fields are unique across sections."""
+    places = ((name, field) for name, section in sections().items() for field in dataclasses.fields(section))
+    return {field.name: (name, field) for name, field in places if "flag" in field.metadata}
+
+
 def flag_value(run: RunConfig, name: str) -> Any:
     """The value in ``run`` of the field ``name``, which must have a flag."""
-    return getattr(getattr(run, _section_names()[name]), name)
-
-
-@cache
-def _section_names() -> dict[str, str]:
-    return {
-        field.name: name
-        for name, section in sections().items()
-        for field in dataclasses.fields(section)
-        if "flag" in field.metadata
-    }
+    return getattr(getattr(run, _flags()[name][0]), name)
 
 
 @cache
 def flag_fields() -> dict[str, dataclasses.Field]:
-    """The fields of all sections that have a flag. Their names are unique across sections."""
-    every_field = (field for section in sections().values() for field in dataclasses.fields(section))
-    return {field.name: field for field in every_field if "flag" in field.metadata}
+    """The fields of all sections that have a flag, by name."""
+    return {name: field for name, (_, field) in _flags().items()}

@@ -9,6 +9,7 @@ from megatron.config.fields import derived, flag
 LR_MULTIPLIER = "lr_mult"
 """Key of a parameter group for its learning-rate multiplier, as in Megatron-LM; groups with 1 do not have it."""
 _muon_flag = partial(flag, needs="optimizer=muon")
+_wsd_flag = partial(flag, within="[1, inf)", needs="lr_decay_style=WSD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +61,9 @@ class OptimConfig:
     lr_wsd_decay_style: str = flag(
         "exponential", "Style of the decay phase of WSD.", choices=("linear", "cosine", "exponential", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None, "Number of iterations of WSD's decay phase.", within="[1, inf)", needs="lr_decay_style=WSD"
-    )
-    lr_wsd_decay_samples: int | None = flag(
-        None,
-        "Number of samples of WSD's decay phase, instead of iterations.",
-        within="[1, inf)",
-        needs="lr_decay_style=WSD",
-        instead_of=("lr_wsd_decay_iters",),
+    lr_wsd_decay_iters: int | None = _wsd_flag(None, "Number of iterations of WSD's decay phase.")
+    lr_wsd_decay_samples: int | None = _wsd_flag(
+        None, "Number of samples of WSD's decay phase, instead of iterations.", instead_of=("lr_wsd_decay_iters",)
     )
     weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.", within="[0, inf)")
     clip_grad: float = flag(1.0, "Clip gradients to this global norm; 0 disables it.", within="[0, inf)")

@@ -22,10 +22,6 @@ KeyPath = tuple[str | int, ...]
 ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _none_if_default(value: Any) -> Any:
     return value or None
 
@@ -50,9 +46,9 @@ class Setting(NamedTuple):
 
     field: str
     key: KeyPath
-    read: Callable[[Any], Any] = _unchanged
+    read: Callable[[Any], Any] = lambda value: value
     """Converts the JSON value to the value of the field."""
-    write: Callable[[Any], Any] = _unchanged
+    write: Callable[[Any], Any] = lambda value: value
     """Converts the value of the field to the JSON value; None omits the key."""
     allowed: Callable[[RunConfig], bool] = lambda run: True
     """Whether the key may be written for this run."""
@@ -128,13 +124,12 @@ SETTINGS: tuple[Setting, ...] = (
 def read_settings(tree: Mapping[str, Any], path: str) -> dict[str, Provided]:
     """The settings in the config ``tree`` from file ``path``, by field. If two keys set a field, the last one wins."""
 
-    def provided(key: KeyPath, value: Any, read: Callable[[Any], Any] = _unchanged) -> Provided:
-        name = ".".join(part for part in key if isinstance(part, str))
-        return Provided(read(value), f"{name} {json.dumps(value)} in {path}")
+    def source(key: KeyPath, value: Any) -> str:
+        return f"{'.'.join(part for part in key if isinstance(part, str))} {json.dumps(value)} in {path}"
 
     optimizer = value_at(tree, ("optimizer", "type"))
     settings = {
-        setting.field: provided(setting.key, value, setting.read)
+        setting.field: Provided(setting.read(value), source(setting.key, value))
         for setting in SETTINGS
         if (value := value_at(tree, setting.key)) is not None
         and setting.optimizer in (None, optimizer and _optimizer_flag(optimizer))
@@ -143,7 +138,7 @@ def read_settings(tree: Mapping[str, Any], path: str) -> dict[str, Provided]:
     offloads = "offload_optimizer" in settings and settings["offload_optimizer"].value != "none"
     # Without offload torch's Adam is the default; the flag is for an offloaded optimizer only.
     if torch_adam is False or (torch_adam and offloads):
-        settings["cpu_torch_adam"] = provided(key, torch_adam)
+        settings["cpu_torch_adam"] = Provided(torch_adam, source(key, torch_adam))
     return settings
 
 

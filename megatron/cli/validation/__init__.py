@@ -5,7 +5,6 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.cli.batch_sizes import ACCUMULATION, GLOBAL, MICRO
 from megatron.cli.provided import Provided
@@ -65,32 +64,31 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
     The program that trains ``architecture`` determines which values are required.
     """
     problems = []
+    is_own, free = architecture.provider is not None, set[str]()
+    if is_own:  # such a model (``pretrain``) may interpret sizes differently
+        stages = provided.get("pipe_parallel_size")
+        free = {*_TRANSFORMER_SIZES, *(() if stages and stages.value else ("num_layers",))}
     for name, field in flag_fields().items():
         flag = flag_of(field)
         if name not in provided:
-            is_needed = architecture.provider is None or _is_needed(name, provided)
-            if flag.required and has_flag(field, architecture.kinds) and is_needed:
+            if flag.required and has_flag(field, architecture.kinds) and name not in free:
                 problems.append(f"{flag_name(field)} is required")
             continue
         value, source, within = provided[name].value, provided[name].source, flag.within
-        is_users_own = architecture.provider is not None and name == "vocab_size"
-        if within and value is not None and not (is_users_own or inside(value, within)):
+        if within and value is not None and not ((is_own and name == "vocab_size") or inside(value, within)):
             problems.append(f"{source} must be {interval_as_text(within, value)}")
         for other in flag.instead_of:
             if other in provided:
                 problems.append(f"{provided[other].source} and {source} exclude each other: give one")
     if not {"train_iters", "train_samples", "epochs"} & provided.keys():
         problems.append("--train-iters is required (or --train-samples, or --epochs with --sft)")
-    needs_data = architecture.is_language_model and architecture.provider is None
-    if needs_data and not {"data_path", "train_data_path", "mock_data"} & provided.keys():
+    if (
+        architecture.is_language_model
+        and not is_own
+        and not {"data_path", "train_data_path", "mock_data"} & provided.keys()
+    ):
         problems.append("--data-path is required (or --train-data-path, or --mock-data)")
     return problems
-
-
-def _is_needed(name: str, provided: Mapping[str, Provided]) -> bool:
-    """Whether a required value is also required for a user's own model (``pretrain``)."""
-    has_stages = "pipe_parallel_size" in provided and provided["pipe_parallel_size"].value
-    return name not in _TRANSFORMER_SIZES and (name != "num_layers" or has_stages)
 
 
 _TRANSFORMER_SIZES = ("hidden_size", "num_attention_heads", "seq_length")
@@ -112,10 +110,10 @@ def accelerate_conflicts(run: RunConfig, environ: Mapping[str, str], config_file
     for mode in ("megatron_lm", "fsdp", "parallelism_config"):
         if environ.get(f"ACCELERATE_USE_{mode.upper()}", "").lower() in ("true", "1"):
             yield f"accelerate launch --use_{mode} has no effect here: use --use_deepspeed, and flags of the program"
-    settings: dict[str, tuple[str, Any]] = {"MIXED_PRECISION": ("--bf16 and --fp16", run.precision.dtype)}
-    for name, field in _ACCELERATE_SETTINGS.items():
-        settings[name] = (flag_name(flag_fields()[field]), flag_value(run, field))
-    for name, (flags, ours) in settings.items():
+    flagged = {
+        name: (flag_name(flag_fields()[field]), flag_value(run, field)) for name, field in _ACCELERATE_SETTINGS.items()
+    }
+    for name, (flags, ours) in {"MIXED_PRECISION": ("--bf16 and --fp16", run.precision.dtype), **flagged}.items():
         theirs = environ.get(f"ACCELERATE_{name}", "").lower()
         same = float(theirs) == ours if theirs.replace(".", "").isdecimal() else theirs == ours
         if theirs not in ("", "no", "auto") and not same:

@@ -57,11 +57,11 @@ def gpus(run: RunConfig) -> Messages:
     """fp16, NCCL and apex need GPUs. On the CPU, bf16, gloo and torch's own kernels run."""
     needs_apex = run.model.fused_kernels == "apex"
     settings = {
-        "--fp16": run.precision.fp16 and run.parallel.device == "cpu",
-        "--distributed-backend nccl": run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu",
-        "--fused-kernels apex": needs_apex and run.parallel.device == "cpu",
+        "--fp16": run.precision.fp16,
+        "--distributed-backend nccl": run.parallel.distributed_backend == "nccl",
+        "--fused-kernels apex": needs_apex,
     }
-    if given := enabled(settings):
+    if run.parallel.device == "cpu" and (given := enabled(settings)):
         yield f"{given} needs CUDA, and this run is on {run.parallel.device}: remove it"
     if needs_apex and find_spec("apex") is None:
         yield "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
@@ -136,15 +136,12 @@ def batch_sizes(run: RunConfig) -> Messages:
         ranks = run.parallel.data_parallel_size
         unit = train.micro_batch_size * ranks
         if size % unit:
+            flag = "--rampup-batch-size" if train.rampup_batch_size else "--step-batch-size-schedule"
             yield (
                 f"a global batch of {size} is not a multiple of --batch-size {train.micro_batch_size} x data-parallel "
-                f"size {ranks} = {unit}: change {_batch_flag(run)} so that it is {nearest_multiples(size, unit)}, or "
-                "lower --batch-size"
+                f"size {ranks} = {unit}: change {flag} so that it is {nearest_multiples(size, unit)}, or lower "
+                "--batch-size"
             )
-
-
-def _batch_flag(run: RunConfig) -> str:
-    return "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
 
 
 @rule()
