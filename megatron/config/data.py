@@ -56,11 +56,6 @@ def loss_mask_prefix(prefix: str) -> str:
     return f"{prefix}_loss_mask"
 
 
-def chat_template_file(prefix: str) -> str:
-    """The file with the chat template of the conversations in the data set at ``prefix``."""
-    return f"{prefix}_chat_template.json"
-
-
 def target_prefix(prefix: str) -> str:
     """The prefix of the targets for the inputs at ``prefix``; ``prefix`` itself if its name has no ``_input_``.
 

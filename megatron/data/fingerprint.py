@@ -16,7 +16,6 @@ from megatron.common.errors import DataError
 from megatron.common.files import replace_file
 from megatron.common.reading import parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
-from megatron.config.data import chat_template_file
 from megatron.data.map_cache import CHECKED_ONCE, cached_numbers, from_random_start
 from megatron.data.map_cache import digest as hash_of
 from megatron.tokenizer import Tokenizer
@@ -94,9 +93,14 @@ def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str
     return digest.hexdigest()
 
 
+def chat_template_file(prefix: str) -> Path:
+    """The file with the chat template of the conversations in the data set at ``prefix``."""
+    return Path(f"{prefix}_chat_template.json")
+
+
 def common_chat_template(prefixes: Sequence[str]) -> str:
     """The chat template of the data sets; empty if they have none, or different ones."""
-    files = [path for prefix in prefixes if (path := Path(chat_template_file(prefix))).is_file()]
+    files = [path for prefix in prefixes if (path := chat_template_file(prefix)).is_file()]
     contents = {read_bytes(path) for path in files}
     return contents.pop().decode() if len(contents) == 1 else ""
 

@@ -22,10 +22,6 @@ KeyPath = tuple[str | int, ...]
 ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
 
 
-def _none_if_default(value: Any) -> Any:
-    return value or None
-
-
 def _even(size: float) -> int | None:
     """The next even number, which DeepSpeed 0.19.8 asserts; None for 0."""
     return 2 * math.ceil(size / 2) or None
@@ -76,7 +72,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
     Setting("clip_grad", (*PARAMS, MAX_GRAD_NORM), read=float, allowed=lambda run: False),
     Setting("clip_grad", ("gradient_clipping",), read=float),
-    Setting("fp16", ("fp16", "enabled"), write=_none_if_default),
+    Setting("fp16", ("fp16", "enabled"), write=lambda on: on or None),
     # In DeepSpeed a static scale of 0 selects dynamic scaling.
     Setting("loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
     Setting(
@@ -88,7 +84,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("loss_scale_window", ("fp16", "loss_scale_window"), int),
     Setting("hysteresis", ("fp16", "hysteresis"), int),
     Setting("min_scale", ("fp16", "min_loss_scale"), write=int),
-    Setting("bf16", ("bf16", "enabled"), write=_none_if_default),
+    Setting("bf16", ("bf16", "enabled"), write=lambda on: on or None),
     Setting(
         "fp32_allreduce",
         ("communication_data_type",),
@@ -102,7 +98,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, lambda size: int(size) or None),
     Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _even),
     Setting("zero_overlap_comm", (ZERO, "overlap_comm")),
-    Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_none_if_default),
+    Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=lambda on: on or None),
     *_offload_settings("offload_optimizer"),
     *_offload_settings("offload_param"),
     Setting("partition_activations", (RECOMPUTE, "partition_activations")),

@@ -21,8 +21,7 @@ from megatron.checkpoint.files import file_problem
 from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.files import replace_file
 from megatron.common.processes import exit_with_parent
-from megatron.config.data import chat_template_file
-from megatron.data.fingerprint import write_tokenizer
+from megatron.data.fingerprint import chat_template_file, write_tokenizer
 from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.launch.host_limits import failure_of_host
@@ -129,7 +128,7 @@ def _write(
         for builder in builders.values():
             builder.finish()
         if template := chat_template_of(job):
-            with replace_file(Path(chat_template_file(job.prefixes[TOKENS])), text=True) as file:
+            with replace_file(chat_template_file(job.prefixes[TOKENS]), text=True) as file:
                 file.write(record_of(template))
         for key in builders.keys() - {LOSS_MASK}:
             write_tokenizer(job.prefixes[key], tokenizer)
