@@ -2,6 +2,7 @@
 # Run a command in the container, with this host's GPUs, network, data and checkpoints. Without a command: a shell.
 #
 #   bash docker/run.sh bash examples/ds_pretrain_gpt2.sh
+#   bash docker/run.sh env TOKENIZER=data/tokenizer RUN_DIR=checkpoints/run bash recipes/gpt-350m.sh
 #   IMAGE=megatron-deepspeed:0.1.0-cpu GPUS= bash docker/run.sh env OUT=checkpoints/quickstart \
 #       bash examples/quickstart.sh
 #   DOCKER=podman bash docker/run.sh ...           # or DOCKER=nvidia-docker
