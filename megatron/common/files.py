@@ -119,9 +119,14 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
         sync_folder(path.parent)
 
 
+def as_json(value: Any, **settings: Any) -> str:
+    """JSON in UTF-8. Halves of a surrogate pair, which JSON may have and UTF-8 has not, stay escaped."""
+    return json.dumps(value, ensure_ascii=False, **settings).encode(errors="backslashreplace").decode()
+
+
 def json_line(record: Any) -> str:
-    """A line of a JSONL file. Halves of a surrogate pair, which JSON may have and UTF-8 has not, stay escaped."""
-    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace").decode() + "\n"
+    """A line of a JSONL file."""
+    return as_json(record) + "\n"
 
 
 def sync_folder(path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.checkpoint.run_file import _contradictions
 from megatron.common.errors import ConfigError, DataError
-from megatron.config.data import loss_mask_prefix
+from megatron.config.data import chat_template_file, loss_mask_prefix
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
@@ -16,7 +16,7 @@ from megatron.tools.chat.files import chat_template, find_chat_template, record_
 from megatron.tools.chat.template import ChatTemplate, tokenize_texts
 from megatron.tools.convert.huggingface_files import carried_files, copy_carried, keep_chat_template
 from megatron.tools.preprocess.corpus import Chunk
-from megatron.tools.preprocess.job import Job
+from megatron.tools.preprocess.job import TOKENS, Job
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.preprocess.tokenize_chunk import tokenize_chunk
 
@@ -219,6 +219,15 @@ def test_messages_end_by_the_special_token_of_the_template(tmp_path: Path) -> No
     line = {"messages": [{"role": role, "content": content} for role, content in turns]}
     document = ([5, 2, UNK, 6, 0, 1, EOD, 5, 3, 6, 4, EOD], [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1])
     assert written(job_of(tmp_path, line, "messages")) == [document, document]
+
+
+def test_a_template_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
+    source = f"{WORD_TEMPLATE}{{# \ud800 é #}}"  # JSON may have it, and UTF-8 has not
+    job = job_of(tmp_path, {"messages": MESSAGES[1:3]}, "messages", source)
+    assert len(written(job)) == 2
+    record = Path(chat_template_file(job.prefixes[TOKENS])).read_text()
+    keep_chat_template(tmp_path, {"config": {"data": {"chat_template": record}}})
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == source
 
 
 def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ def test_the_script_starts_as_many_processes_as_were_planned(planned, tmp_path, 
     assert (files / "hostfile").read_text() == "host1 slots=4\n"
     of_accelerate = yaml.safe_load(config.read_text())
     assert (of_accelerate["num_processes"], of_accelerate["num_machines"]) == (4, 1)
+    environ["LAUNCHER"] = "torchrun"
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
 
 
 def test_an_emitted_run_saves_warms_up_and_decays():

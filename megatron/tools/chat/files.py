@@ -1,12 +1,12 @@
 """Finds and reads chat templates: in files, folders of tokenizers, data sets and checkpoints."""
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import ConfigError
+from megatron.common.files import as_json
 from megatron.common.reading import parse_json, read_json
 from megatron.common.tokenizer_files import CHAT_TEMPLATE, OTHER_TEMPLATES
 from megatron.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def record_of(template: ChatTemplate) -> str:
     if template.others:
         sources = {_DEFAULT: source} | template.others
         source = [{"name": name, "template": text} for name, text in sources.items()]
-    return json.dumps({"chat_template": source, "special_tokens": template.special}, ensure_ascii=False)
+    return as_json({"chat_template": source, "special_tokens": template.special})
 
 
 def _build_template(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import CheckpointError, DataError, UserError
+from megatron.common.files import as_json
 from megatron.common.reading import LARGEST_JSON
 from megatron.common.tokenizer_files import (
     CHAT_TEMPLATE,
@@ -251,7 +252,7 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
     tokens = {name: text for name, text in content["special_tokens"].items() if text}
     settings |= tokens | {"chat_template": content["chat_template"]}
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / SETTINGS).write_text(as_json(settings, indent=2) + "\n", encoding="utf-8")
     (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
     shutil.rmtree(folder / OTHER_TEMPLATES, ignore_errors=True)
 

@@ -95,10 +95,14 @@ here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
 data=({shlex.join(itertools.chain.from_iterable(value.arguments for value in data.values()))})
 start=(deepspeed --log_level {"warning" if several else "critical"} {hosts})
-if [ "${{LAUNCHER:-deepspeed}}" = accelerate ]; then
+case "${{LAUNCHER:-deepspeed}}" in
+deepspeed) ;;
+accelerate)
     start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})
     start+=(--deepspeed_config_file "$here/{JSON_FILE}")
-fi
+    ;;
+*) echo "{SCRIPT}: error: LAUNCHER=$LAUNCHER: give deepspeed or accelerate" >&2 && exit 2 ;;
+esac
 for argument in "$@"; do
     if [[ $argument = --explain || $argument = --dry[-_]run ]]; then
         start=(env DS_ACCELERATOR={accelerator} python)
