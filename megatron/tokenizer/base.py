@@ -28,6 +28,8 @@ class Tokenizer(ABC):
     """Number of tokens in the vocabulary, including the end-of-document token."""
     eod: int
     """Id of the end-of-document token. Tokenizing a text never returns it."""
+    other_ends: frozenset[int] = frozenset()
+    """Further tokens at which a published model stops generating."""
     unk: int | None = None
     """Id of words that are not in the vocabulary; None if any text can be tokenized."""
     bos: int | None = None
@@ -44,6 +46,11 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """The ids of ``text``. Raises DataError as ``tokenize_batch``."""
         return self.tokenize_batch([text])[0]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a generated text."""
+        return self.other_ends | {self.eod}
 
     def prompt(self, text: str) -> list[int]:
         """The ids of ``text`` after those of ``opening``; none if it has none. Raises DataError as ``tokenize``."""

@@ -31,6 +31,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         path: path of the tokenizer.json.
         vocab_size: the highest id plus one, including added tokens, or the argument ``vocab_size``.
         eod: id of the eos_token in the first of ``CONFIG_FILES`` that has one.
+        other_ends: the eos_token_id, one or several, of generation_config.json, or else of config.json.
         bos: id of the bos_token in these files, with which texts of some models begin; None without one.
         special_tokens: ids of the special tokens by their text.
         pieces: ids of all tokens by their text.
@@ -77,6 +78,9 @@ class HuggingFaceTokenizer(RustTokenizer):
                 f"--eod-token{examples}"
             )
         self.eod = eod
+        ends = next(filter(None, (configs.get(name, {}).get("eos_token_id") for name in CONFIG_FILES[2:])), None)
+        ends = ends if isinstance(ends, list) else [ends]
+        self.other_ends = frozenset(id for id in ends if type(id) is int and 0 <= id < self.vocab_size)
 
     def _special(self, role: str, configs: Mapping[str, Mapping[str, Any]], chosen: str | None) -> int | None:
         """The id of the ``eos`` or ``bos`` token: ``chosen``, or the token in the first of ``configs`` that has it."""

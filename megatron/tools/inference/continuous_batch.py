@@ -1,6 +1,6 @@
 """Continuous batching: completions of several requests are computed together, and join and leave between tokens."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,11 +120,11 @@ class Writer:
     tokens: list[int] = field(default_factory=list)
     """Tokens of the completion so far."""
 
-    def take(self, token: int, eod: int) -> Piece:
+    def take(self, token: int, ends: Container[int]) -> Piece:
         """Append a token. Returns the piece that it adds."""
         self.tokens_left -= 1
         self.tokens.append(token)
-        if token == eod:
+        if token in ends:
             return Piece(self.prompt, self.sample, None, self.text.finish(), "stop")
         text = self.text.push(token)
         if not self.text.stopped and not self.tokens_left:
@@ -204,7 +204,7 @@ class ContinuousBatch:
 
     def choose(self) -> list[tuple[Hashable, Piece]]:
         """Choose the next token of every completion. Returns a piece of each; finished completions leave."""
-        pieces = [piece for group in self._groups for piece in group.choose(self._tokenizer.eod)]
+        pieces = [piece for group in self._groups for piece in group.choose(self._tokenizer.ends)]
         self._groups = [group for group in self._groups if group.writers]
         return pieces
 
@@ -224,14 +224,14 @@ class _Group:
     chosen: list[int] = field(default_factory=list)
     """The last token chosen for each row, not yet processed by the model."""
 
-    def choose(self, eod: int) -> list[tuple[Hashable, Piece]]:
+    def choose(self, ends: Container[int]) -> list[tuple[Hashable, Piece]]:
         rows = [
             Row(writer.sampling, writer.generator, sequence, writer.tokens)
             for writer, sequence in zip(self.writers, self.batch.sequences, strict=True)
         ]
         self.chosen = choose(self.batch.logits, rows)
         pieces = [
-            (writer.request, writer.fail() if token == NOT_FINITE else writer.take(token, eod))
+            (writer.request, writer.fail() if token == NOT_FINITE else writer.take(token, ends))
             for writer, token in zip(self.writers, self.chosen, strict=True)
         ]
         for row, (writer, (request, piece)) in enumerate(zip(self.writers, pieces, strict=True)):

@@ -4,7 +4,7 @@ v vocabulary
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,10 +163,10 @@ def search_beams(
     *,
     new_tokens: int,
     context: int,
-    eod: int,
+    ends: Collection[int],
     use_cache: bool = True,
 ) -> list[Hypothesis]:
-    """The most likely continuations, up to the end of document or ``new_tokens`` tokens, best first.
+    """The most likely continuations, up to one of the ``ends`` or ``new_tokens`` tokens, best first.
 
     The search ends when no unfinished beam, scored at its current length, is better than the continuations found.
     """
@@ -183,17 +183,17 @@ def search_beams(
             ]
         )
         totals = (sums.unsqueeze(1) + scores).flatten()
-        # At most one candidate of each beam ends it, so twice as many candidates leave enough beams to continue.
-        best = totals.topk(min(2 * beams.number, totals.numel()))
+        # Each beam has a candidate for each end, so this many candidates leave enough beams to continue.
+        best = totals.topk(min((1 + len(ends)) * beams.number, totals.numel()))
         flat = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         candidates = [(total, *divmod(index, scores.size(1))) for total, index in flat]
         is_last = length == new_tokens
         for total, row, token in candidates[: beams.number]:
-            if token == eod or is_last:
+            if token in ends or is_last:
                 tokens = (*batch.sequences[row][begin:], token)
                 done.append(Hypothesis(tokens, total / length**beams.length_penalty))
         done = sorted(done, key=lambda hypothesis: -hypothesis.score)[: beams.number]
-        alive = [candidate for candidate in candidates if candidate[2] != eod][: beams.number]
+        alive = [candidate for candidate in candidates if candidate[2] not in ends][: beams.number]
         if is_last or (len(done) == beams.number and done[-1].score >= alive[0][0] / length**beams.length_penalty):
             break
         sums = torch.tensor([total for total, _, _ in alive])

@@ -99,7 +99,7 @@ class TextGenerator:
             beams,
             new_tokens=new_tokens_after(self.model, prompt, limits),
             context=limits.context,
-            eod=self.tokenizer.eod,
+            ends=self.tokenizer.ends,
             use_cache=self._use_cache,
         )
         return [self._completion(prompt, hypothesis.tokens) for hypothesis in hypotheses]
@@ -108,7 +108,7 @@ class TextGenerator:
         completion = Completion()
         writer = Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt if self.model.continues else ()))
         for token in tokens:
-            completion.add(writer.take(token, self.tokenizer.eod))
+            completion.add(writer.take(token, self.tokenizer.ends))
         return completion
 
 

@@ -142,8 +142,8 @@ def test_a_mistake_is_one_line_before_torch(words: str, message: str, foreign: P
 
 
 @pytest.mark.parametrize(("flag", "begins"), [("", True), ("--no-prepend-bos", False)])
-def test_a_text_begins_as_in_transformers(programs: Programs, tmp_path: Path, flag: str, begins: bool):
-    """With the token that a published Llama's tokenizer adds in front, in generation and in evaluation."""
+def test_a_text_begins_and_ends_as_in_transformers(programs: Programs, tmp_path: Path, flag: str, begins: bool):
+    """With the token that a published Llama's tokenizer adds in front, and at each of several ends."""
     import tokenizers
     import torch
     import transformers
@@ -154,17 +154,20 @@ def test_a_text_begins_as_in_transformers(programs: Programs, tmp_path: Path, fl
     encoder.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, bos_token="<s>", eos_token="</s>")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(3)
+    torch.manual_seed(8)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=10, initializer_range=0.5))
+    ids = tokenizer("a b c", add_special_tokens=begins, return_tensors="pt").input_ids
+    later = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=1)[0, ids.size(1) + 4 :].tolist()
+    model.generation_config.eos_token_id = [1, *later]
     for part in (tokenizer, model):
         part.save_pretrained(tmp_path / "hf")
     (tmp_path / "text").write_text("a b c d e f g h")
     words = ["--load", tmp_path / "hf", *flag.split()]
     settings = ["--prompt", "a b c", "--greedy", "--new-tokens", 9]
     generated = programs.warm(1, "tools/generate.py", *words, *settings).ok().output
-    ids = tokenizer("a b c", add_special_tokens=begins, return_tensors="pt").input_ids
-    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=1)
-    assert generated.split() == tokenizer.decode(expected[0], skip_special_tokens=True).split()
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False)[0]
+    assert 3 + begins < len(expected) < ids.size(1) + 9 and expected[-1] in later
+    assert generated.split() == tokenizer.decode(expected[:-1], skip_special_tokens=True).split()
     measures = ["--task", "PPL", "--valid-data", tmp_path / "text", "--json", tmp_path / "result"]
     programs.warm(1, "tools/evaluate.py", *words, *measures).ok()
     ids = tokenizer("a b c d e f g h", add_special_tokens=begins, return_tensors="pt").input_ids
