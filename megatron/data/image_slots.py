@@ -74,7 +74,7 @@ def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig
             last = run.train.train_iters if is_train else samples[name] // run.train.global_batch_size
             first = sizes.start_iteration
             counted = min(_MOST_SAMPLES, _MOST_EPOCHS * dataset.samples_per_epoch)
-            end = min(last, first + counted // run.train.global_batch_size)
+            end = min(last, first + max(counted // run.train.global_batch_size, 1))
             left_out = skipped if is_train else ()
             needed, batch = _max_images(dataset, sizes, end, run.train.micro_batch_size, left_out)
             given = run.model.images_per_micro_batch
@@ -90,7 +90,7 @@ def _max_images(
 ) -> tuple[int, int]:
     """The maximum number of images of a micro-batch up to global batch ``last``, and the number of that batch."""
     largest, phases = (0, 0), [*sizes.phases(sizes.start_iteration, last)]
-    for phase, end in zip(phases, [*(phase.finished for phase in phases[1:]), last], strict=True):
+    for phase, end in zip(phases, [*(phase.finished for phase in phases[1:]), last], strict=False):
         step = max(_SAMPLES_AT_ONCE // phase.size, 1)
         for finished in range(phase.finished, end, step):
             first = phase.first_sample + (finished - phase.finished) * phase.size

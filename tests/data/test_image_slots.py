@@ -128,6 +128,7 @@ def test_a_run_of_any_length_gets_its_slots_at_once(prefix: str, write_dataset: 
         counted = run_of(data, "--batch-size 2 --train-iters 900").model.image_slots
         long = run_of(data, "--batch-size 2 --train-iters 1000000000").model.image_slots
         assert counted <= long < 2 * counted
+    assert run_of(prefix, "--batch-size 2 --global-batch-size 65536").model.image_slots >= 5, "a batch of all epochs"
 
 
 def test_skipped_samples_are_in_no_batch(prefix: str):
