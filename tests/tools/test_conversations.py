@@ -1,6 +1,7 @@
 """Conversations as tokens with a loss mask: templates as transformers renders them, and what counts in the loss."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -228,6 +229,13 @@ def test_a_template_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> Non
     record = Path(chat_template_file(job.prefixes[TOKENS])).read_text()
     keep_chat_template(tmp_path, {"config": {"data": {"chat_template": record}}})
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == source
+
+
+def test_a_job_that_is_terminated_leaves_no_files(tmp_path: Path) -> None:
+    job = job_of(tmp_path, {"prompt": "user: a ", "completion": "b c"}, "prompt-completion")
+    with pytest.raises(SystemExit, match="143"):
+        preprocess(job, lambda summary: signal.raise_signal(signal.SIGTERM), lambda error: None)
+    assert not [*tmp_path.glob("out*")]
 
 
 def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.checkpoint.files import file_problem
 from megatron.common.errors import ConfigError, DataError, ResourceError
-from megatron.common.files import replace_file
+from megatron.common.files import replace_file, signals_raised
 from megatron.common.processes import exit_with_parent
 from megatron.data.fingerprint import chat_template_file, write_tokenizer
 from megatron.data.image_dataset import image_writer
@@ -99,7 +99,7 @@ def _write(
     log_skipped: Callable[[str], None],
 ) -> None:
     """Write the data sets, continuing after the milestone ``done``, and the files next to them."""
-    with ExitStack() as stack:
+    with signals_raised(), ExitStack() as stack:
         builders = {
             key: stack.enter_context(
                 IndexedDatasetBuilder(
