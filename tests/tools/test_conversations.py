@@ -9,7 +9,8 @@ import pytest
 
 from megatron.checkpoint.run_file import _contradictions
 from megatron.common.errors import ConfigError, DataError
-from megatron.config.data import chat_template_file, loss_mask_prefix
+from megatron.config.data import loss_mask_prefix
+from megatron.data.fingerprint import chat_template_file
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
@@ -226,7 +227,7 @@ def test_a_template_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> Non
     source = f"{WORD_TEMPLATE}{{# \ud800 é #}}"  # JSON may have it, and UTF-8 has not
     job = job_of(tmp_path, {"messages": MESSAGES[1:3]}, "messages", source)
     assert len(written(job)) == 2
-    record = Path(chat_template_file(job.prefixes[TOKENS])).read_text()
+    record = chat_template_file(job.prefixes[TOKENS]).read_text()
     keep_chat_template(tmp_path, {"config": {"data": {"chat_template": record}}})
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == source
 
