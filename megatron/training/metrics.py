@@ -175,7 +175,7 @@ class MetricsLogger:
         # JSON has neither NaN nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
         for callback in self._callbacks:
-            callback.on_metrics(iteration, values)
+            callback.on_metrics(iteration, {**values})
         line = json.dumps({"iteration": iteration, **values}) + "\n"
         self._file = _write_or_close(self._file, _FILE, lambda file: file.write(line))
 

@@ -173,14 +173,17 @@ class UserCallback(Callback):
     def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
         """The context of the user; its hooks are guarded, too."""
         self._iteration = iteration
-        with self._guarded(self._callback.around_iteration, iteration) as hooks:
-            yield [partial(self._guarded, hook) for hook in hooks]
+        with self._guarded(lambda: self._callback.around_iteration(iteration)) as hooks:
+            with user_function(self._name("around_iteration")):
+                guarded = [partial(self._guarded, hook) for hook in hooks]
+            yield guarded
 
     def metrics(self) -> Mapping[str, Any]:
         """Those of the user. Raises ConfigError unless each is a number or a tensor of one."""
         from torch import Tensor
 
-        values = dict(self._called("metrics"))
+        with user_function(self._name("metrics")):
+            values = dict(self._callback.metrics())
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
                 kind = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -188,7 +188,7 @@ class Broken(Callback):
     @contextmanager
     def around_iteration(self, iteration):
         self._reach("enter")
-        yield [self.hook]
+        yield None if self.at == "no hooks" else [self.hook]
         self._reach("leave")
 
     @contextmanager
@@ -197,7 +197,7 @@ class Broken(Callback):
 
     def metrics(self):
         self._reach("metrics")
-        return {"list": [1]} if self.at == "list" else {"half": 0.5, "one": torch.ones(1)}
+        return {"list": {"a": [1]}, "none": None}.get(self.at, {"half": 0.5, "one": torch.ones(1)})
 
     def on_metrics(self, iteration, values):
         self._reach("on_metrics")
@@ -206,7 +206,10 @@ class Broken(Callback):
         self._reach("on_run_end")
 
 
-@pytest.mark.parametrize("at", ["", "enter", "hook", "leave", "metrics", "list", "on_metrics", "on_run_end", "inside"])
+PLACES = ["", "enter", "hook", "no hooks", "leave", "metrics", "list", "none", "on_metrics", "on_run_end", "inside"]
+
+
+@pytest.mark.parametrize("at", PLACES)
 def test_an_error_of_a_callback_names_it(at: str) -> None:
     """And an error of what it observes stays as it is."""
     callback = UserCallback(broken := Broken())
@@ -219,7 +222,7 @@ def test_an_error_of_a_callback_names_it(at: str) -> None:
         callback.on_metrics(7, {})
         callback.on_run_end()
 
-    method = {"list": "metrics"}.get(at, at if at.startswith(("on", "m")) else "around_iteration")
+    method = {"list": "metrics", "none": "metrics"}.get(at, at if at.startswith(("on", "m")) else "around_iteration")
     expected = f"in iteration 7, Broken.{method}" if at != "inside" else "the model fails"
     with pytest.raises(AssertionError if at == "inside" else ConfigError, match=expected) if at else nullcontext():
         train()
