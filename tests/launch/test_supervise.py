@@ -41,7 +41,16 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ("exit 75", 75, ""),
         ('test -z "$TORCHELASTIC_USE_AGENT_STORE$LOCAL_WORLD_SIZE"', 0, ""),
         ("kill -KILL $$", 137, ""),
-        ('touch "$RANK_EXIT_CODES/rank 0"; exit 245', 6, "-c: error: rank 0 was killed by SIGSEGV\n"),
+        (
+            'touch "$RANK_EXIT_CODES/rank 0" $RANK_EXIT_CODES/trained; exit 245',
+            6,
+            "-c: error: rank 0 was killed by SIGSEGV\n",
+        ),
+        (
+            'touch "$RANK_EXIT_CODES/rank 0"; exit 247',
+            6,
+            "-c: error: rank 0, or another that had just begun, was killed by SIGKILL\n",
+        ),
         ("exit 255", 6, f"-c: error: {NONE_STARTED}\n"),
         ("exit 241", 6, "-c: error: a rank that started was killed by SIGTERM\n"),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 6 > "$RANK_EXIT_CODES/rank 0"; exit 247', 6, ""),

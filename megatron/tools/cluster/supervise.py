@@ -23,7 +23,7 @@ import psutil
 
 from megatron.common.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError, ResourceError
 from megatron.common.processes import die_with_parent
-from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
+from megatron.launch.rank import EXIT_CODE_FOLDER, TRAINED, print_error
 
 HELPER = "MEGATRON_SUPERVISOR_HELPER"
 """Environment variable of child processes that do not belong to the run, and are not ended with it."""
@@ -100,7 +100,7 @@ def supervise(
             _end_descendants(0.0 if was_stopped else _GRACE)
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-        codes = read_exit_codes(folder)
+        codes, have_all_begun = read_exit_codes(folder), (folder / TRAINED).exists()
     by = _by_signal(code)
     if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # DeepSpeed's launchers exit with another code
         code = PREEMPTED
@@ -110,7 +110,10 @@ def supervise(
         print_error("no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause")
         code = LaunchError.exit_code
     elif code > 0 and (list(codes.values()) == [""] or (by and not codes)):  # no other rank here could report it
-        print_error(f"{f'rank {next(iter(codes))}' if codes else 'a rank that started'} was killed{by}")
+        known = (
+            f"rank {next(iter(codes))}{'' if have_all_begun else ', or another that had just begun,'}" if codes else ""
+        )
+        print_error(f"{known or 'a rank that started'} was killed{by}")
         code = LaunchError.exit_code
     elif by and "" in codes.values():  # another rank of this host has reported it
         code = LaunchError.exit_code
